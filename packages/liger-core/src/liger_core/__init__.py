@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Liger's operators: interfaces, pure-PyTorch references, and the choice of a backend for each."""
+
+from liger_core.errors import (
+    BackendError,
+    DeviceError,
+    DtypeError,
+    GradientError,
+    LigerError,
+    OptionError,
+    PluginError,
+    ShapeError,
+    TargetError,
+    Unsupported,
+)
+from liger_core.backend import Backend
+from liger_core.hookspecs import hookimpl
+from liger_core.op import Misuse, Op, Sample, Work, Workload, op
+from liger_core.ops import cross_entropy, geglu, layer_norm, linear_cross_entropy, rms_norm, rope, swiglu
+from liger_core.ops._softmax_loss import LossMetrics
+from liger_core.selection import explain, use
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "BackendError",
+    "DeviceError",
+    "DtypeError",
+    "GradientError",
+    "LigerError",
+    "LossMetrics",
+    "Misuse",
+    "Op",
+    "OptionError",
+    "PluginError",
+    "Sample",
+    "ShapeError",
+    "TargetError",
+    "Unsupported",
+    "Work",
+    "Workload",
+    "cross_entropy",
+    "explain",
+    "geglu",
+    "hookimpl",
+    "layer_norm",
+    "linear_cross_entropy",
+    "op",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "use",
+]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend: a named table op → implementation for some device types."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from liger_core.errors import PluginError, nearest
+from liger_core.op import Op
+
+Implementations = Mapping["Op[..., Any]", Callable[..., Any]]
+
+
+def always() -> str | None:
+    """A backend that needs nothing is always available."""
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a plugin returns from `liger_backends()`.
+
+    device_types     for instance ("cuda",)
+    priority         the highest available one wins under `auto`; the reference has 0, so a negative one never wins
+    implementations  op → function, or a function that returns that table (so that importing the plugin imports no compiler)
+    unavailable      returns None, or why this backend cannot run here
+    """
+
+    name: str
+    device_types: tuple[str, ...]
+    priority: int
+    implementations: Implementations | Callable[[], Implementations]
+    unavailable: Callable[[], str | None] = always
+    distribution: str = ""
+
+    def table(self, known: Mapping[str, Op[..., Any]]) -> dict[str, Callable[..., Any]]:
+        """Op name → implementation, each with the signature of its reference."""
+        given = self.implementations() if callable(self.implementations) else self.implementations
+        table: dict[str, Callable[..., Any]] = {}
+        for op, implementation in given.items():
+            name = op.name if isinstance(op, Op) else str(op)
+            if name not in known:
+                raise PluginError(
+                    f"backend {self.name!r} of {self.distribution}: every op it implements must be a known op, got {name!r}; "
+                    f"known: {', '.join(sorted(known))}.{nearest(name, known)}"
+                )
+            drift = _drift(known[name], implementation)
+            if drift:
+                raise PluginError(f"backend {self.name!r} of {self.distribution}: {name} must have the signature of its reference, {drift}")
+            table[name] = implementation
+        return table
+
+
+def _shape(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def _drift(op: Op[..., Any], implementation: Callable[..., Any]) -> str:
+    """How the signature of an implementation differs from its reference, or nothing."""
+    want, got = _shape(op.reference), _shape(implementation)
+    if want == got:
+        return ""
+    return f"{inspect.signature(op.reference)}, got {_bare(implementation)} in {implementation.__module__}"
+
+
+def _bare(function: Callable[..., Any]) -> str:
+    signature = inspect.signature(function)
+    return str(signature)

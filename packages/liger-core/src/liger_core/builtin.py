@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin that core itself is: its ops, the backend `reference` and its commands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from liger_core.backend import Backend
+from liger_core.hookspecs import hookimpl
+from liger_core.op import Op
+from liger_core.ops import CATALOGUE
+
+if TYPE_CHECKING:
+    import typer
+
+DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
+
+
+@hookimpl
+def liger_ops() -> list[Op[..., Any]]:
+    return list(CATALOGUE)
+
+
+@hookimpl
+def liger_backends() -> list[Backend]:
+    return [Backend("reference", DEVICE_TYPES, 0, {op: op.reference for op in CATALOGUE})]
+
+
+@hookimpl
+def liger_commands(app: typer.Typer) -> None:
+    from liger_core import commands
+
+    commands.add(app)

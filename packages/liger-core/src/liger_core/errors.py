@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that Liger raises: a sentence of the form *op: what must hold, what came[, what to do]*."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LigerError(Exception):
+    """The parent of every error that Liger raises."""
+
+
+class ShapeError(LigerError, ValueError):
+    """A tensor has a shape that the op cannot take."""
+
+
+class DtypeError(LigerError, TypeError):
+    """A tensor has a dtype that the op cannot take."""
+
+
+class DeviceError(LigerError, ValueError):
+    """Tensors of one call live on different devices."""
+
+
+class OptionError(LigerError, ValueError):
+    """An option has a value outside its range, or two options exclude each other."""
+
+
+class TargetError(LigerError, IndexError):
+    """A class index lies outside the vocabulary."""
+
+
+class GradientError(LigerError, RuntimeError):
+    """A gradient was asked for that the op does not define."""
+
+
+class BackendError(LigerError, RuntimeError):
+    """A backend was named that is unknown, unavailable, or cannot take this call."""
+
+
+class PluginError(LigerError, RuntimeError):
+    """A plugin does not keep the contract of the hooks."""
+
+
+class Unsupported(Exception):
+    """Raised by an implementation, before any work, to decline a call that it cannot take."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The sentence `Did you mean 'x'?` with a leading blank, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a backend's kernels meet autograd, torch.compile and eager Python: written once, for every op.
+
+A `Kernel` is a custom op made of `allocate` (its outputs, and so also its fake) and `launch` (fills them). Plain eager calls
+skip the dispatcher, which costs more than a small kernel; whatever traces or watches (compile, a dispatch mode, a tensor
+subclass, autocast) gets the custom op. `differentiable` ties a forward and a backward kernel together by the names in their
+schemas, so no op writes an autograd function of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core.errors import GradientError
+
+_libraries: dict[str, torch.library.Library] = {}
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, list, tuple})
+
+Outputs = tuple[Tensor | None, ...]
+
+
+class Kernel:
+    """A custom op `namespace::name` made of `allocate(*args) -> outputs` and `launch(*outputs, *args)`.
+
+    schema  as for `torch.library.define`; results must be named, optional ones are `Tensor?`
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        schema: str,
+        allocate: Callable[..., Outputs],
+        launch: Callable[..., None],
+    ) -> None:
+        library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
+        name = library.define(schema, tags=(torch.Tag.pt2_compliant_tag,)).split("(")[0].split("::")[-1]
+        self.name = f"{namespace}::{name}"
+        self.allocate, self.launch = allocate, launch
+        library.impl(name, self._dispatched, "CompositeExplicitAutograd")
+        torch.library.register_fake(self.name, self._fake, lib=library)
+        self.op = getattr(getattr(torch.ops, namespace), name).default
+        self.schema = self.op._schema
+        self.single = len(self.schema.returns) == 1
+
+    def __call__(self, *args: Any) -> Outputs:
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._is_any_autocast_enabled()
+            or not _PLAIN.issuperset(map(type, args))
+        ):
+            outputs = self.op(*args)
+            return (outputs,) if self.single else outputs
+        return self.execute(args)
+
+    def execute(self, args: tuple[Any, ...]) -> Outputs:
+        """Allocate and launch; backends override this to put a device guard around it."""
+        outputs = self.allocate(*args)
+        self.launch(*outputs, *args)
+        return outputs
+
+    def _dispatched(self, *args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            outputs = self.execute(args)
+        return outputs[0] if self.single else outputs
+
+    def _fake(self, *args: Any) -> Any:
+        outputs = self.allocate(*args)
+        return outputs[0] if self.single else outputs
+
+
+def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callable[..., Any]:
+    """One differentiable function of two kernels, bound by the names in their schemas.
+
+    backward's arguments are `grad_<output>`, inputs and outputs of forward under their own names (these are kept until then),
+    and last `bool[n] needs`: which of its results, each called `grad_<input>`, are asked for. A forward that computes gradients
+    itself takes the same `needs` last. The first `public` outputs are returned; those without a `grad_` argument are constants.
+    """
+    inputs = [a.name for a in forward.schema.arguments]
+    outputs = [r.name for r in forward.schema.returns]
+    early = inputs[-1] == "needs"
+    if early:
+        inputs.pop()
+    wanted = [a.name for a in backward.schema.arguments]
+    targets = [inputs.index(r.name.removeprefix("grad_")) for r in backward.schema.returns]
+    gradients = [outputs.index(n.removeprefix("grad_")) for n in wanted if n.startswith("grad_") and n.removeprefix("grad_") in outputs]
+    tensors = {a.name for a in forward.schema.arguments if "Tensor" in str(a.type)}
+    rest = wanted[len(gradients) : -1]
+    kept_inputs = [inputs.index(n) for n in rest if n in tensors]
+    kept_outputs = [outputs.index(n) for n in rest if n in outputs]
+    options = [inputs.index(n) for n in rest if n in inputs and n not in tensors]
+    # Where each of backward's arguments after the gradients comes from: (kind, position in that kind).
+    order: list[tuple[int, int]] = []
+    for name in rest:
+        if name in tensors:
+            order.append((0, kept_inputs.index(inputs.index(name))))
+        elif name in outputs:
+            order.append((0, len(kept_inputs) + kept_outputs.index(outputs.index(name))))
+        else:
+            order.append((1, options.index(inputs.index(name))))
+    constants = [i for i in range(public) if i not in gradients]
+    if wanted[-1] != "needs" or gradients != sorted(gradients) or any(g >= public for g in gradients):
+        raise TypeError(f"{backward.name}: its arguments must be grad_<public output>…, kept values…, needs; got {wanted}")
+    count = len(inputs)
+    title = forward.name
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            needs = [ctx.needs_input_grad[i] for i in targets]
+            results = forward(*args, needs) if early else forward(*args)
+            ctx.save_for_backward(*[args[i] for i in kept_inputs], *[results[i] for i in kept_outputs])
+            ctx.options = [args[i] for i in options]
+            ctx.needs = needs
+            ctx.set_materialize_grads(False)
+            fixed = [results[i] for i in constants if results[i] is not None]
+            if fixed:
+                ctx.mark_non_differentiable(*fixed)
+            return results[0] if public == 1 else tuple(results[:public])
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+            if torch.is_grad_enabled():
+                raise GradientError(
+                    f"{title}: the gradient must not be differentiated again, got create_graph=True; "
+                    "select the backend 'reference' for second derivatives"
+                )
+            given = (ctx.saved_tensors, ctx.options)
+            results = backward(*[grads[i] for i in gradients], *[given[kind][i] for kind, i in order], ctx.needs)
+            answer: list[Any] = [None] * count
+            for index, result in zip(targets, results, strict=True):
+                answer[index] = result
+            return tuple(answer)
+
+    no = [False] * len(targets)
+
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            for i in targets:
+                if args[i] is not None and args[i].requires_grad:
+                    return Function.apply(*args)
+        results = forward(*args, no) if early else forward(*args)
+        return results[0] if public == 1 else tuple(results[:public])
+
+    call.__name__ = call.__qualname__ = title.split("::")[1]
+    return call

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op: one description from which dispatch, tests, benchmark and documentation are generated."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from liger_core.errors import LigerError, Unsupported
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call that an implementation must get right, and the code path it is for.
+
+    `frozen` names tensor arguments that get no gradient although they are floating point.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+    frozen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Misuse:
+    """One wrong call with the exact error and message that it must raise."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    error: type[LigerError]
+    message: str
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One benchmark shape: `make(device, dtype)` gives (args, kwargs). `quick` ones run on a laptop CPU."""
+
+    name: str
+    make: Callable[[torch.device, torch.dtype], tuple[tuple[Any, ...], dict[str, Any]]]
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that a call must do: bytes to move through device memory and floating-point operations to run.
+
+    `forward_*` is one forward without gradients, `full_*` is forward and backward.
+    """
+
+    forward_bytes: int
+    full_bytes: int
+    forward_flops: int = 0
+    full_flops: int = 0
+
+
+Table = dict[str, Callable[..., Any]]
+
+
+class Op(Generic[P, R]):
+    """A function of tensors and plain scalars; calling it checks the arguments, then runs the selected implementation.
+
+    `reference` is the definition: pure PyTorch, any device. `table` maps a device type to the selected
+    implementation; it is a plain attribute, so Dynamo guards it and a new selection recompiles.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        *,
+        check: Callable[..., None],
+        samples: Callable[[torch.device, torch.dtype], Iterator[Sample]],
+        misuses: Callable[[torch.device], Iterator[Misuse]],
+        workloads: Callable[[], Iterable[Workload]],
+        work: Callable[..., Work],
+    ) -> None:
+        self.reference = reference
+        self.check = check
+        self.samples = samples
+        self.misuses = misuses
+        self.workloads = workloads
+        self.work = work
+        self.name = reference.__name__
+        self.signature = inspect.signature(reference)
+        self.first = next(iter(self.signature.parameters))
+        self.table: Table | None = None
+        self.otherwise: Callable[..., Any] = reference
+        self.declined: Callable[..., Any] = reference
+        # The checker has the signature of the reference; a wrong keyword is then reported under the op's own name.
+        check.__name__ = check.__qualname__ = self.name
+        self.__name__ = self.name
+        self.__qualname__ = self.name
+        self.__module__ = reference.__module__
+        self.__doc__ = reference.__doc__
+        self.__signature__ = self.signature
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.table is None or torch.compiler.is_compiling():
+            _settle()
+        self.check(*args, **kwargs)
+        first: Any = args[0] if args else kwargs[self.first]
+        implementation = self.table.get(first.device.type, self.otherwise)  # type: ignore[union-attr]
+        try:
+            return implementation(*args, **kwargs)
+        except Unsupported as reason:
+            refused = reason
+        return self.declined(refused, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}{self.signature}>"
+
+
+@torch._dynamo.assume_constant_result
+def _settle() -> bool:
+    from liger_core import selection
+
+    selection.settle()
+    return True
+
+
+def op(
+    *,
+    check: Callable[..., None],
+    samples: Callable[[torch.device, torch.dtype], Iterator[Sample]],
+    misuses: Callable[[torch.device], Iterator[Misuse]],
+    workloads: Callable[[], Iterable[Workload]],
+    work: Callable[..., Work],
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Turn a pure-PyTorch reference into an `Op`."""
+
+    def describe(reference: Callable[P, R]) -> Op[P, R]:
+        return Op(reference, check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+
+    return describe

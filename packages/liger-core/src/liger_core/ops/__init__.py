@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalogue: one line per op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from liger_core.op import Op
+from liger_core.ops.cross_entropy import cross_entropy
+from liger_core.ops.geglu import geglu
+from liger_core.ops.layer_norm import layer_norm
+from liger_core.ops.linear_cross_entropy import linear_cross_entropy
+from liger_core.ops.rms_norm import rms_norm
+from liger_core.ops.rope import rope
+from liger_core.ops.swiglu import swiglu
+
+CATALOGUE: tuple[Op[..., Any], ...] = (rms_norm, layer_norm, rope, swiglu, geglu, cross_entropy, linear_cross_entropy)
+
+__all__ = ["CATALOGUE", *(op.name for op in CATALOGUE)]

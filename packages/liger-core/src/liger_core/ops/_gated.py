@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What swiglu and geglu share: their arguments, samples and workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DeviceError, DtypeError, ShapeError
+from liger_core.op import Misuse, Sample, Work, Workload
+from liger_core.ops._inputs import normal
+
+
+def check(op: str, gate: Tensor, up: Tensor | None) -> None:
+    checks.floating(op, gate=gate, up=up)
+    checks.at_least_one_dimension(op, "gate", gate)
+    if up is None:
+        if gate.shape[-1] % 2:
+            checks.fail(ShapeError, op, f"a packed gate must have an even last dimension, got {checks.shape(gate)}")
+        return
+    if gate.shape != up.shape:
+        checks.fail(ShapeError, op, f"up must have the shape of gate {checks.shape(gate)}, got {checks.shape(up)}")
+    checks.same_dtype(op, "gate", gate, up=up)
+    checks.same_device(op, "gate", gate, up=up)
+
+
+def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up of a packed tensor (gate first), or the two tensors themselves."""
+    if up is not None:
+        return gate, up
+    first, second = gate.chunk(2, dim=-1)
+    return first, second
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    yield Sample("one_block", (n(2, 3, 64), n(2, 3, 64)), why="elements are a power of two: no mask")
+    yield Sample("odd_width", (n(5, 101), n(5, 101)), why="mask on the last block")
+    yield Sample("several_tiles", (n(3, 2500), n(3, 2500)), why="a row takes several column tiles")
+    yield Sample("packed", (n(2, 5, 96),), why="gate and up are halves of one tensor, and so is the gradient")
+    yield Sample("packed_odd", (n(7, 2 * 77),), why="the halves are not aligned")
+    yield Sample("strided_rows", (n(5, 160)[:, :80], n(5, 160)[:, 80:]), why="both are slices: rows are read through their stride")
+    yield Sample("transposed", (n(40, 6).t(), n(6, 40)), why="gate is not contiguous in its last dimension")
+    yield Sample("frozen_up", (n(4, 40), n(4, 40)), frozen=("up",), why="only the gate's gradient")
+    yield Sample("frozen_gate", (n(4, 40), n(4, 40)), frozen=("gate",), why="only up's gradient")
+    yield Sample("large_values", (n(3, 64, scale=30), n(3, 64)), why="the activation saturates on both sides")
+    yield Sample("one_row", (n(1, 33), n(1, 33)), why="a single row")
+    yield Sample("vector", (n(33), n(33)), why="no leading dimension")
+    yield Sample("empty", (n(0, 16), n(0, 16)), why="nothing is launched")
+
+
+def misuses(op: str, device: torch.device) -> Iterator[Misuse]:
+    def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, device=device, dtype=dtype)
+
+    yield Misuse("shapes", (z(2, 8), z(2, 9)), {}, ShapeError, f"{op}: up must have the shape of gate (2, 8), got (2, 9)")
+    yield Misuse("odd_packed", (z(2, 9),), {}, ShapeError, f"{op}: a packed gate must have an even last dimension, got (2, 9)")
+    yield Misuse(
+        "dtypes",
+        (z(2, 8), z(2, 8, dtype=torch.bfloat16)),
+        {},
+        DtypeError,
+        f"{op}: up must have dtype torch.float32 like gate, got torch.bfloat16; cast one of them",
+    )
+    yield Misuse("integers", (z(2, 8, dtype=torch.int64), None), {}, DtypeError, f"{op}: gate must have a floating dtype, got torch.int64")
+    elsewhere = torch.zeros(2, 8, device="meta")
+    yield Misuse("device", (z(2, 8), elsewhere), {}, DeviceError, f"{op}: up must be on {z(1).device} like gate, got meta")
+
+
+def workloads() -> Iterator[Workload]:
+    def shape(rows: int, width: int, quick: bool = False) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return (normal(device, dtype, rows, width), normal(device, dtype, rows, width)), {}
+
+        return Workload(f"{rows}x{width}", make, quick)
+
+    yield shape(512, 1024, quick=True)
+    for width in (4096, 14336):
+        yield shape(16384, width)
+
+
+def work(gate: Tensor, up: Tensor | None) -> Work:
+    size = halves(gate, up)[0].numel() * gate.element_size()
+    return Work(3 * size, 8 * size)

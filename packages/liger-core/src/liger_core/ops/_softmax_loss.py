@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row mathematics that cross_entropy and linear_cross_entropy share, and its pure-PyTorch implementation.
+
+For one row of logits a (after bias) and target t, with class weights w (1 by default), V classes:
+
+    x    = logit_scale · a, then softcap · tanh(x / softcap) if a softcap is given
+    lse  = log Σ exp(x)
+    loss = (1 - smoothing) · w_t · (lse - x_t) + smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²
+
+A row whose target is `ignore_index` has loss 0 and no gradient; one whose target is out of range has loss and gradient NaN,
+since no implementation may wait for the device to find out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_core.ops._inputs import accumulator
+
+# Elements of logits that the pure-PyTorch passes hold in float32 at a time.
+REFERENCE_BLOCK = 1 << 21
+
+
+class LossMetrics(NamedTuple):
+    """What a loss can tell besides itself; None of it is differentiable.
+
+    z_loss      the part of the loss that is z_loss · lse², reduced like the loss
+    accuracy    share of counted tokens whose arg-max is the target (per token, 0 or 1, under reduction="none")
+    prediction  arg-max class of every token, leading shape of the target; -1 where the target is ignored
+    entropy     mean entropy of the softmax over counted tokens, in nats (per token under reduction="none")
+    """
+
+    z_loss: Tensor
+    accuracy: Tensor
+    prediction: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """The scalars and per-class weights of the formula above."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    class_weight: Tensor | None = None
+
+
+class RowResults(NamedTuple):
+    """Per-row outputs of a pass: float32 loss and log-sum-exp, and, where metrics are asked for, arg-max and entropy."""
+
+    loss: Tensor
+    lse: Tensor
+    prediction: Tensor | None
+    entropy: Tensor | None
+
+
+class RowPasses(Protocol):
+    """What a backend provides; everything else about the two losses is written once in core."""
+
+    def losses(self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool) -> None:
+        """Fill results; with gradient also overwrite logits by row_factor · d loss / d a (row_factor is 1 if None)."""
+
+    def gradients(self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
+        """Write row_factor · d loss / d a into out (which may be logits), given the log-sum-exp of each row."""
+
+    def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor) -> None:
+        """out = tensor · scale, a float32 scalar on the device, rounded once."""
+
+
+class TorchPasses:
+    """The row passes in pure PyTorch, a block of rows at a time."""
+
+    def losses(self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool) -> None:
+        for rows in _blocks(logits):
+            x = _capped(logits[rows], options)
+            lse = x.logsumexp(-1)
+            results.lse[rows] = lse
+            results.loss[rows] = _losses(x, lse, target[rows], options)
+            if results.prediction is not None and results.entropy is not None:
+                counted = target[rows] != options.ignore_index
+                results.prediction[rows] = torch.where(counted, x.argmax(-1), -1)
+                p = torch.exp(x - lse[:, None])
+                results.entropy[rows] = torch.where(counted, lse - torch.where(p > 0, p * x, 0.0).sum(-1), 0.0)
+            if gradient:
+                factor = None if row_factor is None else row_factor[rows]
+                logits[rows] = _gradients(x, target[rows], lse, factor, options).to(logits.dtype)
+
+    def gradients(self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
+        for rows in _blocks(logits):
+            x = _capped(logits[rows], options)
+            out[rows] = _gradients(x, target[rows], lse[rows], row_factor[rows], options).to(out.dtype)
+
+    def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor) -> None:
+        if tensor.dim() < 2:
+            out.copy_(tensor.to(scale.dtype) * scale)
+            return
+        for rows in _blocks(tensor):
+            out[rows] = (tensor[rows].to(scale.dtype) * scale).to(out.dtype)
+
+
+def _blocks(tensor: Tensor) -> list[slice]:
+    rows = max(1, REFERENCE_BLOCK // max(1, tensor.shape[1]))
+    return [slice(i, min(i + rows, tensor.shape[0])) for i in range(0, tensor.shape[0], rows)]
+
+
+def _capped(logits: Tensor, options: RowOptions) -> Tensor:
+    x = logits.to(accumulator(logits.dtype))
+    if options.logit_scale != 1.0:
+        x = x * options.logit_scale
+    if options.softcap is not None:
+        x = torch.tanh(x / options.softcap) * options.softcap
+    return x
+
+
+def _losses(x: Tensor, lse: Tensor, target: Tensor, options: RowOptions) -> Tensor:
+    classes = x.shape[-1]
+    counted = target != options.ignore_index
+    index = target.clamp(0, classes - 1)
+    weight = options.class_weight
+    loss = lse - x.gather(-1, index[:, None])[:, 0]
+    if weight is not None:
+        loss = loss * weight.to(x.dtype)[index]
+    if options.label_smoothing:
+        if weight is None:
+            smooth = lse - x.mean(-1)
+        else:
+            wide = weight.to(x.dtype)
+            smooth = (lse * wide.sum() - x @ wide) / classes
+        loss = (1.0 - options.label_smoothing) * loss + options.label_smoothing * smooth
+    if options.z_loss:
+        loss = loss + options.z_loss * lse.square()
+    loss = torch.where((target < 0) | (target >= classes), float("nan"), loss)
+    return torch.where(counted, loss, 0.0)
+
+
+def _gradients(x: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor | None, options: RowOptions) -> Tensor:
+    classes = x.shape[-1]
+    counted = target != options.ignore_index
+    index = target.clamp(0, classes - 1)
+    weight = None if options.class_weight is None else options.class_weight.to(x.dtype)
+    hard = torch.ones_like(lse) if weight is None else weight[index]
+    hard = hard * (1.0 - options.label_smoothing)
+    share = hard
+    if options.label_smoothing:
+        share = share + options.label_smoothing * (1.0 if weight is None else weight.sum() / classes)
+    if options.z_loss:
+        share = share + 2.0 * options.z_loss * lse
+    d = torch.exp(x - lse[:, None]).mul_(share[:, None])
+    d.scatter_add_(-1, index[:, None], -hard[:, None])
+    if options.label_smoothing:
+        d.sub_(options.label_smoothing / classes * (1.0 if weight is None else weight))
+    factor = torch.full_like(lse, options.logit_scale) if row_factor is None else row_factor.to(lse.dtype) * options.logit_scale
+    factor = torch.where((target < 0) | (target >= classes), float("nan"), factor)
+    if options.softcap is not None:
+        d.mul_(1.0 - (x / options.softcap).square())
+    # A row that is not counted gets zeros even where its own logits are infinite or NaN.
+    return torch.where(counted[:, None], d.mul_(factor[:, None]), 0.0)
+
+
+def denominator(target: Tensor, class_weight: Tensor | None, ignore_index: int, normalizer: Tensor | float | None, dtype: torch.dtype) -> Tensor:
+    """What "mean" divides by, on the device: normalizer, else the summed class weight of the counted targets (at least one token)."""
+    if isinstance(normalizer, Tensor):
+        return normalizer.to(dtype)
+    if normalizer is not None:
+        return torch.full((), normalizer, dtype=dtype, device=target.device)
+    counted = target != ignore_index
+    if class_weight is None:
+        count = counted.sum(dtype=dtype)
+    else:
+        weight = class_weight.to(dtype)[target.clamp(0, class_weight.shape[0] - 1)]
+        count = torch.where(counted, weight, 0.0).sum()
+    # No counted target: the sum is 0 and so shall be the mean, not 0/0.
+    return torch.where(count == 0, 1.0, count)

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cross_entropy: the loss of logits that already exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
+from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._inputs import accumulator, integers, normal
+from liger_core.ops._softmax_loss import LossMetrics, RowOptions, RowPasses, RowResults, TorchPasses, denominator
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def check_loss_options(
+    name: str,
+    target: Tensor,
+    classes: int,
+    class_weight: Tensor | None,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    normalizer: Tensor | float | None,
+    weight_name: str,
+) -> None:
+    """The checks of the options that both losses have."""
+    checks.choice(name, "reduction", reduction, ("mean", "sum", "none"))
+    if not 0.0 <= label_smoothing < 1.0:
+        checks.fail(OptionError, name, f"label_smoothing must be in [0, 1), got {label_smoothing}")
+    if z_loss < 0.0:
+        checks.fail(OptionError, name, f"z_loss must be ≥ 0, got {z_loss}")
+    if softcap is not None:
+        checks.positive(name, "softcap", softcap)
+    if normalizer is not None and reduction != "mean":
+        checks.fail(OptionError, name, f"normalizer needs reduction='mean', which it divides by, got reduction={reduction!r}")
+    if isinstance(normalizer, Tensor):
+        if normalizer.dim() != 0:
+            checks.fail(ShapeError, name, f"normalizer must be a number or a scalar tensor, got shape {checks.shape(normalizer)}")
+        checks.same_device(name, "target", target, normalizer=normalizer)
+    elif normalizer is not None:
+        checks.positive(name, "normalizer", normalizer)
+    if target.dtype != torch.int64:
+        checks.fail(DtypeError, name, f"target must have dtype torch.int64, got {target.dtype}")
+    if class_weight is not None:
+        checks.floating(name, **{weight_name: class_weight})
+        if tuple(class_weight.shape) != (classes,):
+            checks.fail(ShapeError, name, f"{weight_name} must have shape ({classes},), one per class, got {checks.shape(class_weight)}")
+    checks.constant(name, normalizer=normalizer, **{weight_name: class_weight})
+
+
+def check(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    return_metrics: bool = False,
+) -> None:
+    checks.floating("cross_entropy", logits=logits)
+    checks.at_least_one_dimension("cross_entropy", "logits", logits)
+    if target.shape != logits.shape[:-1]:
+        wanted = tuple(logits.shape[:-1])
+        checks.fail(ShapeError, "cross_entropy", f"target must have shape {wanted} to match logits {checks.shape(logits)}, got {checks.shape(target)}")
+    if logits.shape[-1] == 0:
+        checks.fail(ShapeError, "cross_entropy", f"logits must have at least one class, got {checks.shape(logits)}")
+    checks.same_device("cross_entropy", "logits", logits, target=target, weight=weight)
+    check_loss_options("cross_entropy", target, logits.shape[-1], weight, label_smoothing, z_loss, softcap, reduction, normalizer, "weight")
+    checks.targets("cross_entropy", target, logits.shape[-1], ignore_index)
+
+
+def loss_option_samples(device: torch.device, rows: int, classes: int) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(name, options, why) for the options that both losses have; class weights are under the key "class_weight"."""
+    weight = torch.rand(classes, device=device) + 0.5
+    yield "sum", {"reduction": "sum"}, "no normaliser"
+    yield "none", {"reduction": "none"}, "every token has its own upstream gradient"
+    yield "class_weight", {"class_weight": weight}, "the mean divides by the summed weights"
+    yield "label_smoothing", {"label_smoothing": 0.1}, "the whole row enters the loss"
+    yield "z_loss", {"z_loss": 1e-2}, "the log-sum-exp enters the loss"
+    yield "softcap", {"softcap": 3.0}, "tanh and its derivative"
+    yield "normalizer", {"normalizer": torch.tensor(37.0, device=device)}, "an external count on the device (num_items_in_batch)"
+    yield "normalizer_number", {"normalizer": 37.0}, "an external count as a number"
+    everything = {"class_weight": weight, "label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 3.0}
+    yield "everything", everything, "all options together"
+    yield "everything_none", {**everything, "reduction": "none"}, "all options together, per token"
+
+
+def targets_with_ignored(device: torch.device, classes: int, *shape: int, ignore_index: int = -100) -> Tensor:
+    """Random targets of which about a third are ignored, and never all."""
+    target = integers(device, classes, *shape)
+    target.view(-1)[1::3] = ignore_index
+    return target
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    yield Sample("one_block", (n(4, 64), integers(device, 64, 4)), why="the vocabulary is one block")
+    yield Sample("odd_width", (n(5, 101), integers(device, 101, 5)), why="mask on the last block")
+    yield Sample("several_blocks", (n(3, 9000, scale=2), integers(device, 9000, 3)), why="the row is longer than one block")
+    yield Sample("leading_shape", (n(2, 3, 40), integers(device, 40, 2, 3)), why="any leading shape")
+    yield Sample("one_token", (n(40), integers(device, 40)), why="no leading shape")
+    yield Sample("ignored_rows", (n(7, 50), targets_with_ignored(device, 50, 7)), why="ignored rows get no loss and zero gradient")
+    target = targets_with_ignored(device, 50, 7, ignore_index=3)
+    yield Sample("ignore_index", (n(7, 50), target), {"ignore_index": 3}, why="a class can be the ignored one")
+    for name, options, why in loss_option_samples(device, 6, 70):
+        kwargs = dict(options)
+        if "class_weight" in kwargs:
+            kwargs["weight"] = kwargs.pop("class_weight")
+        yield Sample(name, (n(6, 70), targets_with_ignored(device, 70, 6)), kwargs, why=why, frozen=("weight", "normalizer"))
+    all_ignored = torch.full((4,), -100, device=device)
+    yield Sample("all_ignored", (n(4, 30), all_ignored), why="the mean of nothing is 0, not NaN")
+    yield Sample("empty", (n(0, 30), integers(device, 30, 0)), why="no rows: the loss is 0 and nothing is launched")
+    yield Sample("peaked", (n(4, 60, scale=20), integers(device, 60, 4)), why="softmax close to one class")
+    masked = n(4, 60)
+    masked[:, 40:] = -torch.inf
+    yield Sample("infinite_logits", (masked, integers(device, 40, 4)), why="masked classes have probability 0 and gradient 0")
+    yield Sample("one_class", (n(4, 1), integers(device, 1, 4)), why="a single column: loss 0")
+    yield Sample("strided_rows", (n(5, 160)[:, :80], integers(device, 80, 5)), why="rows are read through their stride")
+    yield Sample("transposed", (n(40, 6).t(), integers(device, 40, 6)), why="the last dimension is not contiguous")
+    sure = n(5, 45)
+    sure[torch.arange(5), torch.arange(5) * 7] += 12
+    target = torch.tensor([0, 7, 3, -100, 28], device=device)
+    yield Sample("metrics", (sure, target), {"return_metrics": True, "z_loss": 1e-3}, why="z-loss, accuracy, arg-max and entropy of the tokens")
+    options = {"return_metrics": True, "reduction": "none"}
+    yield Sample("metrics_none", (sure, target), options, why="the metrics of each token")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    x, t = torch.zeros(3, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    yield Misuse(
+        "target_shape", (x, t[:2]), {}, ShapeError, "cross_entropy: target must have shape (3,) to match logits (3, 8), got (2,)"
+    )
+    yield Misuse("target_dtype", (x, t.int()), {}, DtypeError, "cross_entropy: target must have dtype torch.int64, got torch.int32")
+    yield Misuse(
+        "weight_shape", (x, t), {"weight": torch.ones(7, device=device)}, ShapeError, "cross_entropy: weight must have shape (8,), one per class, got (7,)"
+    )
+    yield Misuse(
+        "reduction", (x, t), {"reduction": "avg"}, OptionError, "cross_entropy: reduction must be one of 'mean', 'sum', 'none', got 'avg'"
+    )
+    yield Misuse("smoothing", (x, t), {"label_smoothing": 1.0}, OptionError, "cross_entropy: label_smoothing must be in [0, 1), got 1.0")
+    yield Misuse("softcap", (x, t), {"softcap": 0.0}, OptionError, "cross_entropy: softcap must be > 0, got 0.0")
+    yield Misuse(
+        "normalizer",
+        (x, t),
+        {"reduction": "sum", "normalizer": 3.0},
+        OptionError,
+        "cross_entropy: normalizer needs reduction='mean', which it divides by, got reduction='sum'",
+    )
+    yield Misuse(
+        "trainable_weight",
+        (x, t),
+        {"weight": torch.ones(8, device=device, requires_grad=True)},
+        OptionError,
+        "cross_entropy: weight must not require a gradient, since the op does not define one; pass weight.detach()",
+    )
+    yield Misuse("device", (x, torch.zeros(3, dtype=torch.int64, device="meta")), {}, DeviceError, f"cross_entropy: target must be on {x.device} like logits, got meta")
+    if device.type == "cpu":
+        wrong = torch.tensor([0, 8, 1])
+        yield Misuse("target_range", (x, wrong), {}, TargetError, "cross_entropy: every target must be in [0, 8) or ignore_index=-100, got 8")
+
+
+def workloads() -> Iterator[Workload]:
+    def shape(rows: int, classes: int, quick: bool = False) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return (normal(device, dtype, rows, classes), integers(device, classes, rows)), {}
+
+        return Workload(f"{rows}x{classes}", make, quick)
+
+    yield shape(256, 8192, quick=True)
+    for classes in (40960, 128256, 163840):
+        yield shape(8192, classes)
+
+
+def work(logits: Tensor, target: Tensor, **options: Any) -> Work:
+    size = logits.numel() * logits.element_size()
+    return Work(size, 3 * size)
+
+
+def _results(rows: int, logits: Tensor, metrics: bool) -> RowResults:
+    wide = accumulator(logits.dtype)
+    loss, lse = (torch.empty(rows, dtype=wide, device=logits.device) for _ in range(2))
+    if not metrics:
+        return RowResults(loss, lse, None, None)
+    prediction = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    return RowResults(loss, lse, prediction, torch.empty_like(loss))
+
+
+def per_row(namespace: str, passes: RowPasses, kernel: type[Kernel] = Kernel) -> Callable[..., Any]:
+    """The differentiable per-row loss of (rows, classes) logits for a backend's row passes: loss, lse, prediction, entropy."""
+
+    def options_of(class_weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None) -> RowOptions:
+        return RowOptions(ignore_index, label_smoothing, z_loss, softcap, 1.0, class_weight)
+
+    def allocate(logits: Tensor, target: Tensor, *options: Any) -> Outputs:
+        return _results(logits.shape[0], logits, options[-1])
+
+    def launch(*args: Any) -> None:
+        loss, lse, prediction, entropy, logits, target, *options, _ = args
+        if logits.shape[0]:
+            passes.losses(logits, target, RowResults(loss, lse, prediction, entropy), options_of(*options), None, False)
+
+    def allocate_backward(grad_loss: Tensor, logits: Tensor, *rest: Any) -> Outputs:
+        return (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),)
+
+    def launch_backward(grad_logits: Tensor, grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, *rest: Any) -> None:
+        *options, _ = rest
+        if logits.shape[0]:
+            passes.gradients(logits, target, lse, grad_loss, options_of(*options), grad_logits)
+
+    scalars = "Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss, float? softcap"
+    return differentiable(
+        kernel(
+            namespace,
+            f"cross_entropy(Tensor logits, Tensor target, {scalars}, bool metrics) -> (Tensor loss, Tensor lse, Tensor? prediction, Tensor? entropy)",
+            allocate,
+            launch,
+        ),
+        kernel(
+            namespace,
+            f"cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, {scalars}, bool[1] needs) -> (Tensor grad_logits)",
+            allocate_backward,
+            launch_backward,
+        ),
+        public=4,
+    )
+
+
+def reduced(
+    rows: Callable[..., Any],
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    normalizer: Tensor | float | None,
+    return_metrics: bool,
+) -> Any:
+    """cross_entropy made of a backend's per-row losses."""
+    flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    loss, lse, prediction, entropy = rows(flat, labels, weight, ignore_index, label_smoothing, z_loss, softcap, return_metrics)
+    divide = denominator(labels, weight, ignore_index, normalizer, loss.dtype) if reduction == "mean" else None
+    total = _reduce(loss, reduction, divide).reshape(target.shape if reduction == "none" else ())
+    if not return_metrics:
+        return total
+    return total, metrics_of(target, ignore_index, z_loss, lse, prediction, entropy, reduction, divide)
+
+
+def _reduce(rows: Tensor, reduction: str, divide: Tensor | None) -> Tensor:
+    if reduction == "none":
+        return rows
+    return rows.sum() if divide is None else rows.sum() / divide
+
+
+def metrics_of(
+    target: Tensor,
+    ignore_index: int,
+    z_loss: float,
+    lse: Tensor,
+    prediction: Tensor,
+    entropy: Tensor,
+    reduction: str,
+    divide: Tensor | None,
+    token_weight: Tensor | None = None,
+) -> LossMetrics:
+    """The metrics of a batch from the per-row results of a pass."""
+    labels = target.reshape(-1)
+    counted = labels != ignore_index
+    penalty = z_loss * lse.square()
+    if token_weight is not None:
+        penalty = penalty * token_weight.reshape(-1)
+    penalty = torch.where(counted, penalty, 0.0)
+    hit = (counted & (prediction == labels)).to(lse.dtype)
+    if reduction == "none":
+        return LossMetrics(*(t.reshape(target.shape) for t in (penalty, hit, prediction, entropy)))
+    count = counted.sum().clamp(min=1)
+    return LossMetrics(_reduce(penalty, reduction, divide), hit.sum() / count, prediction.reshape(target.shape), entropy.sum() / count)
+
+
+_rows = per_row("liger_reference", TorchPasses())
+
+
+@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    return_metrics: bool = False,
+) -> Any:
+    """Cross entropy between logits and target classes.
+
+        x    = softcap · tanh(logits / softcap)      (logits themselves without a softcap)
+        lse  = log Σ exp(x)
+        loss = (1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²
+
+    logits           (..., V)   any floating dtype; not overwritten, and not copied to float32 at once
+    target           (...)      int64 class indices, or ignore_index: no loss, zero gradient
+    weight           (V,)       class weights w; 1 by default
+    reduction        "mean" divides the sum by the summed weights of the counted targets (0 if none is counted), or by normalizer
+    normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
+    return_metrics   also return `LossMetrics`
+    returns          float32 (float64 for float64): a scalar, or (...) for "none"
+
+    A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its loss is NaN.
+    Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    z-loss: Chowdhery et al. 2022, arXiv:2204.02311; softcap: Gemma 2, arXiv:2408.00118.
+    """
+    return reduced(_rows, logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, reduction, normalizer, return_metrics)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""layer_norm: centre every row and scale it to unit variance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
+from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._inputs import accumulator, normal
+
+
+def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:
+    checks.floating("layer_norm", x=x, weight=weight, bias=bias)
+    checks.at_least_one_dimension("layer_norm", "x", x)
+    checks.vector("layer_norm", "weight", weight, x.shape[-1], "x", x)
+    checks.vector("layer_norm", "bias", bias, x.shape[-1], "x", x)
+    checks.same_device("layer_norm", "x", x, weight=weight, bias=bias)
+    checks.positive("layer_norm", "eps", eps)
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    yield Sample("one_block", (n(2, 3, 64), n(64), n(64)), why="the width is a power of two: no mask")
+    yield Sample("odd_width", (n(5, 100), n(100), n(100)), why="mask on the last block, which must not enter the variance")
+    yield Sample("small_width", (n(37, 24), n(24), n(24)), why="many rows per program, rows not a multiple of them")
+    yield Sample("many_rows", (n(67, 128), n(128), n(128)), why="every program of the backward walks several rows")
+    yield Sample("no_bias", (n(6, 96), n(96)), why="weight without bias")
+    yield Sample("bias_only", (n(6, 96), None, n(96)), why="bias without weight")
+    yield Sample("plain", (n(6, 96),), why="neither weight nor bias")
+    yield Sample("frozen_weight", (n(6, 96), n(96), n(96)), frozen=("weight",), why="only the bias gradient of the two")
+    yield Sample("frozen_affine", (n(6, 96), n(96), n(96)), frozen=("weight", "bias"), why="no work for either")
+    yield Sample("frozen_input", (n(6, 96), n(96), n(96)), frozen=("x",), why="only the affine gradients")
+    yield Sample("large_mean", (n(4, 96) + 50, n(96), n(96)), why="the variance is taken about the mean, not as a difference of squares")
+    yield Sample("large_eps", (n(4, 48, scale=0.01), n(48), n(48), 0.1), why="eps dominates the variance")
+    yield Sample("strided_rows", (n(5, 160)[:, :80], n(80), n(80)), why="rows are read through their stride")
+    yield Sample("transposed", (n(40, 6).t(), n(40), n(40)), why="the last dimension is not contiguous")
+    affine = [normal(device, torch.float32, 72) for _ in range(2)]
+    yield Sample("float32_weight", (n(5, 72), *affine), why="weight and bias have another dtype than x")
+    yield Sample("one_row", (n(1, 200), n(200), n(200)), why="a single row")
+    yield Sample("two_columns", (n(9, 2), n(2), n(2), 1e-3), why="the fewest columns with a variance")
+    yield Sample("wide", (n(3, 20000), n(20000), n(20000)), why="the row is longer than one block")
+    yield Sample("empty", (n(0, 64), n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, device=device, dtype=dtype)
+
+    yield Misuse("weight_shape", (z(2, 8), z(7)), {}, ShapeError, "layer_norm: weight must have shape (8,) to match x (2, 8), got (7,)")
+    yield Misuse("bias_shape", (z(2, 8), z(8), z(1, 8)), {}, ShapeError, "layer_norm: bias must have shape (8,) to match x (2, 8), got (1, 8)")
+    yield Misuse("integers", (z(2, 4, dtype=torch.int32),), {}, DtypeError, "layer_norm: x must have a floating dtype, got torch.int32")
+    yield Misuse("eps_negative", (z(2, 4), None, None, -1e-5), {}, OptionError, "layer_norm: eps must be > 0, got -1e-05")
+    elsewhere = torch.zeros(4, device="meta")
+    yield Misuse("device", (z(2, 4), z(4), elsewhere), {}, DeviceError, f"layer_norm: bias must be on {z(1).device} like x, got meta")
+
+
+def workloads() -> Iterator[Workload]:
+    def shape(rows: int, width: int, quick: bool = False) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return (normal(device, dtype, rows, width), normal(device, dtype, width), normal(device, dtype, width)), {}
+
+        return Workload(f"{rows}x{width}", make, quick)
+
+    yield shape(512, 1024, quick=True)
+    for rows, width in ((32768, 4096), (16384, 8192), (8192, 16384)):
+        yield shape(rows, width)
+
+
+def work(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Work:
+    size = x.numel() * x.element_size()
+    return Work(2 * size, 5 * size)
+
+
+@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Centre every row of x, scale it to unit variance, then apply weight and bias.
+
+        y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias          (over the last dimension; var divides by width)
+
+    x       (..., width)   any floating dtype
+    weight  (width,)       any floating dtype; without it the factor is 1
+    bias    (width,)       any floating dtype; without it nothing is added
+    eps     added to the variance, in the units of x²; > 0
+    returns (..., width), dtype of x; mean and variance are accumulated and kept in float32 (float64 for float64)
+
+    Raises ShapeError if weight or bias is not (width,), DtypeError for integers, OptionError for eps ≤ 0.
+    Ba, Kiros & Hinton 2016, arXiv:1607.06450.
+    """
+    wide = accumulator(x.dtype)
+    row = x.to(wide)
+    centred = row - row.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight.to(wide)
+    if bias is not None:
+        y = y + bias.to(wide)
+    return y.to(x.dtype)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linear_cross_entropy: the output projection and its loss, without ever holding all the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
+from liger_core.kernels import Kernel
+from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._chunked_loss import chunked
+from liger_core.ops._inputs import integers, normal
+from liger_core.ops._softmax_loss import RowPasses, TorchPasses, denominator
+from liger_core.ops.cross_entropy import check_loss_options, loss_option_samples, metrics_of, targets_with_ignored
+
+Reduction = Literal["mean", "sum", "none"]
+Chunk = int | Literal["report"] | None
+
+
+def check(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk: Chunk = None,
+    return_metrics: bool = False,
+) -> None:
+    name = "linear_cross_entropy"
+    checks.floating(name, hidden=hidden, weight=weight, bias=bias, token_weight=token_weight)
+    checks.at_least_one_dimension(name, "hidden", hidden)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        wanted = f"(classes, {hidden.shape[-1]})"
+        checks.fail(ShapeError, name, f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}")
+    for label, tensor in (("target", target), ("token_weight", token_weight)):
+        if tensor is not None and tensor.shape != hidden.shape[:-1]:
+            wanted = str(tuple(hidden.shape[:-1]))
+            checks.fail(ShapeError, name, f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}")
+    checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
+    checks.same_device(name, "hidden", hidden, weight=weight, target=target, bias=bias, class_weight=class_weight, token_weight=token_weight)
+    if not torch.is_autocast_enabled(hidden.device.type):
+        checks.same_dtype(name, "hidden", hidden, weight=weight, bias=bias)
+    check_loss_options(name, target, weight.shape[0], class_weight, label_smoothing, z_loss, softcap, reduction, normalizer, "class_weight")
+    checks.constant(name, token_weight=token_weight)
+    if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
+        checks.fail(DtypeError, name, f"accumulate_dtype must be a floating dtype, got {accumulate_dtype}")
+    if chunk is not None and chunk != "report" and not (isinstance(chunk, int) and chunk > 0):
+        checks.fail(OptionError, name, f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}")
+    checks.targets(name, target, weight.shape[0], ignore_index)
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def call(rows: tuple[int, ...], width: int, classes: int, scale: float = 0.3) -> tuple[Tensor, Tensor]:
+        return normal(device, dtype, *rows, width), normal(device, dtype, classes, width, scale=scale)
+
+    def some(classes: int, *shape: int) -> Tensor:
+        return targets_with_ignored(device, classes, *shape)
+
+    constants = ("class_weight", "normalizer", "token_weight")
+
+    def sample(name: str, args: tuple[Tensor, ...], options: dict[str, Any] | None = None, *, why: str, frozen: tuple[str, ...] = ()) -> Sample:
+        return Sample(name, args, options or {}, why=why, frozen=(*constants, *frozen))
+
+    yield sample("one_chunk", (*call((6,), 32, 64), integers(device, 64, 6)), why="one chunk: dW is written directly")
+    yield sample("odd_sizes", (*call((7,), 33, 101), integers(device, 101, 7)), why="nothing is a power of two")
+    yield sample("leading_shape", (*call((2, 3), 16, 40), some(40, 2, 3)), why="any leading shape")
+    yield sample("several_chunks", (*call((11,), 24, 50), some(50, 11)), {"chunk": 4}, why="dW is summed over chunks, the last one is short")
+    options = {"chunk": 4, "accumulate_dtype": torch.float64 if dtype == torch.float64 else torch.float32}
+    yield sample("accumulate_float32", (*call((11,), 24, 50), some(50, 11)), options, why="the accumulator's dtype is named")
+    yield sample("report_chunk", (*call((40,), 16, 128), some(128, 40)), {"chunk": "report"}, why="the chunk formula of the report")
+    yield sample("several_blocks", (*call((3,), 16, 9000), integers(device, 9000, 3)), why="a row of logits is longer than one block")
+    bias = normal(device, dtype, 50)
+    yield sample("bias", (*call((7,), 24, 50), some(50, 7)), {"bias": bias, "chunk": 3}, why="the head has a bias, with a gradient")
+    yield sample("logit_scale", (*call((7,), 24, 50), some(50, 7)), {"logit_scale": 0.25}, why="scaled logits (Granite, Cohere)")
+    yield sample("scale_softcap", (*call((7,), 24, 50), some(50, 7)), {"logit_scale": 2.0, "softcap": 5.0}, why="the scale comes before the cap")
+    token_weight = torch.rand(7, device=device)
+    yield sample("token_weight", (*call((7,), 24, 50), some(50, 7)), {"token_weight": token_weight, "chunk": 3}, why="each token has its weight")
+    options = {"token_weight": token_weight, "reduction": "none"}
+    yield sample("token_weight_none", (*call((7,), 24, 50), some(50, 7)), options, why="token weights without reduction")
+    for name, options, why in loss_option_samples(device, 9, 70):
+        yield sample(name, (*call((9,), 20, 70), some(70, 9)), options, why=why)
+    chunked_rows = {"reduction": "none", "chunk": 4}
+    yield sample("none_chunks", (*call((9,), 20, 70), some(70, 9)), chunked_rows, why="logits are recomputed by chunks in the backward")
+    for frozen in ("hidden", "weight"):
+        why = f"no work and no memory for the gradient of {frozen}"
+        yield sample(f"frozen_{frozen}", (*call((9,), 20, 70), some(70, 9)), {"chunk": 4}, why=why, frozen=(frozen,))
+    all_ignored = torch.full((5,), -100, device=device)
+    yield sample("all_ignored", (*call((5,), 16, 30), all_ignored), why="the mean of nothing is 0, its gradients zero")
+    yield sample("empty", (*call((0,), 16, 30), integers(device, 30, 0)), why="no rows: the loss is 0")
+    yield sample("one_row", (*call((1,), 16, 30), integers(device, 30, 1)), why="a single row")
+    yield sample("peaked", (*call((6,), 32, 60, scale=3.0), integers(device, 60, 6)), why="softmax close to one class")
+    yield sample("transposed", (normal(device, dtype, 16, 6).t(), normal(device, dtype, 30, 16), integers(device, 30, 6)), why="hidden is a transposed view")
+    weight = torch.eye(20, 24, device=device).to(dtype) * 12
+    target = torch.tensor([3, 4, -100, 1, 19, 2], device=device)
+    hidden = weight[torch.tensor([3, 7, 5, 1, 19, 2], device=device)] / 12 + normal(device, dtype, 6, 24, scale=0.05)
+    metrics = {"return_metrics": True, "z_loss": 1e-3, "chunk": 4}
+    yield sample("metrics", (hidden, weight, target), metrics, why="z-loss, accuracy, arg-max and entropy of the tokens")
+    yield sample("metrics_none", (hidden, weight, target), {**metrics, "reduction": "none"}, why="the metrics of each token")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    name = "linear_cross_entropy"
+    x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+
+    def misuse(case: str, args: tuple[Tensor, ...], options: dict[str, Any], error: Any, message: str) -> Misuse:
+        return Misuse(case, args, options, error, f"{name}: {message}")
+
+    yield misuse("weight_shape", (x, w[:, :7], t), {}, ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)")
+    yield misuse("target_shape", (x, w, t[:2]), {}, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
+    yield misuse("bias_shape", (x, w, t), {"bias": x[0]}, ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)")
+    options: dict[str, Any] = {"token_weight": torch.ones(2, device=device)}
+    yield misuse("token_weight_shape", (x, w, t), options, ShapeError, "token_weight must have shape (3,) to match hidden (3, 8), got (2,)")
+    message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
+    yield misuse("dtypes", (x, w.bfloat16(), t), {}, DtypeError, message)
+    yield misuse("target_dtype", (x, w, t.float()), {}, DtypeError, "target must have dtype torch.int64, got torch.float32")
+    yield misuse("chunk", (x, w, t), {"chunk": 0}, OptionError, "chunk must be a positive number of rows, 'report' or None, got 0")
+    options = {"accumulate_dtype": torch.int32}
+    yield misuse("accumulate_dtype", (x, w, t), options, DtypeError, "accumulate_dtype must be a floating dtype, got torch.int32")
+    options = {"token_weight": torch.ones(3, device=device, requires_grad=True)}
+    message = "token_weight must not require a gradient, since the op does not define one; pass token_weight.detach()"
+    yield misuse("trainable_token_weight", (x, w, t), options, OptionError, message)
+    yield misuse("normalizer", (x, w, t), {"normalizer": 0.0}, OptionError, "normalizer must be > 0, got 0.0")
+    yield misuse("z_loss", (x, w, t), {"z_loss": -1.0}, OptionError, "z_loss must be ≥ 0, got -1.0")
+    elsewhere = torch.zeros(10, 8, device="meta")
+    yield misuse("device", (x, elsewhere, t), {}, DeviceError, f"weight must be on {x.device} like hidden, got meta")
+    if device.type == "cpu":
+        wrong = torch.tensor([0, 1, -1])
+        yield misuse("target_range", (x, w, wrong), {}, TargetError, "every target must be in [0, 10) or ignore_index=-100, got -1")
+
+
+def workloads() -> Iterator[Workload]:
+    def shape(rows: int, width: int, classes: int, quick: bool = False) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            hidden = normal(device, dtype, rows, width)
+            return (hidden, normal(device, dtype, classes, width, scale=width**-0.5), integers(device, classes, rows)), {}
+
+        return Workload(f"{rows}x{width}x{classes}", make, quick)
+
+    yield shape(512, 128, 8192, quick=True)
+    for rows, width in ((8192, 2048), (8192, 4096), (32768, 4096)):
+        yield shape(rows, width, 128256)
+
+
+def work(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Work:
+    product = 2 * target.numel() * weight.numel()
+    size = (hidden.numel() + weight.numel()) * hidden.element_size()
+    return Work(size, 2 * size, product, 3 * product)
+
+
+def fused(namespace: str, passes: RowPasses, kernel: type[Kernel] = Kernel) -> Callable[..., Any]:
+    """linear_cross_entropy for a backend that brings the row passes; the arguments are those of the op."""
+    total, rows = chunked(namespace, passes, kernel)
+
+    def linear_cross_entropy(
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        bias: Tensor | None,
+        class_weight: Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        softcap: float | None,
+        logit_scale: float,
+        reduction: Reduction,
+        normalizer: Tensor | float | None,
+        token_weight: Tensor | None,
+        accumulate_dtype: torch.dtype | None,
+        chunk: Chunk,
+        return_metrics: bool,
+    ) -> Any:
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            low = torch.get_autocast_dtype(device)
+            hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
+        flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+        factor = None if token_weight is None else token_weight.reshape(-1)
+        options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+        size = 0 if chunk is None else -1 if chunk == "report" else chunk
+        divide: Tensor | None = None
+        if reduction == "none":
+            loss, *others = rows(flat, weight, labels, bias, class_weight, *options, accumulate_dtype, size, return_metrics)
+            if factor is not None:
+                loss = loss * factor
+            loss = loss.reshape(target.shape)
+        else:
+            if reduction == "mean":
+                wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+                divide = denominator(labels, class_weight, ignore_index, normalizer, wide)
+            loss, *others = total(flat, weight, labels, bias, class_weight, factor, divide, *options, accumulate_dtype, size, return_metrics)
+        if not return_metrics:
+            return loss
+        return loss, metrics_of(target, ignore_index, z_loss, *others, reduction, divide, factor)
+
+    return linear_cross_entropy
+
+
+_reference = fused("liger_reference", TorchPasses())
+
+
+@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk: Chunk = None,
+    return_metrics: bool = False,
+) -> Any:
+    """Cross entropy of `logit_scale · (hidden @ weightᵀ + bias)` and target, a chunk of rows at a time.
+
+        x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap)
+        lse  = log Σ exp(x)
+        loss = token_weight · [(1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²]
+
+    hidden            (..., H)   any floating dtype
+    weight            (V, H)     dtype of hidden (under autocast both are cast to its dtype)
+    target            (...)      int64 class indices, or ignore_index: no loss, no gradient
+    bias              (V,)       dtype of hidden
+    class_weight      (V,)       class weights w; 1 by default
+    token_weight      (...)      a constant factor for each token's loss
+    reduction         "mean" divides the sum by the summed class weights of the counted targets (0 if none is counted), or by normalizer
+    normalizer        number or scalar tensor on the device, for instance the tokens of all accumulation steps
+    accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A single chunk
+                      writes it directly, rounded once
+    chunk             rows of logits held at a time; None fits a memory budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
+    return_metrics    also return `LossMetrics`
+    returns           float32 (float64 for float64): a scalar, or (...) for "none"
+
+    With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for; "none" keeps the log-sum-exp
+    of each token and recomputes the logits in the backward pass. Without gradients only the product with weight is computed.
+    A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its loss is NaN.
+    Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    Hsu et al. 2024, arXiv:2410.10989, with float32 accumulation and chunks by memory budget.
+    """
+    return _reference(
+        hidden,
+        weight,
+        target,
+        bias=bias,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        normalizer=normalizer,
+        token_weight=token_weight,
+        accumulate_dtype=accumulate_dtype,
+        chunk=chunk,
+        return_metrics=return_metrics,
+    )

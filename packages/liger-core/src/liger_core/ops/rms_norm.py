@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rms_norm: scale every row to unit root mean square."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
+from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._inputs import accumulator, normal
+
+Cast = Literal["input", "float32"]
+
+
+def check(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input") -> None:
+    checks.floating("rms_norm", x=x, weight=weight)
+    checks.at_least_one_dimension("rms_norm", "x", x)
+    checks.vector("rms_norm", "weight", weight, x.shape[-1], "x", x)
+    checks.same_device("rms_norm", "x", x, weight=weight)
+    checks.positive("rms_norm", "eps", eps)
+    checks.choice("rms_norm", "cast", cast, ("input", "float32"))
+    if weight is None and weight_offset != 0.0:
+        checks.fail(OptionError, "rms_norm", f"weight_offset must be 0 without a weight, got {weight_offset}")
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    yield Sample("one_block", (n(2, 3, 64), n(64)), why="the width is a power of two: no mask")
+    yield Sample("odd_width", (n(5, 100), n(100)), why="mask on the last block")
+    yield Sample("per_head", (n(2, 7, 3, 64), n(64)), why="small widths: many rows per program, rows not a multiple of them")
+    yield Sample("many_rows", (n(67, 128), n(128)), why="every program of the backward walks several rows")
+    yield Sample("gemma", (n(6, 96), n(96)), {"weight_offset": 1.0, "cast": "float32"}, why="1 + weight, multiplied in float32")
+    yield Sample("cast_input", (n(6, 96, scale=30), n(96)), {"cast": "input"}, why="Llama casting rounds before the weight")
+    yield Sample("weightless", (n(6, 96),), why="no weight and no weight gradient")
+    yield Sample("frozen_weight", (n(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
+    yield Sample("frozen_input", (n(6, 96), n(96)), frozen=("x",), why="only the weight gradient")
+    yield Sample("large_eps", (n(4, 48, scale=0.01), n(48)), {"eps": 0.1}, why="eps dominates the mean square")
+    yield Sample("strided_rows", (n(5, 160)[:, :80], n(80)), why="rows are read through their stride")
+    yield Sample("transposed", (n(40, 6).t(), n(40)), why="the last dimension is not contiguous")
+    yield Sample("float32_weight", (n(5, 72), normal(device, torch.float32, 72)), why="the weight has another dtype than x")
+    yield Sample("one_row", (n(1, 200), n(200)), why="a single row")
+    yield Sample("one_column", (n(9, 1), n(1)), why="a single column")
+    yield Sample("vector", (n(33), n(33)), why="no leading dimension")
+    yield Sample("wide", (n(3, 20000), n(20000)), why="the row is longer than one block")
+    yield Sample("widest", (n(2, 65536), n(65536)), why="the widest documented row")
+    yield Sample("empty", (n(0, 64), n(64)), why="no rows: nothing is launched, gradients are zero")
+    yield Sample("zeros", (torch.zeros(3, 64, device=device, dtype=dtype), n(64)), why="the mean square is zero: eps alone")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, device=device, dtype=dtype)
+
+    yield Misuse("weight_shape", (z(2, 512, 64), z(63)), {}, ShapeError, "rms_norm: weight must have shape (64,) to match x (2, 512, 64), got (63,)")
+    yield Misuse("scalar", (z(),), {}, ShapeError, "rms_norm: x must have at least one dimension, got a scalar")
+    yield Misuse("integers", (z(2, 4, dtype=torch.int64),), {}, DtypeError, "rms_norm: x must have a floating dtype, got torch.int64")
+    yield Misuse("eps_zero", (z(2, 4), z(4), 0.0), {}, OptionError, "rms_norm: eps must be > 0, got 0.0")
+    yield Misuse("cast", (z(2, 4), z(4)), {"cast": "bf16"}, OptionError, "rms_norm: cast must be one of 'input', 'float32', got 'bf16'")
+    yield Misuse("offset", (z(2, 4),), {"weight_offset": 1.0}, OptionError, "rms_norm: weight_offset must be 0 without a weight, got 1.0")
+    elsewhere = torch.zeros(4, device="meta")
+    yield Misuse("device", (z(2, 4), elsewhere), {}, DeviceError, f"rms_norm: weight must be on {z(1).device} like x, got meta")
+
+
+def workloads() -> Iterator[Workload]:
+    def shape(rows: int, width: int, quick: bool = False) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return (normal(device, dtype, rows, width), normal(device, dtype, width)), {}
+
+        return Workload(f"{rows}x{width}", make, quick)
+
+    yield shape(512, 1024, quick=True)
+    for rows, width in ((32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)):
+        yield shape(rows, width)
+
+
+def work(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input") -> Work:
+    size = x.numel() * x.element_size()
+    return Work(2 * size, 5 * size)
+
+
+@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input") -> Tensor:
+    """Scale every row of x to unit root mean square, then by weight.
+
+        y = x / sqrt(mean(x²) + eps) · (weight_offset + weight)          (mean over the last dimension)
+
+    x              (..., width)   any floating dtype
+    weight         (width,)       any floating dtype; without it the factor is 1
+    eps            added to the mean square, in the units of x²; > 0
+    weight_offset  1.0 for models that store weight - 1 (Gemma)
+    cast           "input": the scaled row is rounded to the dtype of x before it meets the weight (Llama);
+                   "float32": it is rounded once, after the weight (Gemma)
+    returns        (..., width), dtype of x; the mean is accumulated in float32 (float64 for float64)
+
+    Raises ShapeError if weight is not (width,), DtypeError for integers, OptionError for eps ≤ 0.
+    Zhang & Sennrich 2019, arXiv:1910.07467.
+    """
+    wide = accumulator(x.dtype)
+    row = x.to(wide)
+    normed = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
+    if cast == "input":
+        normed = normed.to(x.dtype)
+    if weight is None:
+        return normed.to(x.dtype)
+    factor = weight.to(wide)
+    if weight_offset != 0.0:
+        factor = factor + weight_offset
+    return (normed.to(wide) * factor).to(x.dtype)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rope: rotary position embedding of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
+from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._inputs import accumulator, normal
+
+
+def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> None:
+    checks.floating("rope", q=q, k=k, cos=cos, sin=sin)
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.dim() != 4:
+            checks.fail(ShapeError, "rope", f"{name} must have shape (batch, heads, tokens, width), got {checks.shape(tensor)}")
+    batch, heads, tokens, width = q.shape
+    if k.shape[0] != batch or k.shape[2] != tokens or k.shape[3] != width:
+        wanted = f"({batch}, heads, {tokens}, {width})"
+        checks.fail(ShapeError, "rope", f"k must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(k)}")
+    if k.shape[1] == 0 or heads % k.shape[1]:
+        checks.fail(ShapeError, "rope", f"q must have a multiple of the heads of k, got {heads} heads in q and {k.shape[1]} in k")
+    rotary = cos.shape[-1] if cos.dim() else 0
+    if cos.dim() not in (2, 3) or cos.shape[-2] != tokens or (cos.dim() == 3 and cos.shape[0] not in (1, batch)):
+        wanted = f"({tokens}, rotary), (1, {tokens}, rotary) or ({batch}, {tokens}, rotary)"
+        checks.fail(ShapeError, "rope", f"cos must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(cos)}")
+    if rotary % 2 or rotary > width or rotary == 0:
+        checks.fail(ShapeError, "rope", f"the rotary width of cos must be even and at most {width}, the width of q, got {rotary}")
+    if sin.shape != cos.shape:
+        checks.fail(ShapeError, "rope", f"sin must have the shape of cos {checks.shape(cos)}, got {checks.shape(sin)}")
+    checks.same_dtype("rope", "q", q, k=k)
+    checks.same_dtype("rope", "cos", cos, sin=sin)
+    checks.same_device("rope", "q", q, k=k, cos=cos, sin=sin)
+    if inplace:
+        for name, tensor in (("q", q), ("k", k)):
+            if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
+                checks.fail(OptionError, "rope", f"inplace=True must not overwrite a leaf that requires a gradient, got such a {name}; pass inplace=False")
+
+
+def angles(device: torch.device, dtype: torch.dtype, tokens: int, rotary: int, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """cos and sin (tokens, rotary) of the usual frequencies; each angle appears twice."""
+    frequency = 10000.0 ** (-torch.arange(0, rotary, 2, device=device, dtype=torch.float32) / rotary)
+    angle = torch.arange(tokens, device=device, dtype=torch.float32)[:, None] * frequency
+    angle = angle.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int) -> Tensor:
+        return normal(device, dtype, *shape)
+
+    table = ("cos", "sin")
+
+    def sample(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, why: str, frozen: tuple[str, ...] = (), **options: Any) -> Sample:
+        return Sample(name, (q, k, cos, sin), options, why=why, frozen=(*table, *frozen))
+
+    cos, sin = angles(device, dtype, 5, 16)
+    yield sample("plain", n(2, 4, 5, 16), n(2, 4, 5, 16), cos, sin, why="as many key heads as query heads")
+    yield sample("grouped", n(2, 6, 5, 16), n(2, 2, 5, 16), cos, sin, why="grouped-query heads, not a power of two")
+    q, k = n(2, 5, 6, 16).transpose(1, 2), n(2, 5, 2, 16).transpose(1, 2)
+    yield sample("view", q, k, cos, sin, why="(B, heads, T, D) views of (B, T, heads, D) are read through strides")
+    packed = n(2, 5, (6 + 2 + 2) * 16)
+    q, k = packed[..., :96].unflatten(-1, (6, 16)).transpose(1, 2), packed[..., 96:128].unflatten(-1, (2, 16)).transpose(1, 2)
+    yield sample("packed_projection", q, k, cos, sin, why="slices of one query-key-value projection")
+    yield sample("partial", n(1, 2, 5, 40), n(1, 1, 5, 40), cos, sin, why="the columns past the rotary width pass unchanged")
+    batch_cos, batch_sin = torch.stack([cos, sin]), torch.stack([sin, cos])
+    yield sample("per_batch", n(2, 3, 5, 16), n(2, 3, 5, 16), batch_cos, batch_sin, why="cos and sin differ by batch row")
+    yield sample("shared_batch", n(3, 2, 5, 16), n(3, 1, 5, 16), cos[None], sin[None], why="cos and sin have a batch of one")
+    expanded = [t[None].expand(3, 5, 16) for t in (cos, sin)]
+    yield sample("expanded_batch", n(3, 2, 5, 16), n(3, 1, 5, 16), *expanded, why="cos and sin are expanded: stride 0 over the batch")
+    inter = angles(device, dtype, 5, 24, interleaved=True)
+    yield sample("interleaved", n(2, 4, 5, 24), n(2, 2, 5, 24), *inter, interleaved=True, why="neighbouring columns are a pair")
+    part = angles(device, dtype, 5, 8, interleaved=True)
+    yield sample("interleaved_partial", n(1, 3, 5, 20), n(1, 1, 5, 20), *part, interleaved=True, why="interleaved, partial, odd pairs")
+    halves = [n(5, 16), n(5, 16)]
+    yield sample("unequal_halves", n(1, 2, 5, 16), n(1, 2, 5, 16), *halves, why="the two halves of cos and sin need not be equal")
+    full = angles(device, torch.float32, 5, 16)
+    yield sample("float32_table", n(1, 2, 5, 16), n(1, 2, 5, 16), *full, why="cos and sin in another dtype than q")
+    yield sample("frozen_key", n(1, 2, 5, 16), n(1, 2, 5, 16), cos, sin, frozen=("k",), why="only the query's gradient")
+    one = angles(device, dtype, 1, 12)
+    yield sample("one_token", n(2, 3, 1, 12), n(2, 1, 1, 12), *one, why="one token, rotary width not a power of two")
+    long = angles(device, dtype, 37, 6)
+    yield sample("many_tokens", n(1, 2, 37, 6), n(1, 1, 37, 6), *long, why="several tokens per program, tokens not a multiple of them")
+    yield sample("empty", n(0, 2, 5, 16), n(0, 2, 5, 16), cos, sin, why="no batch: nothing is launched")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, device=device, dtype=dtype)
+
+    q, k, t = z(2, 4, 5, 16), z(2, 2, 5, 16), z(5, 16)
+    yield Misuse("dimensions", (z(4, 5, 16), k, t, t), {}, ShapeError, "rope: q must have shape (batch, heads, tokens, width), got (4, 5, 16)")
+    yield Misuse(
+        "key_tokens", (q, z(2, 2, 6, 16), t, t), {}, ShapeError, "rope: k must have shape (2, heads, 5, 16) to match q (2, 4, 5, 16), got (2, 2, 6, 16)"
+    )
+    yield Misuse("heads", (q, z(2, 3, 5, 16), t, t), {}, ShapeError, "rope: q must have a multiple of the heads of k, got 4 heads in q and 3 in k")
+    yield Misuse(
+        "cos_tokens",
+        (q, k, z(6, 16), z(6, 16)),
+        {},
+        ShapeError,
+        "rope: cos must have shape (5, rotary), (1, 5, rotary) or (2, 5, rotary) to match q (2, 4, 5, 16), got (6, 16)",
+    )
+    yield Misuse(
+        "rotary_width", (q, k, z(5, 18), z(5, 18)), {}, ShapeError, "rope: the rotary width of cos must be even and at most 16, the width of q, got 18"
+    )
+    yield Misuse("sin_shape", (q, k, t, z(5, 8)), {}, ShapeError, "rope: sin must have the shape of cos (5, 16), got (5, 8)")
+    yield Misuse(
+        "dtypes",
+        (q, z(2, 2, 5, 16, dtype=torch.bfloat16), t, t),
+        {},
+        DtypeError,
+        "rope: k must have dtype torch.float32 like q, got torch.bfloat16; cast one of them",
+    )
+    elsewhere = torch.zeros(5, 16, device="meta")
+    yield Misuse("device", (q, k, elsewhere, t), {}, DeviceError, f"rope: cos must be on {q.device} like q, got meta")
+    leaf = z(2, 4, 5, 16).requires_grad_()
+    yield Misuse(
+        "inplace_leaf",
+        (leaf, k, t, t),
+        {"inplace": True},
+        OptionError,
+        "rope: inplace=True must not overwrite a leaf that requires a gradient, got such a q; pass inplace=False",
+    )
+
+
+def workloads() -> Iterator[Workload]:
+    def shape(batch: int, tokens: int, heads: int, key_heads: int, width: int, quick: bool = False) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            q = normal(device, dtype, batch, tokens, heads, width).transpose(1, 2)
+            k = normal(device, dtype, batch, tokens, key_heads, width).transpose(1, 2)
+            return (q, k, *angles(device, dtype, tokens, width)), {}
+
+        return Workload(f"{batch}x{tokens}x{heads}+{key_heads}x{width}", make, quick)
+
+    yield shape(1, 256, 8, 2, 64, quick=True)
+    yield shape(4, 4096, 32, 8, 128)
+
+
+def work(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> Work:
+    size = 2 * (q.numel() + k.numel()) * q.element_size()
+    return Work(size, 2 * size)
+
+
+@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> tuple[Tensor, Tensor]:
+    """Rotate pairs of columns of queries and keys by position-dependent angles.
+
+        y = x · cos + rotate(x) · sin          on the first R columns; the others pass unchanged
+        rotate(x) = (-x[R/2:R], x[:R/2])                          interleaved=False
+        rotate(x) = (-x[1], x[0], -x[3], x[2], …)                 interleaved=True
+
+    q        (batch, heads, tokens, width)       any floating dtype and strides
+    k        (batch, key_heads, tokens, width)   dtype of q; heads must be a multiple of key_heads
+    cos, sin (tokens, R), (1, tokens, R) or (batch, tokens, R); R even, at most width; any floating dtype
+    inplace  overwrite q and k and return them; the mutation is declared to autograd
+    returns  q and k rotated, shapes, dtypes and (where dense) strides of the inputs; computed in float32 (float64 for float64)
+
+    Raises ShapeError for shapes that do not match, DtypeError if q and k differ, OptionError for inplace on a leaf with gradient.
+    Su et al. 2021, arXiv:2104.09864.
+    """
+    wide = accumulator(q.dtype)
+    cos, sin = (t.to(wide).unsqueeze(-3) for t in (cos, sin))
+    rotated = tuple(_rotated(x, cos, sin, interleaved) for x in (q, k))
+    if not inplace:
+        return rotated[0], rotated[1]
+    return q.copy_(rotated[0]), k.copy_(rotated[1])
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    rotary = cos.shape[-1]
+    part = x[..., :rotary].to(cos.dtype)
+    if interleaved:
+        turned = torch.stack((-part[..., 1::2], part[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((-part[..., rotary // 2 :], part[..., : rotary // 2]), dim=-1)
+    y = (part * cos + turned * sin).to(x.dtype)
+    return y if rotary == x.shape[-1] else torch.cat((y, x[..., rotary:]), dim=-1)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""swiglu: a unit gated by SiLU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_core.op import Misuse, Work, op
+from liger_core.ops import _gated
+
+
+def check(gate: Tensor, up: Tensor | None = None) -> None:
+    _gated.check("swiglu", gate, up)
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    return _gated.misuses("swiglu", device)
+
+
+def work(gate: Tensor, up: Tensor | None = None) -> Work:
+    return _gated.work(gate, up)
+
+
+@op(check=check, samples=_gated.samples, misuses=misuses, workloads=_gated.workloads, work=work)
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Gate one linear map of the input by the SiLU of another.
+
+        y = gate · sigmoid(gate) · up
+
+    gate    (..., width)   any floating dtype; or (..., 2·width) packed, gate first, when up is None
+    up      (..., width)   shape and dtype of gate
+    returns (..., width), dtype of gate; only the inputs are kept for the backward pass
+
+    Raises ShapeError if the shapes differ or a packed width is odd, DtypeError if the dtypes differ.
+    Shazeer 2020, arXiv:2002.05202.
+    """
+    gate, up = _gated.halves(gate, up)
+    return F.silu(gate) * up
