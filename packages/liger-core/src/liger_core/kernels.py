@@ -127,8 +127,10 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
             if torch.is_grad_enabled():
                 raise GradientError(
                     f"{title}: the gradient must not be differentiated again, got create_graph=True; "
-                    "select the backend 'reference' for second derivatives"
+                    "write that part in plain PyTorch"
                 )
+            if all(grads[i] is None for i in gradients):
+                return (None,) * count
             given = (ctx.saved_tensors, ctx.options)
             results = backward(*[grads[i] for i in gradients], *[given[kind][i] for kind, i in order], ctx.needs)
             answer: list[Any] = [None] * count
