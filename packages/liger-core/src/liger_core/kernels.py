@@ -73,6 +73,11 @@ class Kernel:
         return outputs[0] if self.single else outputs
 
 
+def reference_kernel(schema: str, allocate: Callable[..., Outputs], launch: Callable[..., None]) -> Kernel:
+    """A kernel of the pure-PyTorch references."""
+    return Kernel("liger_reference", schema, allocate, launch)
+
+
 def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callable[..., Any]:
     """One differentiable function of two kernels, bound by the names in their schemas.
 

@@ -44,19 +44,17 @@ RESULTS = "Tensor loss, Tensor lse, Tensor? prediction, Tensor? entropy"
 GRADIENTS = "(Tensor? grad_hidden, Tensor? grad_weight, Tensor? grad_bias)"
 
 
-def chunked(namespace: str, passes: RowPasses, kernel: type[Kernel] = Kernel) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def chunked(passes: RowPasses, kernel: Callable[..., Kernel]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(total, rows): the summed loss with its gradients from the forward pass, and the per-row loss that recomputes."""
     loop = _Loop(passes)
     total = differentiable(
         kernel(
-            namespace,
             f"linear_cross_entropy({INPUTS}, Tensor? token_weight, Tensor? divide, {SCALARS}, ScalarType? accumulate_dtype, int chunk, "
             f"bool metrics, bool[3] needs) -> ({RESULTS}, Tensor scale, Tensor? sum_hidden, Tensor? sum_weight, Tensor? sum_bias)",
             loop.allocate_total,
             loop.total,
         ),
         kernel(
-            namespace,
             "linear_cross_entropy_backward(Tensor grad_loss, Tensor weight, Tensor scale, Tensor? sum_hidden, Tensor? sum_weight, "
             f"Tensor? sum_bias, bool[3] needs) -> {GRADIENTS}",
             loop.allocate_total_backward,
@@ -66,13 +64,11 @@ def chunked(namespace: str, passes: RowPasses, kernel: type[Kernel] = Kernel) ->
     )
     rows = differentiable(
         kernel(
-            namespace,
             f"linear_cross_entropy_rows({INPUTS}, {SCALARS}, ScalarType? accumulate_dtype, int chunk, bool metrics) -> ({RESULTS})",
             loop.allocate_rows,
             loop.rows,
         ),
         kernel(
-            namespace,
             f"linear_cross_entropy_rows_backward(Tensor grad_loss, {INPUTS}, Tensor lse, {SCALARS}, ScalarType? accumulate_dtype, int chunk, "
             f"bool[3] needs) -> {GRADIENTS}",
             loop.allocate_rows_backward,

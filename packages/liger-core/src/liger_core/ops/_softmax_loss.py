@@ -86,8 +86,7 @@ class TorchPasses:
             if results.prediction is not None and results.entropy is not None:
                 counted = target[rows] != options.ignore_index
                 results.prediction[rows] = torch.where(counted, x.argmax(-1), -1)
-                p = torch.exp(x - lse[:, None])
-                results.entropy[rows] = torch.where(counted, lse - torch.where(p > 0, p * x, 0.0).sum(-1), 0.0)
+                results.entropy[rows] = torch.where(counted, _entropy(x), 0.0)
             if gradient:
                 factor = None if row_factor is None else row_factor[rows]
                 logits[rows] = _gradients(x, target[rows], lse, factor, options).to(logits.dtype)
@@ -138,6 +137,14 @@ def _losses(x: Tensor, lse: Tensor, target: Tensor, options: RowOptions) -> Tens
         loss = loss + options.z_loss * lse.square()
     loss = torch.where((target < 0) | (target >= classes), float("nan"), loss)
     return torch.where(counted, loss, 0.0)
+
+
+def _entropy(x: Tensor) -> Tensor:
+    """-Σ p log p, from distances to the maximum, which do not cancel where the softmax is peaked."""
+    distance = x - x.amax(-1, keepdim=True)
+    weight = distance.exp()
+    total = weight.sum(-1)
+    return total.log() - torch.where(weight > 0, weight * distance, 0.0).sum(-1) / total
 
 
 def _gradients(x: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor | None, options: RowOptions) -> Tensor:

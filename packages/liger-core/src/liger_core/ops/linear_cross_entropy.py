@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
-from liger_core.kernels import Kernel
+from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._chunked_loss import chunked
 from liger_core.ops._inputs import integers, normal
@@ -162,9 +162,9 @@ def work(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Work
     return Work(size, 2 * size, product, 3 * product)
 
 
-def fused(namespace: str, passes: RowPasses, kernel: type[Kernel] = Kernel) -> Callable[..., Any]:
+def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any]:
     """linear_cross_entropy for a backend that brings the row passes; the arguments are those of the op."""
-    total, rows = chunked(namespace, passes, kernel)
+    total, rows = chunked(passes, kernel)
 
     def linear_cross_entropy(
         hidden: Tensor,
@@ -211,7 +211,7 @@ def fused(namespace: str, passes: RowPasses, kernel: type[Kernel] = Kernel) -> C
     return linear_cross_entropy
 
 
-_reference = fused("liger_reference", TorchPasses())
+_reference = fused(TorchPasses(), reference_kernel)
 
 
 @op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of swiglu and geglu: the same gating with different activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from liger_core.kernels import Outputs, differentiable
+from torch import Tensor
+
+from liger_triton.launch import TritonKernel, rows_of
+
+SILU, GELU_TANH, GELU_ERF = 0, 1, 2
+
+# Column tiles, not one program a row: a row padded to a power of two wastes up to a third of the lanes (I = 11008 → 16384).
+BLOCK = 1024
+
+
+def gated(name: str) -> Callable[..., Any]:
+    """The differentiable gated unit `name(gate, up or None, activation)`."""
+    return differentiable(
+        TritonKernel(f"{name}(Tensor gate, Tensor? up, int activation) -> (Tensor y)", _allocate, _launch),
+        TritonKernel(
+            f"{name}_backward(Tensor grad_y, Tensor gate, Tensor? up, int activation, bool[2] needs) -> (Tensor? grad_gate, Tensor? grad_up)",
+            _allocate_backward,
+            _launch_backward,
+        ),
+    )
+
+
+def _allocate(gate: Tensor, up: Tensor | None, activation: int) -> Outputs:
+    width = gate.shape[-1] if up is not None else gate.shape[-1] // 2
+    return (torch.empty((*gate.shape[:-1], width), dtype=gate.dtype, device=gate.device),)
+
+
+def _launch(y: Tensor, gate: Tensor, up: Tensor | None, activation: int) -> None:
+    first, second = _halves(gate, up)
+    rows, width, tiles, block = _tiles(first, second, y)
+    if rows * width:
+        forward_kernel[(rows * tiles,)](first, second, y, first.stride(0), second.stride(0), width, tiles, ACTIVATION=activation, BLOCK=block)
+
+
+def _allocate_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, needs: list[bool]) -> Outputs:
+    return tuple(
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True)
+    )
+
+
+def _launch_backward(
+    grad_gate: Tensor | None, grad_up: Tensor | None, grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, needs: list[bool]
+) -> None:
+    first, second = _halves(gate, up)
+    grad_y = rows_of(grad_y)
+    if up is None and grad_gate is not None:
+        grad_first, grad_second = _halves(grad_gate, None)
+    else:
+        grad_first, grad_second = (None if g is None else rows_of(g) for g in (grad_gate, grad_up))
+    given = [g for g in (grad_first, grad_second) if g is not None]
+    rows, width, tiles, block = _tiles(first, second, grad_y, *given)
+    if rows * width == 0 or not given:
+        return
+    backward_kernel[(rows * tiles,)](
+        grad_y, first, second, grad_first, grad_second,
+        grad_y.stride(0), first.stride(0), second.stride(0), given[0].stride(0), width, tiles,
+        ACTIVATION=activation, NEEDS_GATE=grad_first is not None, NEEDS_UP=grad_second is not None, BLOCK=block,
+    )  # fmt: skip
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    if up is not None:
+        return rows_of(gate), rows_of(up)
+    packed = rows_of(gate)
+    width = packed.shape[1] // 2
+    return packed[:, :width], packed[:, width:]
+
+
+def _tiles(*tensors: Tensor) -> tuple[int, int, int, int]:
+    """(rows, width, tiles per row, block); dense tensors count as one long row."""
+    rows, width = tensors[0].shape
+    if all(t.is_contiguous() for t in tensors):
+        rows, width = 1, rows * width
+    block = min(BLOCK, triton.next_power_of_2(max(1, width)))
+    return rows, width, triton.cdiv(width, block), block
+
+
+@triton.jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    """The activation and its derivative, in float32."""
+    if ACTIVATION == 0:
+        sigmoid = tl.sigmoid(gate)
+        value = gate * sigmoid
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    elif ACTIVATION == 1:
+        # (1 + tanh(u)) / 2 is sigmoid(2u), which neither overflows nor cancels; 1.5957691 = 2·√(2/π).
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        sigmoid = tl.sigmoid(inner)
+        value = gate * sigmoid
+        slope = sigmoid + gate * sigmoid * (1.0 - sigmoid) * 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    else:
+        # 0.70710678 = 1/√2, 0.3989423 = 1/√(2π).
+        below = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        value = gate * below
+        slope = below + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    return value, slope
+
+
+@triton.jit
+def forward_kernel(gate, up, y, gate_stride, up_stride, width, tiles, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """One program gates one tile of columns of one row."""
+    program = tl.program_id(0)
+    row = (program // tiles).to(tl.int64)
+    column = (program % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    value, _ = activated(tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32), ACTIVATION)
+    value = value * tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(
+    grad_y, gate, up, grad_gate, grad_up, grad_stride, gate_stride, up_stride, out_stride, width, tiles,
+    ACTIVATION: tl.constexpr, NEEDS_GATE: tl.constexpr, NEEDS_UP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program computes both gradients of one tile; the activation is recomputed."""
+    program = tl.program_id(0)
+    row = (program // tiles).to(tl.int64)
+    column = (program % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
+    value, slope = activated(tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32), ACTIVATION)
+    if NEEDS_GATE:
+        factor = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_gate + row * out_stride + column, (grad * factor * slope).to(grad_gate.dtype.element_ty), mask=mask)
+    if NEEDS_UP:
+        tl.store(grad_up + row * out_stride + column, (grad * value).to(grad_up.dtype.element_ty), mask=mask)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row passes of the two losses in Triton: statistics and gradient of one row of logits by one program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from liger_core.ops._softmax_loss import RowOptions, RowResults
+from torch import Tensor
+
+from liger_triton.launch import rows_of
+
+# Lane-wise statistics keep two to five registers a column of the block: 4096 columns on 8 warps are 16 elements a thread.
+WIDEST_BLOCK = 4096
+WARPS = 8
+SCALE_BLOCK = 4096
+
+
+class TritonPasses:
+    """One program a row. The second read of a row comes from the L2 cache."""
+
+    def losses(self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool) -> None:
+        rows, width = logits.shape
+        if rows == 0:
+            return
+        logits = logits if gradient else rows_of(logits)
+        target, options = target.contiguous(), _dense(options)
+        row_factor = None if row_factor is None else row_factor.contiguous()
+        block = min(WIDEST_BLOCK, triton.next_power_of_2(width))
+        loss_kernel[(rows,)](
+            logits, target, options.class_weight, row_factor, results.loss, results.lse, results.prediction, results.entropy,
+            logits.stride(0), width, *_scalars(options),
+            HAS_WEIGHT=options.class_weight is not None, HAS_FACTOR=row_factor is not None, HAS_SOFTCAP=options.softcap is not None,
+            HAS_SMOOTHING=options.label_smoothing > 0, METRICS=results.prediction is not None, GRADIENT=gradient, BLOCK=block, num_warps=WARPS,
+        )  # fmt: skip
+
+    def gradients(self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
+        rows, width = logits.shape
+        if rows == 0:
+            return
+        logits, target, options = rows_of(logits), target.contiguous(), _dense(options)
+        block = min(WIDEST_BLOCK, triton.next_power_of_2(width))
+        gradient_kernel[(rows, triton.cdiv(width, block))](
+            logits, target, options.class_weight, row_factor, lse, out,
+            logits.stride(0), out.stride(0), row_factor.stride(0), width, *_scalars(options), _weight_sum(options),
+            HAS_WEIGHT=options.class_weight is not None, HAS_SOFTCAP=options.softcap is not None, HAS_SMOOTHING=options.label_smoothing > 0,
+            BLOCK=block, num_warps=WARPS,
+        )  # fmt: skip
+
+    def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor) -> None:
+        size = tensor.numel()
+        scale_kernel[(triton.cdiv(size, SCALE_BLOCK),)](tensor, scale, out, size, BLOCK=SCALE_BLOCK, num_warps=8)
+
+
+def _dense(options: RowOptions) -> RowOptions:
+    weight = options.class_weight
+    return options if weight is None or weight.is_contiguous() else replace(options, class_weight=weight.contiguous())
+
+
+def _scalars(options: RowOptions) -> tuple[int, float, float, float, float]:
+    return options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 1.0, options.logit_scale
+
+
+def _weight_sum(options: RowOptions) -> Tensor | None:
+    """Σ w on the device, where label smoothing needs it."""
+    if options.class_weight is None or not options.label_smoothing:
+        return None
+    return options.class_weight.sum(dtype=torch.float32)
+
+
+@triton.jit
+def capped(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """logit_scale · logits, then softcap · tanh(· / softcap), in float32."""
+    x = logits.to(tl.float32) * logit_scale
+    if HAS_SOFTCAP:
+        # tanh by its exponential: the hardware's approximation is off by 2⁻¹¹.
+        decay = tl.exp(-2.0 * tl.abs(x / softcap))
+        size = softcap * (1.0 - decay) / (1.0 + decay)
+        x = tl.where(x < 0, -size, size)
+    return x
+
+
+@triton.jit
+def row_gradient(
+    x, column, label, lse, hard, share, factor, class_weight, label_smoothing, softcap, width, mask,
+    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+):  # fmt: skip
+    """factor · d loss / d logits for a block of columns: softmax · share, less `hard` at the label, less the smoothed weights."""
+    d = tl.exp2((x - lse) * 1.4426950408889634) * share
+    d = tl.where(column == label, d - hard, d)
+    if HAS_SMOOTHING:
+        if HAS_WEIGHT:
+            d -= label_smoothing / width * tl.load(class_weight + column, mask=mask, other=0.0).to(tl.float32)
+        else:
+            d -= label_smoothing / width
+    if HAS_SOFTCAP:
+        d = d * (1.0 - (x / softcap) * (x / softcap))
+    return d * factor
+
+
+@triton.jit
+def loss_kernel(
+    logits, target, class_weight, row_factor, loss, lse, prediction, entropy,
+    row_stride, width, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
+    HAS_WEIGHT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, METRICS: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program takes one row: its log-sum-exp, loss and metrics, and, if asked, its gradient over the logits.
+
+    Each lane keeps its own running maximum m and sum d of 2^(x - m), so that an element costs one exponential and no reduction:
+    e = 2^-|x - m|; d ← d·e + 1 where x > m, else d + e.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * row_stride
+    lane = tl.arange(0, BLOCK)
+    label = tl.load(target + row)
+    if label == ignore_index:
+        tl.store(loss + row, 0.0)
+        tl.store(lse + row, 0.0)
+        if METRICS:
+            tl.store(prediction + row, -1)
+            tl.store(entropy + row, 0.0)
+        if GRADIENT:
+            for start in range(0, width, BLOCK):
+                column = start + lane
+                tl.store(base + column, tl.zeros((BLOCK,), dtype=logits.dtype.element_ty), mask=column < width)
+        return
+    in_range = (label >= 0) & (label < width)
+    safe = tl.where(in_range, label, 0)
+    chosen = capped(tl.load(base + safe), logit_scale, softcap, HAS_SOFTCAP)
+    # Finite, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
+    lowest = -1.0e38
+    m = tl.full((BLOCK,), lowest, dtype=tl.float32)
+    d = tl.zeros((BLOCK,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK,), dtype=tl.float32)
+    weights = tl.zeros((BLOCK,), dtype=tl.float32)
+    distance = tl.zeros((BLOCK,), dtype=tl.float32)
+    best = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        mask = column < width
+        x = capped(tl.load(base + column, mask=mask, other=float("-inf")), logit_scale, softcap, HAS_SOFTCAP)
+        if HAS_SOFTCAP:
+            x = tl.where(mask, x, lowest)
+        if HAS_SMOOTHING:
+            if HAS_WEIGHT:
+                w = tl.load(class_weight + column, mask=mask, other=0.0).to(tl.float32)
+                weights += w
+                weighted += tl.where(mask, w * x, 0.0)
+            else:
+                weighted += tl.where(mask, x, 0.0)
+        x = x * 1.4426950408889634
+        x = tl.where(x < lowest, lowest, x)
+        above = x > m
+        e = tl.exp2(-tl.abs(x - m))
+        before = d
+        d = tl.where(above, d * e + 1.0, d + e)
+        if METRICS:
+            # Σ (x - m)·2^(x - m), moved along with m; 2^-1000 is 0, so that the cut changes nothing but ∞·0.
+            step = -tl.abs(x - m)
+            step = tl.where(step < -1000.0, -1000.0, step)
+            distance = tl.where(above, (distance + before * step) * e, distance + step * e)
+            best = tl.where(above, column, best)
+        m = tl.where(above, x, m)
+    top = tl.max(m, 0)
+    # A NaN among the logits shows in d; the maximum may skip it.
+    lane_share = tl.exp2(m - top)
+    total = tl.sum(d * lane_share, 0)
+    log_total = (top + tl.log2(total)) * 0.6931471805599453
+    hard = 1.0 - label_smoothing
+    if HAS_WEIGHT:
+        hard = hard * tl.load(class_weight + safe).to(tl.float32)
+    value = hard * (log_total - chosen)
+    share = hard + 2.0 * z_loss * log_total
+    if HAS_SMOOTHING:
+        smooth = label_smoothing / width
+        if HAS_WEIGHT:
+            weight_sum = tl.sum(weights, 0)
+            value += smooth * (weight_sum * log_total - tl.sum(weighted, 0))
+            share += smooth * weight_sum
+        else:
+            value += smooth * (width * log_total - tl.sum(weighted, 0))
+            share += label_smoothing
+    value += z_loss * log_total * log_total
+    value = tl.where(in_range, value, float("nan"))
+    tl.store(loss + row, value)
+    tl.store(lse + row, log_total)
+    if METRICS:
+        tl.store(prediction + row, tl.min(tl.where(m == top, best, width), 0).to(tl.int64))
+        behind = m - top
+        behind = tl.where(behind < -1000.0, -1000.0, behind)
+        mean_distance = tl.sum((distance + d * behind) * lane_share, 0) / total
+        tl.store(entropy + row, (tl.log2(total) - mean_distance) * 0.6931471805599453)
+    if GRADIENT:
+        factor = tl.where(in_range, logit_scale, float("nan"))
+        if HAS_FACTOR:
+            factor = factor * tl.load(row_factor + row).to(tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + lane
+            mask = column < width
+            x = capped(tl.load(base + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+            g = row_gradient(
+                x, column, safe, log_total, hard, share, factor, class_weight, label_smoothing, softcap, width, mask,
+                HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING,
+            )  # fmt: skip
+            tl.store(base + column, g.to(logits.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gradient_kernel(
+    logits, target, class_weight, row_factor, lse, out, row_stride, out_stride, factor_stride, width,
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, weight_sum,
+    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program writes one block of one row's gradient, from the log-sum-exp that the forward pass kept."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    label = tl.load(target + row)
+    if label == ignore_index:
+        tl.store(out + row * out_stride + column, tl.zeros((BLOCK,), dtype=out.dtype.element_ty), mask=mask)
+        return
+    in_range = (label >= 0) & (label < width)
+    safe = tl.where(in_range, label, 0)
+    log_total = tl.load(lse + row)
+    hard = 1.0 - label_smoothing
+    if HAS_WEIGHT:
+        hard = hard * tl.load(class_weight + safe).to(tl.float32)
+    share = hard + 2.0 * z_loss * log_total
+    if HAS_SMOOTHING:
+        if HAS_WEIGHT:
+            share += label_smoothing / width * tl.load(weight_sum)
+        else:
+            share += label_smoothing
+    factor = tl.where(in_range, logit_scale, float("nan")) * tl.load(row_factor + row * factor_stride).to(tl.float32)
+    x = capped(tl.load(logits + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    g = row_gradient(
+        x, column, safe, log_total, hard, share, factor, class_weight, label_smoothing, softcap, width, mask, HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING
+    )
+    tl.store(out + row * out_stride + column, g.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scale_kernel(tensor, scale, out, size, BLOCK: tl.constexpr):
+    """One program scales BLOCK elements by the scalar, in float32, and rounds once."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < size
+    value = tl.load(tensor + index, mask=mask, other=0.0).to(tl.float32) * tl.load(scale)
+    tl.store(out + index, value.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""geglu in Triton."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from liger_triton._gated import GELU_ERF, GELU_TANH, gated
+from liger_triton.launch import supported
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
+    supported(gate)
+    result: Tensor = _geglu(gate, up, GELU_TANH if approximate == "tanh" else GELU_ERF)
+    return result
+
+
+_geglu = gated("geglu")

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""layer_norm in Triton."""
+
+from __future__ import annotations
+
+import torch
+from liger_core.kernels import Outputs, differentiable
+from torch import Tensor
+
+from liger_triton import _norm
+from liger_triton.launch import TritonKernel, supported
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    supported(x, weight, bias)
+    result: Tensor = _layer_norm(x, weight, bias, eps)
+    return result
+
+
+def _allocate(x: Tensor, *rest: object) -> Outputs:
+    rows = x.numel() // max(1, x.shape[-1])
+    mean, inverse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), mean, inverse
+
+
+def _launch(y: Tensor, mean: Tensor, inverse: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    _norm.forward(x, weight, bias, y, mean, inverse, eps, 0.0, False)
+
+
+def _allocate_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool]
+) -> Outputs:
+    return tuple(
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
+        for need, t in zip(needs, (x, weight, bias), strict=True)
+    )
+
+
+def _launch_backward(
+    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_y: Tensor, x: Tensor, weight: Tensor | None,
+    bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
+) -> None:  # fmt: skip
+    _norm.backward(grad_y, x, weight, mean, inverse, 0.0, grad_x, grad_weight, grad_bias)
+
+
+_layer_norm = differentiable(
+    TritonKernel(
+        "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor inverse)",
+        _allocate,
+        _launch,
+    ),
+    TritonKernel(
+        "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor inverse, bool[3] needs)"
+        " -> (Tensor? grad_x, Tensor? grad_weight, Tensor? grad_bias)",
+        _allocate_backward,
+        _launch_backward,
+    ),
+)

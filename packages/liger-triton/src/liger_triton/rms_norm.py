@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rms_norm in Triton."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from liger_core.kernels import Outputs, differentiable
+from torch import Tensor
+
+from liger_triton import _norm
+from liger_triton.launch import TritonKernel, supported
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Literal["input", "float32"] = "input"
+) -> Tensor:
+    supported(x, weight)
+    result: Tensor = _rms_norm(x, weight, eps, weight_offset, cast == "input")
+    return result
+
+
+def _allocate(x: Tensor, *rest: object) -> Outputs:
+    rows = x.numel() // max(1, x.shape[-1])
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(rows, dtype=torch.float32, device=x.device)
+
+
+def _launch(y: Tensor, inverse_rms: Tensor, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast_input: bool) -> None:
+    _norm.forward(x, weight, None, y, None, inverse_rms, eps, weight_offset, cast_input)
+
+
+def _allocate_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor, weight_offset: float, needs: list[bool]
+) -> Outputs:
+    return (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None,
+        torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if needs[1] and weight is not None else None,
+    )
+
+
+def _launch_backward(
+    grad_x: Tensor | None, grad_weight: Tensor | None, grad_y: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor,
+    weight_offset: float, needs: list[bool],
+) -> None:  # fmt: skip
+    _norm.backward(grad_y, x, weight, None, inverse_rms, weight_offset, grad_x, grad_weight, None)
+
+
+_rms_norm = differentiable(
+    TritonKernel(
+        "rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset, bool cast_input) -> (Tensor y, Tensor inverse_rms)",
+        _allocate,
+        _launch,
+    ),
+    TritonKernel(
+        "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor inverse_rms, float weight_offset, bool[2] needs)"
+        " -> (Tensor? grad_x, Tensor? grad_weight)",
+        _allocate_backward,
+        _launch_backward,
+    ),
+)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rope in Triton: queries and keys in one launch, read and written through their strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from liger_core import Unsupported
+from liger_core.kernels import Outputs, differentiable
+from torch import Tensor
+
+from liger_triton.launch import TritonKernel, supported
+
+# Pairs of columns that one program turns: tokens × heads × rotary/2.
+PAIRS = 2048
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> tuple[Tensor, Tensor]:
+    supported(q, k, cos, sin)
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise Unsupported("gradients for cos and sin")
+    result: tuple[Tensor, Tensor]
+    if not inplace:
+        result = _rope(q, k, cos, sin, interleaved)
+        return result
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        # Whoever traces turns in-place writes into copies anyway.
+        turned = _rope(q, k, cos, sin, interleaved)
+        return q.copy_(turned[0]), k.copy_(turned[1])
+    result = _InPlace.apply(q, k, cos, sin, interleaved)
+    return result
+
+
+class _InPlace(torch.autograd.Function):
+    """Declares the mutation to autograd: version counters move, and a saved q or k is noticed."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+        ctx.mark_dirty(q, k)
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        ctx.set_materialize_grads(False)
+        with torch.cuda.device_of(q):
+            _turn(q, k, q, k, cos, sin, interleaved, False)
+        return q, k
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None) -> Any:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:2])
+        return (*_backward(grad_q, grad_k, cos, sin, ctx.interleaved, needs), None, None, None)
+
+
+def _allocate(q: Tensor, k: Tensor, *rest: object) -> Outputs:
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+def _launch(out_q: Tensor, out_k: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    _turn(q, k, out_q, out_k, cos, sin, interleaved, False)
+
+
+def _allocate_backward(grad_out_q: Tensor | None, grad_out_k: Tensor | None, *rest: Any) -> Outputs:
+    needs = rest[-1]
+    given = zip(needs, (grad_out_q, grad_out_k), strict=True)
+    return tuple(torch.empty_like(g) if need and g is not None else None for need, g in given)
+
+
+def _launch_backward(
+    grad_q: Tensor | None, grad_k: Tensor | None, grad_out_q: Tensor | None, grad_out_k: Tensor | None, cos: Tensor, sin: Tensor,
+    interleaved: bool, needs: list[bool],
+) -> None:  # fmt: skip
+    _turn(grad_out_q if grad_q is not None else None, grad_out_k if grad_k is not None else None, grad_q, grad_k, cos, sin, interleaved, True)
+
+
+def _turn(
+    q: Tensor | None, k: Tensor | None, out_q: Tensor | None, out_k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool
+) -> None:
+    """Launch the kernel for whichever of q and k is there."""
+    pairs = [(x, out) for x, out in ((q, out_q), (k, out_k)) if x is not None and out is not None]
+    if not pairs or pairs[0][0].numel() == 0:
+        return
+    (x1, out1), (x2, out2) = pairs[0], pairs[-1]
+    x1, x2 = (x if x.stride(-1) == 1 else x.contiguous() for x in (x1, x2))
+    cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
+    batch, _, tokens, width = x1.shape
+    rotary = cos.shape[-1]
+    half = triton.next_power_of_2(rotary // 2)
+    most = max(x.shape[1] for x, _ in pairs)
+    heads = min(triton.next_power_of_2(most), max(1, PAIRS // half))
+    per_program = max(1, min(PAIRS // (half * heads), triton.next_power_of_2(tokens)))
+    groups = triton.cdiv(batch * tokens, per_program)
+    # Where the heads of q and k fit one tile each, one program turns both and reads cos and sin once.
+    grid = (groups, triton.cdiv(most, heads))
+    rope_kernel[grid](
+        x1, x2, out1, out2, cos, sin,
+        *x1.stride()[:3], *x2.stride()[:3], *out1.stride(), *out2.stride(),
+        *_table_strides(cos, batch), *_table_strides(sin, batch),
+        batch * tokens, tokens, x1.shape[1], x2.shape[1], rotary // 2, width,
+        INTERLEAVED=interleaved, BACKWARD=backward, BOTH=len(pairs) == 2, REST=width > rotary and x1 is not out1,
+        TOKENS=per_program, HEADS=heads, HALF=half, BLOCK=triton.next_power_of_2(max(1, width - rotary)), num_warps=4,
+    )  # fmt: skip
+
+
+def _table_strides(table: Tensor, batch: int) -> tuple[int, int]:
+    """Strides over batch and tokens; 0 over a batch that is shared."""
+    if table.dim() == 2 or table.shape[0] == 1:
+        return 0, table.stride(-2)
+    return table.stride(0), table.stride(1)
+
+
+@triton.jit
+def turn(
+    x, out, cos1, cos2, sin1, sin2, batch, token, head, token_mask, heads, x_batch, x_head, x_token, out_batch, out_head, out_token, out_column,
+    half, width, INTERLEAVED: tl.constexpr, REST: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Turn the pairs of a tile (tokens, heads, HALF) of one tensor."""
+    lane = tl.arange(0, HALF)
+    if INTERLEAVED:
+        first = 2 * lane
+        second = 2 * lane + 1
+    else:
+        first = lane
+        second = lane + half
+    row_mask = token_mask[:, None, None] & (head < heads)[None, :, None]
+    mask = row_mask & (lane < half)[None, None, :]
+    row = x + (batch * x_batch + token * x_token)[:, None, None] + (head.to(tl.int64) * x_head)[None, :, None]
+    out_row = out + (batch * out_batch + token * out_token)[:, None, None] + (head.to(tl.int64) * out_head)[None, :, None]
+    a = tl.load(row + first[None, None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(row + second[None, None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_row + first[None, None, :] * out_column, (a * cos1 + b * sin1).to(out.dtype.element_ty), mask=mask)
+    tl.store(out_row + second[None, None, :] * out_column, (b * cos2 + a * sin2).to(out.dtype.element_ty), mask=mask)
+    if REST:
+        column = 2 * half + tl.arange(0, BLOCK)
+        rest_mask = row_mask & (column < width)[None, None, :]
+        tl.store(out_row + column[None, None, :] * out_column, tl.load(row + column[None, None, :], mask=rest_mask), mask=rest_mask)
+
+
+@triton.jit
+def rope_kernel(
+    q, k, out_q, out_k, cos, sin,
+    q_batch, q_head, q_token, k_batch, k_head, k_token,
+    out_q_batch, out_q_head, out_q_token, out_q_column, out_k_batch, out_k_head, out_k_token, out_k_column,
+    cos_batch, cos_token, sin_batch, sin_token,
+    rows, tokens, q_heads, k_heads, half, width,
+    INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, BOTH: tl.constexpr, REST: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program turns HEADS heads of q and of k at TOKENS tokens.
+
+    forward   y1 = x1·cos1 - x2·sin1,  y2 = x2·cos2 + x1·sin2
+    backward  d1 = g1·cos1 + g2·sin2,  d2 = g2·cos2 - g1·sin1
+    """
+    index = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    token_mask = index < rows
+    batch = index // tokens
+    token = index % tokens
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    lane = tl.arange(0, HALF)
+    if INTERLEAVED:
+        first = 2 * lane
+        second = 2 * lane + 1
+    else:
+        first = lane
+        second = lane + half
+    mask = token_mask[:, None] & (lane < half)[None, :]
+    cos_row = cos + (batch * cos_batch + token * cos_token)[:, None]
+    sin_row = sin + (batch * sin_batch + token * sin_token)[:, None]
+    cos1 = tl.load(cos_row + first[None, :], mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    cos2 = tl.load(cos_row + second[None, :], mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    sin1 = tl.load(sin_row + first[None, :], mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    sin2 = tl.load(sin_row + second[None, :], mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    if BACKWARD:
+        upper = sin2
+        lower = -sin1
+    else:
+        upper = -sin1
+        lower = sin2
+    turn(
+        q, out_q, cos1, cos2, upper, lower, batch, token, head, token_mask, q_heads, q_batch, q_head, q_token,
+        out_q_batch, out_q_head, out_q_token, out_q_column, half, width, INTERLEAVED, REST, HALF, BLOCK,
+    )  # fmt: skip
+    if BOTH:
+        turn(
+            k, out_k, cos1, cos2, upper, lower, batch, token, head, token_mask, k_heads, k_batch, k_head, k_token,
+            out_k_batch, out_k_head, out_k_token, out_k_column, half, width, INTERLEAVED, REST, HALF, BLOCK,
+        )  # fmt: skip
+
+
+_backward = TritonKernel(
+    "rope_backward(Tensor? grad_out_q, Tensor? grad_out_k, Tensor cos, Tensor sin, bool interleaved, bool[2] needs)"
+    " -> (Tensor? grad_q, Tensor? grad_k)",
+    _allocate_backward,
+    _launch_backward,
+)
+_rope = differentiable(
+    TritonKernel("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> (Tensor out_q, Tensor out_k)", _allocate, _launch),
+    _backward,
+    public=2,
+)
