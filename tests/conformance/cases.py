@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases: op × backend × dtype × sample, all taken from the registry."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_core import BackendError, Op, Sample, Unsupported, use
+from liger_core.plugins import registry
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample of one op in one dtype on one device, for one backend."""
+
+    op: Op[..., Any]
+    backend: str
+    dtype: torch.dtype
+    name: str
+    device: torch.device
+
+    @property
+    def id(self) -> str:
+        return f"{self.backend}-{self.op.name}-{word(self.dtype)}-{self.name}"
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (self.op.name, self.backend, word(self.dtype), self.name)
+
+    def sample(self) -> Sample:
+        return next(s for s in self.op.samples(self.device, self.dtype) if s.name == self.name)
+
+    def call(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the op with this case's backend selected; a declined call skips the test."""
+        with use(self.backend, only=[self.op]):
+            try:
+                return self.op(**arguments)
+            except BackendError as error:
+                if isinstance(error.__cause__, Unsupported):
+                    pytest.skip(f"{self.backend} declines: {error.__cause__}")
+                raise
+
+
+def implementations(device: torch.device, only: str | None) -> Iterator[tuple[Op[..., Any], str, Callable[..., Any]]]:
+    """(op, backend, implementation) for every available backend that runs on the device."""
+    found = registry()
+    if only is not None and only not in found.implementations:
+        raise pytest.UsageError(f"--backend: {only!r} must be an available backend; available: {', '.join(found.implementations)}")
+    for name, table in found.implementations.items():
+        if only not in (None, name) or device.type not in found.backends[name].device_types:
+            continue
+        for op_name, implementation in table.items():
+            yield found.ops[op_name], name, implementation
+
+
+@cache
+def sample_names(op: Op[..., Any], device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    return tuple(sample.name for sample in op.samples(device, dtype))
+
+
+@cache
+def form_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
+    """The first sample of every form of call: which arguments are given, and the values of those that are no tensors."""
+    forms: dict[str, str] = {}
+    for sample in op.samples(device, torch.float32):
+        bound = op.signature.bind(*sample.args, **sample.kwargs)
+        form = {name: type(value).__name__ if isinstance(value, Tensor) else value for name, value in bound.arguments.items()}
+        forms.setdefault(f"{form} {sorted(sample.frozen)}", sample.name)
+    return tuple(forms.values())
+
+
+def frozen_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
+    """Float32 cases with two or more inputs that get a gradient, and which one of them to freeze."""
+    for case in cases(device, only, "float32"):
+        sample = case.sample()
+        names = differentiable(arguments_of(case.op, sample), sample)
+        if len(names) > 1:
+            yield from ((case, name) for name in names)
+
+
+def output_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
+    """One sample per form of the ops with two or more differentiable outputs, and the one that is used."""
+    for case in cases(device, only, "form"):
+        sample = case.sample()
+        arguments = arguments_of(case.op, sample)
+        outputs = leaves(case.op.reference(**with_gradients(arguments, differentiable(arguments, sample))))
+        names = [name for name, output in outputs.items() if output.requires_grad]
+        if len(names) > 1:
+            yield from ((case, name) for name in names)
+
+
+def cases(device: torch.device, only: str | None, kind: str) -> Iterator[Case]:
+    """The cases of a kind: every dtype, float32 alone, one sample per form of call, or the definitions in float64."""
+    for op, backend, implementation in implementations(device, only):
+        definition = implementation is op.reference
+        if kind == "exact":
+            dtypes: tuple[torch.dtype, ...] = (torch.float64,) if definition else ()
+        elif kind == "all":
+            dtypes = (torch.float64, *LOW) if definition else LOW
+        else:
+            dtypes = (torch.float32,)
+        for dtype in dtypes:
+            names = form_names(op, device) if kind == "form" else sample_names(op, device, dtype)
+            for name in names:
+                yield Case(op, backend, dtype, name, device)
+
+
+def arguments_of(op: Op[..., Any], sample: Sample) -> dict[str, Any]:
+    """Parameter name → argument of a sample, defaults left out."""
+    return dict(op.signature.bind(*sample.args, **sample.kwargs).arguments)
+
+
+def differentiable(arguments: Mapping[str, Any], sample: Sample) -> list[str]:
+    """The arguments that get a gradient."""
+    return [n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point() and n not in sample.frozen]
+
+
+def with_gradients(arguments: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """The same tensors with the same strides; those named require a gradient, the others do not."""
+    return {n: v.detach().requires_grad_(n in names) if isinstance(v, Tensor) else v for n, v in arguments.items()}
+
+
+def leaves(value: Any, name: str = "output") -> dict[str, Tensor]:
+    """Name → tensor for a result that is a tensor, a tuple or a named tuple, nested as it likes."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    if not isinstance(value, tuple):
+        raise TypeError(f"{name} must be a tensor or a tuple, got {type(value).__name__}")
+    fields = getattr(value, "_fields", range(len(value)))
+    return {k: t for field, part in zip(fields, value, strict=True) for k, t in leaves(part, f"{name}.{field}").items()}
+
+
+def in_float64(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Floating tensors, and dtypes given as options, widened to float64."""
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.detach().double()
+        return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    return {name: widen(value) for name, value in arguments.items()}
+
+
+def shape_of(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options, seeds and the count of conformance cases: what every test shares."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("liger")
+    group.addoption("--device", default=None, help="device of the tests; cuda if there is one, else cpu")
+    group.addoption("--backend", default=None, help="test only this backend, and select it for the tests of single ops")
+    group.addoption("--seed", type=int, default=0, help="seed of every test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Two workers with a thread pool each would fight for the same cores.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+def device_of(config: pytest.Config) -> torch.device:
+    name = config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> torch.device:
+    return device_of(pytestconfig)
+
+
+@pytest.fixture(autouse=True)
+def seed(pytestconfig: pytest.Config) -> int:
+    """The same random numbers for every test, whichever ran before it."""
+    value = int(pytestconfig.getoption("--seed"))
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture
+def fresh_selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No selection, no loaded plugin and no LIGER variable, before and after."""
+    from liger_core import selection
+
+    for name in ("LIGER_BACKEND", "LIGER_DISABLE_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    selection.reset()
+    yield
+    monkeypatch.undo()
+    selection.reset()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell how many cases the conformance suite compared, and where an implementation declined one."""
+    seen: dict[str, set[tuple[str, ...]]] = {"compared": set(), "declined": set()}
+    for outcome in ("passed", "failed", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for key, value in getattr(report, "user_properties", []):
+                if key in seen:
+                    seen[key].add(tuple(value))
+    cases = seen["compared"] - seen["declined"]
+    if not cases:
+        return
+    ops, backends, dtypes, samples = (len({case[i] for case in cases}) for i in range(4))
+    by_backend = ", ".join(f"{name} {count}" for name, count in sorted(Counter(case[1] for case in cases).items()))
+    samples = len({(case[0], case[3]) for case in cases})
+    terminalreporter.write_sep("-", "conformance")
+    terminalreporter.write_line(
+        f"conformance: {len(cases)} cases = ops × backends × dtypes × samples "
+        f"({ops} ops, {backends} backends, {dtypes} dtypes, {samples} samples; {by_backend}; {len(seen['declined'])} declined)"
+    )
