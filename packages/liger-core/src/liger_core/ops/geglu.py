@@ -53,7 +53,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = 
     up      (..., width)   shape and dtype of gate
     returns (..., width), dtype of gate; only the inputs are kept for the backward pass
 
-    Raises ShapeError if the shapes differ or a packed width is odd, DtypeError if the dtypes differ.
+    Raises ShapeError if the shapes differ or a packed width is odd, DtypeError if the dtypes differ, OptionError for another approximation.
     Shazeer 2020, arXiv:2002.05202; Hendrycks & Gimpel 2016, arXiv:1606.08415.
     """
     gate, up = _gated.halves(gate, up)

@@ -92,6 +92,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("token_weight", (*call((7,), 24, 50), some(50, 7)), {"token_weight": token_weight, "chunk": 3}, why="each token has its weight")
     options = {"token_weight": token_weight, "reduction": "none"}
     yield sample("token_weight_none", (*call((7,), 24, 50), some(50, 7)), options, why="token weights without reduction")
+    ignored = {"ignore_index": 3, "chunk": 4}
+    target = targets_with_ignored(device, 50, 7, ignore_index=3)
+    yield sample("ignore_index", (*call((7,), 24, 50), target), ignored, why="a class can be the ignored one")
     for name, options, why in loss_option_samples(device, 9, 70):
         yield sample(name, (*call((9,), 20, 70), some(70, 9)), options, why=why)
     chunked_rows = {"reduction": "none", "chunk": 4}
