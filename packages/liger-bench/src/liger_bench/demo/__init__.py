@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger demo`: one training on real text, plain and with Liger, side by side."""

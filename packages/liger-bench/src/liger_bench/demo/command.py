@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger demo`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from liger_bench import machine
+from liger_bench.progress import progress_bar
+from liger_core.errors import DtypeError
+from liger_core.selection import use
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
+    size: Annotated[str, typer.Option("--model", "--size", help="small (11 M parameters) or 1b (the shape of Llama 3.2 1B, for a GPU).")] = "small",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str | None, typer.Option(help='A backend, or as in LIGER_BACKEND: "triton,rope=reference".')] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on a GPU).")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for result.json, loss.png and memory.png.")] = Path("demo"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Train a small Llama on Python's own sources, plain and with Liger, and compare; exit code 1 if the losses differ too much."""
+    place = machine.measurable_device("demo", device)
+    precision = machine.named_dtype("demo", dtype, place)
+    if machine.dtype_name(precision) == "float16":
+        raise DtypeError("demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss scaling")
+    # These bring Transformers and matplotlib, which the other commands do without.
+    from liger_bench.demo import pictures
+    from liger_bench.demo.run import run
+    from liger_bench.demo.settings import settings_for
+
+    settings = settings_for(size, place, precision, steps, batch, sequence)
+    with use(backend) if backend else contextlib.nullcontext(), contextlib.redirect_stdout(sys.stderr), progress_bar() as bar:
+        result = run(settings, bar)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "result.json").write_text(json.dumps(_without_infinities(result), indent=2) + "\n")
+    pictures.draw(result, out)
+    if as_json:
+        print(json.dumps(_without_infinities(result)))
+    else:
+        _print(result, out)
+    if not result["passed"]:
+        raise typer.Exit(1)
+
+
+def _without_infinities(value: Any) -> Any:
+    """JSON has no word for a number that is not finite: null."""
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_infinities(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _print(result: dict[str, Any], out: Path) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # A file has no width of its own, and 80 columns would break the table.
+        console.width = 110
+    mib, tokens = "{:,.0f} MiB", "{:,.0f}"
+    tokens_a_step = f"{result['batch']} × {result['sequence']} tokens a step"
+    title = f"{result['steps']} steps of {tokens_a_step}, {result['parameters'] / 1e6:,.1f} M parameters, {result['dtype']} on {result['device']}"
+    table = Table("", "Transformers", f"with Liger ({result['backend']})", "Liger ÷ plain", title=title, title_justify="left")
+    for label, name, suffix, form in (
+        ("final loss", "loss", "", "{:.5f}"),
+        ("tokens per second", "tokens_per_second", "", tokens),
+        ("peak memory of head and loss", "peak_loss_memory", "_bytes", mib),
+        ("peak memory of a step", "peak_memory", "_bytes", mib),
+    ):
+        scale = 2**20 if form == mib else 1
+        plain, liger = (result[f"{name}_{who}{suffix}"] / scale for who in ("hf", "liger"))
+        table.add_row(label, form.format(plain), form.format(liger), "" if name == "loss" else f"{liger / plain:.2f}")
+    bound = f"allowed {result['loss_difference_bound']:.1e}"
+    if result["loss_noise"] is not None:
+        bound += f", plain with reordered sums {result['loss_noise']:.1e}"
+    verdict = "" if result["passed"] else " [red]too large[/red]"
+    table.add_row("largest loss difference", "", f"{result['max_loss_difference']:.1e}{verdict}", bound)
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    console.print(table)
+    console.print(f"Pictures and figures: {out}/loss.png, {out}/memory.png, {out}/result.json")

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training with the Transformers Trainer, and the loss of each of its steps."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from liger_bench.demo.settings import Settings
+from liger_bench.demo.text import Sequences
+
+
+def train(model: PreTrainedModel, data: Sequences, settings: Settings, advance: Callable[[], object], *, pieces: int = 1) -> list[float]:
+    """Train for settings.steps and return the loss of every step; `pieces` micro-batches make up the same batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _Recorder(model, _arguments(settings, folder, pieces), data, advance)
+        trainer.train()
+    # Micro-batch losses are already divided by the tokens of the whole batch.
+    losses = torch.stack(trainer.losses).float().view(settings.steps, pieces).sum(1)
+    return [float(loss) for loss in losses]
+
+
+def _arguments(settings: Settings, folder: str, pieces: int) -> TrainingArguments:
+    arguments = TrainingArguments(
+        output_dir=folder,
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch // pieces,
+        gradient_accumulation_steps=pieces,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        seed=settings.seed,
+        data_seed=settings.seed,
+        use_cpu=settings.device.type == "cpu",
+        dataloader_drop_last=True,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+    )
+    if arguments.n_gpu > 1:
+        # The Trainer would split the batch over all GPUs, and only one of them is measured.
+        arguments._n_gpu = 1
+    return arguments
+
+
+class _Recorder(Trainer):
+    """A Trainer that keeps the loss of every micro-batch, on the device and unrounded."""
+
+    def __init__(self, model: PreTrainedModel, arguments: TrainingArguments, data: Sequences, advance: Callable[[], object]) -> None:
+        super().__init__(model=model, args=arguments, train_dataset=data, callbacks=[_Advance(advance)])
+        # It prints a summary to standard output, where a single JSON object may be due.
+        self.remove_callback(PrinterCallback)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+class _Advance(TrainerCallback):
+    """Moves the progress bar at the end of a step."""
+
+    def __init__(self, advance: Callable[[], object]) -> None:
+        self.advance = advance
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.advance()

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where and with what a measurement was taken, and on which device it shall be taken."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from liger_core.errors import DeviceError, DtypeError
+
+PACKAGES = ("liger-core", "liger-triton", "liger-hf", "liger-bench", "torch", "triton", "transformers")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def measurable_device(command: str, name: str) -> torch.device:
+    """The device to measure on; "auto" is the GPU if there is one.
+
+    Raises DeviceError for one whose memory cannot be measured or that is not here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise DeviceError(f"{command}: --device must be auto, cpu or cuda, got {name!r}; select one of several GPUs with CUDA_VISIBLE_DEVICES")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"{command}: --device cuda needs a GPU that PyTorch can use, none was found; use --device cpu")
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def named_dtype(command: str, name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name; by default float32 on the CPU and bfloat16 elsewhere."""
+    if name is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise DtypeError(f"{command}: --dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Machine, versions, commit and date, as every result carries them."""
+    return {
+        "machine": _machine(device),
+        "versions": ", ".join(f"{name} {version}" for name, version in _versions().items()),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _machine(device: torch.device) -> str:
+    processor = f"{_processor()}, {torch.get_num_threads()} threads"
+    return processor if device.type == "cpu" else f"{torch.cuda.get_device_name(device)}; {processor}"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _commit() -> str:
+    """The commit of these sources, marked if they were changed since; "installed" outside a checkout."""
+    source = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(source.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        # An environment may lie inside the checkout of something else, whose commit would then be told.
+        git("ls-files", "--error-unmatch", source.name)
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "installed"

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin that liger-bench is: the commands `liger demo` and `liger bench`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from liger_core import hookimpl
+
+if TYPE_CHECKING:
+    import typer
+
+
+@hookimpl
+def liger_commands(app: typer.Typer) -> None:
+    from liger_bench.bench.command import bench
+    from liger_bench.demo.command import demo
+
+    app.command()(demo)
+    app.command()(bench)
