@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares an op with a formula written out in plain PyTorch, by the project's one criterion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.cases import in_float64
+from conformance.running import output_complaints, run
+from liger_core.accuracy import judge
+
+
+def disagreements(call: Callable[..., Any], formula: Callable[..., Any], **arguments: Any) -> list[str]:
+    """Where outputs, or gradients of the arguments that require one, are further from the formula in float64 than the formula itself."""
+    names = [n for n, v in arguments.items() if isinstance(v, Tensor) and v.requires_grad]
+    dtype = next(v.dtype for v in arguments.values() if isinstance(v, Tensor) and v.is_floating_point())
+    reference = run(lambda given: formula(**given), arguments, names)
+    exact = run(lambda given: formula(**given), in_float64(arguments), names, reference.cotangents)
+    got = run(lambda given: call(**given), arguments, names, reference.cotangents)
+    outputs = {n: t.to(reference.outputs[n].dtype) for n, t in got.outputs.items()}
+    found = output_complaints(outputs, reference.outputs, exact.outputs, dtype)
+    for name, gradient in got.gradients.items():
+        want, truth = reference.gradients[name], exact.gradients[name]
+        if gradient is None or want is None or truth is None:
+            found.append(f"gradient of {name}: a tensor expected, got {type(gradient).__name__}")
+        elif complaint := judge(gradient, want, truth, dtype):
+            found.append(f"gradient of {name}: {complaint}")
+    return found
+
+
+def leaf(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    """Normally distributed values that require a gradient."""
+    return (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_()

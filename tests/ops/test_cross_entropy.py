@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about cross_entropy that its samples do not say."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from liger_core import LossMetrics, cross_entropy, explain
+from liger_core.plugins import registry
+from ops.agreement import disagreements, leaf
+from ops.allocations import allocations
+
+REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+
+
+def some_targets(classes: int, *shape: int, device: torch.device, ignored: int = -100) -> Tensor:
+    target = torch.randint(classes, shape, device=device)
+    target.view(-1)[::4] = ignored
+    return target
+
+
+@REDUCTIONS
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1], ids=["hard", "smoothed"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("ignore_index", [-100, 5])
+def test_cross_entropy_equals_the_function_of_pytorch(
+    reduction: Literal["mean", "sum", "none"], label_smoothing: float, weighted: bool, ignore_index: int, device: torch.device
+) -> None:
+    target = some_targets(30, 9, device=device, ignored=ignore_index)
+    weight = torch.rand(30, device=device) + 0.5 if weighted else None
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+
+    def formula(logits: Tensor, weight: Tensor | None) -> Tensor:
+        return F.cross_entropy(logits, target, weight, **options)
+
+    def call(logits: Tensor, weight: Tensor | None) -> Tensor:
+        return cross_entropy(logits, target, weight=weight, **options)
+
+    assert disagreements(call, formula, logits=leaf(9, 30, device=device), weight=weight) == []
+
+
+@REDUCTIONS
+def test_softcap_and_z_loss_are_their_formulas(reduction: Literal["mean", "sum", "none"], device: torch.device) -> None:
+    target = torch.randint(30, (6,), device=device)
+
+    def formula(logits: Tensor) -> Tensor:
+        capped = 3.0 * torch.tanh(logits / 3.0)
+        rows = F.cross_entropy(capped, target, reduction="none") + 0.01 * capped.logsumexp(-1).square()
+        return {"mean": rows.mean(), "sum": rows.sum(), "none": rows}[reduction]
+
+    assert (
+        disagreements(
+            lambda logits: cross_entropy(logits, target, softcap=3.0, z_loss=0.01, reduction=reduction),
+            formula,
+            logits=leaf(6, 30, device=device, scale=3),
+        )
+        == []
+    )
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+def test_the_normalizer_divides_the_sum(as_tensor: bool, device: torch.device) -> None:
+    target = some_targets(30, 9, device=device)
+    normalizer = torch.tensor(37, device=device) if as_tensor else 37.0
+
+    def formula(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, reduction="sum") / 37
+
+    assert (
+        disagreements(lambda logits: cross_entropy(logits, target, normalizer=normalizer), formula, logits=leaf(9, 30, device=device)) == []
+    )
+
+
+def test_micro_batches_with_one_normalizer_add_up_to_the_batch(device: torch.device) -> None:
+    logits, target = leaf(12, 30, device=device), some_targets(30, 12, device=device)
+    count = (target != -100).sum()
+
+    def accumulated(logits: Tensor) -> Tensor:
+        return sum(
+            (cross_entropy(x, t, normalizer=count) for x, t in zip(logits.split(5), target.split(5), strict=True)),
+            torch.zeros((), device=device),
+        )
+
+    assert disagreements(accumulated, lambda logits: F.cross_entropy(logits, target), logits=logits) == []
+
+
+@REDUCTIONS
+def test_metrics_are_their_definitions(reduction: Literal["mean", "sum", "none"], device: torch.device) -> None:
+    logits, target = torch.randn(8, 30, device=device) * 2, some_targets(30, 8, device=device)
+    target[3] = logits[3].argmax()
+    counted = target != -100
+    loss, metrics = cross_entropy(logits, target, z_loss=0.01, reduction=reduction, return_metrics=True)
+    penalty = torch.where(counted, 0.01 * logits.logsumexp(-1).square(), 0.0)
+    entropy = torch.where(counted, torch.distributions.Categorical(logits=logits).entropy(), 0.0)
+    hit = (counted & (logits.argmax(-1) == target)).float()
+    expected = {
+        "mean": (penalty.sum() / counted.sum(), hit.sum() / counted.sum(), entropy.sum() / counted.sum()),
+        "sum": (penalty.sum(), hit.sum() / counted.sum(), entropy.sum() / counted.sum()),
+        "none": (penalty, hit, entropy),
+    }[reduction]
+    assert isinstance(metrics, LossMetrics)
+    torch.testing.assert_close((metrics.z_loss, metrics.accuracy, metrics.entropy), expected)
+    assert metrics.prediction.tolist() == torch.where(counted, logits.argmax(-1), -1).tolist()
+    torch.testing.assert_close(loss, cross_entropy(logits, target, z_loss=0.01, reduction=reduction))
+
+
+def test_the_first_of_equal_logits_is_predicted(device: torch.device) -> None:
+    logits = torch.zeros(2, 300, device=device)
+    logits[1, [7, 260]] = 1.0
+    _, metrics = cross_entropy(logits, torch.zeros(2, dtype=torch.int64, device=device), return_metrics=True)
+    assert metrics.prediction.tolist() == [0, 7]
+
+
+def test_all_ignored_is_zero_with_zero_gradients(device: torch.device) -> None:
+    logits = leaf(4, 30, device=device)
+    loss = cross_entropy(logits, torch.full((4,), -100, device=device))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")], ids=["nan", "plus_infinity", "minus_infinity"])
+def test_an_ignored_row_is_not_looked_at(poison: float, device: torch.device) -> None:
+    logits = torch.randn(3, 30, device=device)
+    logits[1] = poison
+    logits.requires_grad_()
+    loss = cross_entropy(logits, torch.tensor([4, -100, 2], device=device))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert not logits.grad[1].any()
+
+
+def test_the_gradient_of_every_row_sums_to_zero(device: torch.device) -> None:
+    logits = leaf(5, 200, device=device)
+    cross_entropy(logits, torch.randint(200, (5,), device=device), label_smoothing=0.1).backward()
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad.sum(-1), torch.zeros(5, device=device), atol=1e-6, rtol=0)
+
+
+def test_large_logits_do_not_overflow(device: torch.device) -> None:
+    logits = torch.tensor([[6e4, -6e4, 0.0]], device=device, dtype=torch.float16).requires_grad_()
+    loss = cross_entropy(logits, torch.tensor([1], device=device))
+    loss.backward()
+    assert loss.item() == 120000.0
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [[1.0, -1.0, 0.0]]
+
+
+def test_losses_of_low_precision_logits_are_float32(device: torch.device) -> None:
+    logits, target = torch.randn(4, 30, device=device).bfloat16(), torch.randint(30, (4,), device=device)
+    assert cross_entropy(logits, target).dtype == torch.float32
+    assert cross_entropy(logits, target, reduction="none").dtype == torch.float32
+
+
+@pytest.mark.parametrize("wrong", [-1, 30, 2**40])
+def test_an_implementation_gives_nan_for_a_target_out_of_range(wrong: int, device: torch.device) -> None:
+    """Behind the check of the CPU, which other devices cannot afford, an implementation must not hide the mistake."""
+    logits, target = leaf(3, 30, device=device), torch.tensor([4, wrong, 2], device=device)
+    name = explain(cross_entropy, logits, torch.zeros_like(target)).backend
+    rows = registry().implementations[name]["cross_entropy"](logits, target, reduction="none")
+    (grad,) = torch.autograd.grad(rows, logits, torch.ones_like(rows))
+    assert rows.isnan().tolist() == [False, True, False]
+    assert grad.isnan().all(-1).tolist() == [False, True, False]
+    assert torch.isfinite(grad[[0, 2]]).all()
+
+
+def test_a_compiled_call_gives_nan_for_a_target_out_of_range(device: torch.device) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, t: cross_entropy(x, t), fullgraph=True, backend="aot_eager")
+    loss = compiled(torch.randn(3, 30, device=device), torch.tensor([4, 30, 2], device=device))
+    assert loss.isnan()
+
+
+def test_low_precision_logits_are_not_copied_to_float32_at_once(device: torch.device) -> None:
+    logits = torch.randn(512, 16384, device=device).bfloat16().requires_grad_()
+    target = torch.randint(16384, (512,), device=device)
+    used = allocations(lambda: torch.autograd.grad(cross_entropy(logits, target), logits), device)
+    # The gradient in bfloat16 is needed, a second tensor of the size of float32 logits is not.
+    assert logits.numel() * 2 <= used.largest < logits.numel() * 4
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    draw=st.integers(0, 99),
+    rows=st.integers(0, 8),
+    classes=st.integers(2, 150),
+    smoothing=st.sampled_from([0.0, 0.2]),
+    z_loss=st.sampled_from([0.0, 0.05]),
+    softcap=st.sampled_from([None, 2.0]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+)
+def test_any_shape_and_option_is_the_naive_formula(
+    device: torch.device, draw: int, rows: int, classes: int, smoothing: float, z_loss: float, softcap: float | None,
+    reduction: Literal["mean", "sum", "none"],
+) -> None:  # fmt: skip
+    torch.manual_seed(draw)
+    target = some_targets(classes, rows, device=device)
+    counted = target != -100
+
+    def naive(logits: Tensor) -> Tensor:
+        x = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        log_p = x.log_softmax(-1)
+        hard = -log_p.gather(-1, target.clamp(min=0)[:, None])[:, 0]
+        loss = (1 - smoothing) * hard - smoothing * log_p.mean(-1) + z_loss * x.logsumexp(-1).square()
+        loss = torch.where(counted, loss, 0.0)
+        return {"mean": loss.sum() / counted.sum().clamp(min=1), "sum": loss.sum(), "none": loss}[reduction]
+
+    def call(logits: Tensor) -> Tensor:
+        return cross_entropy(logits, target, label_smoothing=smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction)
+
+    assert disagreements(call, naive, logits=leaf(rows, classes, device=device)) == []

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about the values of linear_cross_entropy that its samples do not say; its memory has a file of its own."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from liger_core import GradientError, LossMetrics, cross_entropy, explain, linear_cross_entropy
+from liger_core.plugins import registry
+from ops.agreement import disagreements, leaf
+from ops.test_cross_entropy import REDUCTIONS, some_targets
+
+CHUNKS = pytest.mark.parametrize("chunk", [None, 4, "report"], ids=["one_chunk", "chunked", "report"])
+
+
+def head(device: torch.device, rows: int = 9, width: int = 20, classes: int = 30, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {"hidden": leaf(rows, width, device=device, dtype=dtype), "weight": leaf(classes, width, device=device, dtype=dtype, scale=0.3)}
+
+
+@CHUNKS
+@REDUCTIONS
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1], ids=["hard", "smoothed"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("ignore_index", [-100, 5])
+def test_linear_cross_entropy_equals_the_two_functions_of_pytorch(
+    chunk: Any, reduction: Literal["mean", "sum", "none"], label_smoothing: float, weighted: bool, has_bias: bool, ignore_index: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    target = some_targets(30, 9, device=device, ignored=ignore_index)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+    class_weight = torch.rand(30, device=device) + 0.5 if weighted else None
+    bias = leaf(30, device=device) if has_bias else None
+
+    def formula(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight, bias), target, class_weight, **options)
+
+    def call(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, bias=bias, class_weight=class_weight, chunk=chunk, **options)
+
+    assert disagreements(call, formula, **head(device), bias=bias, class_weight=class_weight) == []
+
+
+@CHUNKS
+@REDUCTIONS
+def test_scale_softcap_and_z_loss_are_their_formulas(chunk: Any, reduction: Literal["mean", "sum", "none"], device: torch.device) -> None:
+    target = torch.randint(30, (9,), device=device)
+
+    def formula(hidden: Tensor, weight: Tensor) -> Tensor:
+        capped = 2.0 * torch.tanh(0.5 * (hidden @ weight.t()) / 2.0)
+        rows = F.cross_entropy(capped, target, reduction="none") + 0.01 * capped.logsumexp(-1).square()
+        return {"mean": rows.mean(), "sum": rows.sum(), "none": rows}[reduction]
+
+    def call(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, logit_scale=0.5, softcap=2.0, z_loss=0.01, reduction=reduction, chunk=chunk)
+
+    assert disagreements(call, formula, **head(device)) == []
+
+
+@CHUNKS
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_token_weights_multiply_each_loss_but_not_the_count(chunk: Any, reduction: Literal["mean", "sum"], device: torch.device) -> None:
+    target, token_weight = some_targets(30, 9, device=device), torch.rand(9, device=device)
+
+    def formula(hidden: Tensor, weight: Tensor, token_weight: Tensor) -> Tensor:
+        total = (F.cross_entropy(hidden @ weight.t(), target, reduction="none") * token_weight).sum()
+        return total / (target != -100).sum() if reduction == "mean" else total
+
+    def call(hidden: Tensor, weight: Tensor, token_weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, token_weight=token_weight, reduction=reduction, chunk=chunk)
+
+    assert disagreements(call, formula, **head(device), token_weight=token_weight) == []
+
+
+def test_micro_batches_with_one_normalizer_add_up_to_the_batch(device: torch.device) -> None:
+    target = some_targets(30, 12, device=device)
+    count = (target != -100).sum()
+
+    def accumulated(hidden: Tensor, weight: Tensor) -> Tensor:
+        parts = zip(hidden.split(5), target.split(5), strict=True)
+        return sum((linear_cross_entropy(x, weight, t, normalizer=count) for x, t in parts), torch.zeros((), device=device))
+
+    def whole(hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(hidden @ weight.t(), target)
+
+    assert disagreements(accumulated, whole, **head(device, rows=12)) == []
+
+
+@CHUNKS
+@REDUCTIONS
+def test_metrics_are_those_of_the_logits(chunk: Any, reduction: Literal["mean", "sum", "none"], device: torch.device) -> None:
+    given, target = head(device), some_targets(30, 9, device=device)
+    with torch.no_grad():
+        target[3] = (given["hidden"][3] @ given["weight"].t()).argmax()
+        loss, metrics = linear_cross_entropy(**given, target=target, z_loss=0.01, reduction=reduction, chunk=chunk, return_metrics=True)
+        logits = given["hidden"] @ given["weight"].t()
+        expected = cross_entropy.reference(logits, target, z_loss=0.01, reduction=reduction, return_metrics=True)
+    assert isinstance(metrics, LossMetrics)
+    torch.testing.assert_close((loss, metrics), expected)
+
+
+def test_all_ignored_is_zero_with_zero_gradients(device: torch.device) -> None:
+    given = head(device)
+    loss = linear_cross_entropy(**given, target=torch.full((9,), -100, device=device))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert [bool(t.grad is not None and t.grad.any()) for t in given.values()] == [False, False]
+
+
+def test_an_ignored_row_is_not_looked_at(device: torch.device) -> None:
+    hidden, weight = head(device).values()
+    hidden = hidden.detach()
+    hidden[3] = float("nan")
+    target = torch.randint(30, (9,), device=device)
+    target[3] = -100
+    hidden.requires_grad_()
+    for reduction in ("mean", "none"):
+        loss = linear_cross_entropy(hidden, weight, target, reduction=reduction).sum()
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        assert torch.isfinite(loss)
+        assert not gradients[0][3].any()
+        assert torch.isfinite(gradients[1]).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_implementation_gives_nan_for_a_target_out_of_range(reduction: str, device: torch.device) -> None:
+    given, target = head(device), torch.tensor([4, 30, 2] * 3, device=device)
+    name = explain(linear_cross_entropy, **given, target=torch.zeros_like(target)).backend
+    loss = registry().implementations[name]["linear_cross_entropy"](**given, target=target, reduction=reduction)
+    assert loss.isnan().tolist() == ([False, True, False] * 3 if reduction == "none" else True)
+
+
+def test_the_upstream_gradient_scales_the_gradients(device: torch.device) -> None:
+    given, target = head(device), some_targets(30, 9, device=device)
+    loss = linear_cross_entropy(**given, target=target)
+    once, eight = (torch.autograd.grad(loss * factor, list(given.values()), retain_graph=True) for factor in (1.0, 8.0))
+    assert all(torch.equal(8 * a, b) for a, b in zip(once, eight, strict=True))
+
+
+def test_gradients_do_not_underflow_in_float16(device: torch.device) -> None:
+    """With a million tokens a probability divided by their number is below the least float16; the sum over classes is not."""
+    target = torch.randint(30, (9,), device=device)
+    million = torch.tensor(1e6, device=device)
+
+    def formula(hidden: Tensor, weight: Tensor) -> Tensor:
+        return (
+            F.cross_entropy(
+                (
+                    hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+                    @ weight.t().to(torch.promote_types(hidden.dtype, torch.float32))
+                ),
+                target,
+                reduction="sum",
+            )
+            / 1e6
+        )
+
+    def call(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, normalizer=million) * 2.0**14
+
+    def scaled(hidden: Tensor, weight: Tensor) -> Tensor:
+        return formula(hidden, weight) * 2.0**14
+
+    given = head(device, dtype=torch.float16)
+    exact = torch.autograd.grad(scaled(*(t.double() for t in given.values())), list(given.values()))
+    got = torch.autograd.grad(call(**given), list(given.values()))
+    for g, e in zip(got, exact, strict=True):
+        # Rounding the logits to float16 costs 2⁻¹¹ a product; a flushed gradient would be off by 1.
+        assert (g.double() - e.double()).norm() < 0.01 * e.double().norm()
+
+
+def test_a_second_derivative_is_refused(device: torch.device) -> None:
+    given, target = head(device), some_targets(30, 9, device=device)
+    loss = linear_cross_entropy(**given, target=target)
+    with pytest.raises(
+        GradientError, match="the gradient must not be differentiated again, got create_graph=True; write that part in plain PyTorch"
+    ):
+        torch.autograd.grad(loss, given["hidden"], create_graph=True)
+
+
+@pytest.mark.parametrize("chunks", [2, 64])
+def test_weight_gradients_of_many_chunks_are_as_accurate_as_of_one(chunks: int, device: torch.device) -> None:
+    given, target = head(device, rows=256, width=16, classes=40, dtype=torch.bfloat16), torch.randint(40, (256,), device=device)
+    wide = {n: t.detach().double().requires_grad_() for n, t in given.items()}
+    (exact,) = torch.autograd.grad(linear_cross_entropy.reference(**wide, target=target, reduction="sum"), wide["weight"])
+
+    def error(**options: Any) -> float:
+        loss = linear_cross_entropy(**given, target=target, reduction="sum", **options)
+        (grad,) = torch.autograd.grad(loss, given["weight"])
+        return float((grad.double() - exact).norm() / exact.norm())
+
+    once, often = error(chunk=256), error(chunk=256 // chunks)
+    assert often <= 1.1 * once
+    if chunks == 64:
+        # What the float32 sum avoids: with bfloat16 between chunks the error is several times as large.
+        assert error(chunk=4, accumulate_dtype=torch.bfloat16) > 2 * once
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    draw=st.integers(0, 99),
+    rows=st.integers(1, 12),
+    width=st.integers(4, 24),
+    classes=st.integers(2, 60),
+    chunk=st.sampled_from([None, 1, 3, "report"]),
+    smoothing=st.sampled_from([0.0, 0.2]),
+    scale=st.sampled_from([1.0, 0.25]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+)
+def test_any_shape_and_option_is_the_naive_formula(
+    device: torch.device, draw: int, rows: int, width: int, classes: int, chunk: Any, smoothing: float, scale: float,
+    reduction: Literal["mean", "sum", "none"],
+) -> None:  # fmt: skip
+    torch.manual_seed(draw)
+    target = some_targets(classes, rows, device=device)
+
+    def naive(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = scale * (hidden @ weight.t())
+        losses = F.cross_entropy(logits, target, label_smoothing=smoothing, reduction="none")
+        return {"mean": losses.sum() / (target != -100).sum().clamp(min=1), "sum": losses.sum(), "none": losses}[reduction]
+
+    def call(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, label_smoothing=smoothing, logit_scale=scale, reduction=reduction, chunk=chunk)
+
+    assert disagreements(call, naive, **head(device, rows, width, classes)) == []

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about rms_norm that its samples do not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from liger_core import rms_norm
+from ops.agreement import disagreements, leaf
+
+
+def test_rms_norm_ignores_the_scale_of_its_input(device: torch.device) -> None:
+    x, weight = torch.randn(4, 48, device=device), torch.randn(48, device=device)
+    # A power of two, so that scaling rounds nothing.
+    torch.testing.assert_close(rms_norm(64 * x, weight, 1e-12), rms_norm(x, weight, 1e-12))
+
+
+def test_rows_have_a_root_mean_square_of_one(device: torch.device) -> None:
+    y = rms_norm(torch.randn(5, 100, device=device) * 7, eps=1e-12)
+    torch.testing.assert_close(y.square().mean(-1), torch.ones(5, device=device))
+
+
+def test_the_gradient_is_orthogonal_to_the_input(device: torch.device) -> None:
+    x = leaf(5, 100, device=device)
+    (grad,) = torch.autograd.grad(rms_norm(x, eps=1e-12), x, torch.randn(5, 100, device=device))
+    cosine = F.cosine_similarity(x, grad, dim=-1)
+    torch.testing.assert_close(cosine, torch.zeros(5, device=device), atol=1e-5, rtol=0)
+
+
+def test_rms_norm_equals_the_function_of_pytorch(device: torch.device) -> None:
+    def formula(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, 1e-6)
+
+    assert disagreements(rms_norm, formula, x=leaf(6, 40, device=device), weight=leaf(40, device=device)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cast_input_is_the_norm_of_llama(dtype: torch.dtype, device: torch.device) -> None:
+    def llama(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    arguments = {"x": leaf(6, 40, device=device, dtype=dtype), "weight": leaf(40, device=device, dtype=dtype)}
+    assert disagreements(lambda **a: rms_norm(**a, cast="input"), llama, **arguments) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_offset_and_float32_cast_are_the_norm_of_gemma(dtype: torch.dtype, device: torch.device) -> None:
+    def gemma(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (normed * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+
+    arguments = {"x": leaf(6, 40, device=device, dtype=dtype), "weight": leaf(40, device=device, dtype=dtype, scale=0.1)}
+    assert disagreements(lambda **a: rms_norm(**a, weight_offset=1.0, cast="float32"), gemma, **arguments) == []
+
+
+def test_wide_rows_are_summed_in_float32(device: torch.device) -> None:
+    # A bfloat16 sum of ones stops at 256.
+    x = torch.ones(2, 8192, device=device, dtype=torch.bfloat16)
+    assert torch.equal(rms_norm(x), x)
+
+
+def test_the_weight_gradient_is_summed_in_float32(device: torch.device) -> None:
+    x = torch.ones(2048, 8, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(8, device=device, dtype=torch.bfloat16, requires_grad=True)
+    (grad,) = torch.autograd.grad(rms_norm(x, weight), weight, torch.ones_like(x))
+    assert grad.tolist() == [2048.0] * 8
+
+
+def test_a_row_of_zeros_stays_zero_and_has_a_finite_gradient(device: torch.device) -> None:
+    x = torch.zeros(2, 16, device=device, requires_grad=True)
+    y = rms_norm(x)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert not y.any()
+    assert torch.isfinite(grad).all()
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    draw=st.integers(0, 99),
+    rows=st.integers(0, 9),
+    width=st.integers(8, 130),
+    eps=st.sampled_from([1e-6, 1e-3, 0.3]),
+    offset=st.sampled_from([0.0, 1.0]),
+    has_weight=st.booleans(),
+)
+def test_any_shape_and_option_is_the_naive_formula(
+    device: torch.device, draw: int, rows: int, width: int, eps: float, offset: float, has_weight: bool
+) -> None:
+    torch.manual_seed(draw)
+
+    def naive(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        scaled = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+        return scaled if weight is None else scaled * (weight + offset)
+
+    arguments: dict[str, Any] = {"x": leaf(rows, width, device=device)}
+    options: dict[str, Any] = {"eps": eps}
+    if has_weight:
+        arguments["weight"], options["weight_offset"] = leaf(width, device=device), offset
+    assert disagreements(lambda **a: rms_norm(**a, **options), naive, **arguments) == []

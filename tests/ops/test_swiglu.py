@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about swiglu that its samples do not say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from liger_core import swiglu
+from ops.agreement import disagreements, leaf
+
+
+def test_swiglu_is_silu_of_the_gate_times_up(device: torch.device) -> None:
+    def formula(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    assert disagreements(swiglu, formula, gate=leaf(3, 50, device=device), up=leaf(3, 50, device=device)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_packed_tensor_is_its_two_halves(dtype: torch.dtype, device: torch.device) -> None:
+    def split(packed: Tensor) -> Tensor:
+        return swiglu.reference(*packed.chunk(2, dim=-1))
+
+    assert disagreements(lambda packed: swiglu(packed), split, packed=leaf(5, 2 * 37, device=device, dtype=dtype)) == []
+
+
+def test_the_gate_comes_first_in_a_packed_tensor(device: torch.device) -> None:
+    gate, up = torch.zeros(2, 8, device=device), torch.ones(2, 8, device=device)
+    assert not swiglu(torch.cat((gate, up), dim=-1)).any()
+    assert swiglu(torch.cat((up, gate), dim=-1)).eq(0).all()
+    assert swiglu(torch.cat((up, up), dim=-1)).gt(0).all()
+
+
+def test_large_gates_pass_or_close(device: torch.device) -> None:
+    gate = torch.tensor([100.0, -100.0], device=device)
+    assert swiglu(gate, torch.ones(2, device=device)).tolist() == [100.0, pytest.approx(0.0, abs=1e-30)]
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(draw=st.integers(0, 99), shape=st.lists(st.integers(0, 6), min_size=1, max_size=3), width=st.integers(1, 90), packed=st.booleans())
+def test_any_shape_is_the_naive_formula(device: torch.device, draw: int, shape: list[int], width: int, packed: bool) -> None:
+    torch.manual_seed(draw)
+
+    def naive(gate: Tensor, up: Tensor | None = None) -> Tensor:
+        first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
+        return first * second / (1 + torch.exp(-first))
+
+    arguments = {"gate": leaf(*shape, 2 * width if packed else width, device=device)}
+    if not packed:
+        arguments["up"] = leaf(*shape, width, device=device)
+    assert disagreements(swiglu, naive, **arguments) == []
