@@ -108,9 +108,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("one_row", (*call((1,), 16, 30), integers(device, 30, 1)), why="a single row")
     yield sample("peaked", (*call((6,), 32, 60, scale=3.0), integers(device, 60, 6)), why="softmax close to one class")
     yield sample("transposed", (normal(device, dtype, 16, 6).t(), normal(device, dtype, 30, 16), integers(device, 30, 6)), why="hidden is a transposed view")
-    weight = torch.eye(20, 24, device=device).to(dtype) * 12
+    weight = torch.eye(20, 24, device=device).to(dtype) * 6
     target = torch.tensor([3, 4, -100, 1, 19, 2], device=device)
-    hidden = weight[torch.tensor([3, 7, 5, 1, 19, 2], device=device)] / 12 + normal(device, dtype, 6, 24, scale=0.05)
+    hidden = weight[torch.tensor([3, 7, 5, 1, 19, 2], device=device)] / 6 + normal(device, dtype, 6, 24, scale=0.05)
     metrics = {"return_metrics": True, "z_loss": 1e-3, "chunk": 4}
     yield sample("metrics", (hidden, weight, target), metrics, why="z-loss, accuracy, arg-max and entropy of the tokens")
     yield sample("metrics_none", (hidden, weight, target), {**metrics, "reduction": "none"}, why="the metrics of each token")
