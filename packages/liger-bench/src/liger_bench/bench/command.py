@@ -28,10 +28,14 @@ Plan = list[tuple[Op[..., Any], Workload, list[str]]]
 
 
 def bench(
-    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to measure; all of them by default.", show_default=False)] = None,
+    ops: Annotated[
+        list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to measure; all of them by default.", show_default=False)
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="A backend to measure beside the eager reference; repeatable; all by default.")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="A backend to measure beside the eager reference; repeatable; all by default.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only the small workloads, briefly.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     csv: Annotated[Path | None, typer.Option(help="File to append the rows to.")] = None,
@@ -123,7 +127,9 @@ def _print(rows: list[Row]) -> None:
     if rows:
         first = rows[0]
         limits = f"copy {first.copy_bytes_per_second / 1e9:,.1f} GB/s, product {first.product_flops_per_second / 1e12:,.3f} TFLOP/s"
-        console.print(f"{first.dtype} on {first.machine}; limits of this run: {limits}\n{first.versions}; commit {first.commit}; {first.date}")
+        console.print(
+            f"{first.dtype} on {first.machine}; limits of this run: {limits}\n{first.versions}; commit {first.commit}; {first.date}"
+        )
 
 
 def _figures(row: Row) -> list[str]:

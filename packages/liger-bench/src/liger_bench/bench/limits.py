@@ -32,12 +32,17 @@ class Limits:
 
 def measure_limits(device: torch.device, dtype: torch.dtype, seconds: float) -> Limits:
     """Measure both; the sizes are far above any cache, and large enough for a product at full rate."""
-    copied = (256 << 20) if device.type == "cpu" else (1 << 30)
-    source = torch.ones(copied, dtype=torch.uint8, device=device)
+    return Limits(_bandwidth(device, seconds), _rate(device, dtype, seconds))
+
+
+def _bandwidth(device: torch.device, seconds: float) -> float:
+    size = (256 << 20) if device.type == "cpu" else (1 << 30)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    bandwidth = 2 * copied / (time_call(lambda: target.copy_(source), device, seconds).median_ms / 1e3)
-    del source, target
+    return 2 * size / (time_call(lambda: target.copy_(source), device, seconds).median_ms / 1e3)
+
+
+def _rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     width = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
-    rate = 2 * width**3 / (time_call(lambda: a @ b, device, seconds).median_ms / 1e3)
-    return Limits(bandwidth, rate)
+    return 2 * width**3 / (time_call(lambda: a @ b, device, seconds).median_ms / 1e3)

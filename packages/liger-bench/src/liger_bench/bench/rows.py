@@ -148,7 +148,9 @@ def check_csv(path: Path) -> None:
         found = next(csv.reader(file))
     header = [field.name.rstrip("_") for field in fields(Row)]
     if found != header:
-        raise OptionError(f"bench: {path} must have the columns of this version to be appended to, got {','.join(found)[:200]}; give another file")
+        raise OptionError(
+            f"bench: {path} must have the columns of this version to be appended to, got {','.join(found)[:200]}; give another file"
+        )
 
 
 def append_json(rows: list[Row], path: Path) -> None:

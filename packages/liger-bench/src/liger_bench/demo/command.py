@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from liger_bench import machine
+from liger_bench.demo.settings import settings_for
 from liger_bench.progress import progress_bar
 from liger_core.errors import DtypeError
 from liger_core.selection import use
@@ -22,7 +23,9 @@ from liger_core.selection import use
 
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
-    size: Annotated[str, typer.Option("--model", "--size", help="small (11 M parameters) or 1b (the shape of Llama 3.2 1B, for a GPU).")] = "small",
+    size: Annotated[
+        str, typer.Option("--model", "--size", help="small (11 M parameters) or 1b (the shape of Llama 3.2 1B, for a GPU).")
+    ] = "small",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str | None, typer.Option(help='A backend, or as in LIGER_BACKEND: "triton,rope=reference".')] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
@@ -35,13 +38,14 @@ def demo(
     place = machine.measurable_device("demo", device)
     precision = machine.named_dtype("demo", dtype, place)
     if machine.dtype_name(precision) == "float16":
-        raise DtypeError("demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss scaling")
+        raise DtypeError(
+            "demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss scaling"
+        )
+    settings = settings_for(size, place, precision, steps, batch, sequence)
     # These bring Transformers and matplotlib, which the other commands do without.
     from liger_bench.demo import pictures
     from liger_bench.demo.run import run
-    from liger_bench.demo.settings import settings_for
 
-    settings = settings_for(size, place, precision, steps, batch, sequence)
     with use(backend) if backend else contextlib.nullcontext(), contextlib.redirect_stdout(sys.stderr), progress_bar() as bar:
         result = run(settings, bar)
     out.mkdir(parents=True, exist_ok=True)

@@ -35,4 +35,5 @@ def _build(settings: Settings, device: torch.device, attention: str) -> PreTrain
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=settings.dtype, attn_implementation=attention)
     if settings.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+    model.train()
+    return model

@@ -8,8 +8,9 @@ from typing import Any
 
 import matplotlib
 
+# Before pyplot, which would look for a display.
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  the backend must be chosen first
+import matplotlib.pyplot as plt
 
 PLAIN, LIGER, OTHER = "#6b7280", "#d97706", "#9ca3af"
 
@@ -31,7 +32,9 @@ def _loss(result: dict[str, Any], path: Path) -> None:
     top.legend()
     bottom.plot(steps, _differences(plain, liger), color=LIGER, marker="o", markersize=3, label="with Liger")
     if result["losses_reordered"]:
-        bottom.plot(steps, _differences(plain, result["losses_reordered"]), color=OTHER, marker="s", markersize=3, label="plain, sums reordered")
+        bottom.plot(
+            steps, _differences(plain, result["losses_reordered"]), color=OTHER, marker="s", markersize=3, label="plain, sums reordered"
+        )
     bottom.axhline(result["loss_difference_bound"], color="black", linestyle="--", linewidth=1, label="allowed")
     bottom.set_yscale("log")
     bottom.set_ylabel("|loss − plain loss|")

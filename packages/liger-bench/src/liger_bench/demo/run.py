@@ -39,7 +39,7 @@ def run(settings: Settings, bar: Progress) -> dict[str, Any]:
         return lambda: bar.advance(task)
 
     advance = phase("reading the standard library")
-    text = library_text(settings.sequence)
+    text = library_text(settings.batch, settings.sequence)
     data = Sequences(text.sequences)
     advance()
     losses: dict[str, list[float]] = {}

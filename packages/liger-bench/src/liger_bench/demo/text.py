@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from liger_bench.demo.settings import VOCABULARY
 from liger_core.errors import OptionError
 
 # Tests and installed packages are no part of the library proper; the other two are tables rather than text.
 SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"})
-VOCABULARY = 32_000
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Text:
     vocabulary: int
 
 
-def library_text(sequence: int, limit: int = 4_000_000) -> Text:
+def library_text(batch: int, sequence: int, limit: int = 4_000_000) -> Text:
     """Sequences of tokens from about `limit` characters of the standard library, in a fixed order, with a tokenizer trained on them."""
     sources = _sources(Path(sysconfig.get_path("stdlib")), limit)
     tokenizer = Tokenizer(models.BPE())
@@ -40,8 +40,9 @@ def library_text(sequence: int, limit: int = 4_000_000) -> Text:
     tokenizer.train_from_iterator(sources, trainer)
     ids = torch.tensor([token for encoding in tokenizer.encode_batch(sources) for token in encoding.ids])
     count = ids.numel() // sequence
-    if count == 0:
-        raise OptionError(f"demo: --sequence must be at most {ids.numel()}, the tokens that were found in the standard library, got {sequence}")
+    if count < batch:
+        wanted = f"demo: --batch × --sequence must be at most {ids.numel()}, the tokens of the text"
+        raise OptionError(f"{wanted}, got {batch} × {sequence}")
     sequences = ids[: count * sequence].view(count, sequence)
     return Text(sequences, ids.numel(), sum(map(len, sources)), len(sources), tokenizer.get_vocab_size())
 

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `liger` command, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+InProcess = Callable[..., tuple[int, str]]
+START = "from liger_core.commands import main; main()"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that ended: its exit code, what it printed as JSON, and the folder that it wrote to."""
+
+    code: int
+    printed: str
+    errors: str
+    folder: Path
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return dict(json.loads(self.printed))
+
+
+def run_liger(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", START, *arguments], capture_output=True, text=True, timeout=300)

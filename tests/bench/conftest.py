@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tiny demo and one quick benchmark, which many tests look at."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from bench.commands import Finished, InProcess, run_liger
+from liger_core.commands import main
+
+
+@pytest.fixture
+def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InProcess:
+    """Run the `liger` command in this process: its exit code, and what it wrote to standard error as one line."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["liger", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        # Borders of a message box are no part of the sentence.
+        words = capsys.readouterr().err.replace("│", " ").split()
+        return int(ended.value.code or 0), " ".join(words)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_demo(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A demo of two short steps on the CPU."""
+    folder = tmp_path_factory.mktemp("demo")
+    done = run_liger("demo", "--steps", "2", "--batch", "2", "--sequence", "64", "--device", "cpu", "--out", str(folder), "--json")
+    return Finished(done.returncode, done.stdout, done.stderr, folder)
+
+
+@pytest.fixture(scope="session")
+def quick_bench(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The quick workloads of one op on the CPU, twice into the same files."""
+    folder = tmp_path_factory.mktemp("bench")
+    command = ("bench", "swiglu", "--quick", "--device", "cpu", "--json", "--out", str(folder), "--csv", str(folder / "rows.csv"))
+    run_liger(*command)
+    done = run_liger(*command)
+    return Finished(done.returncode, done.stdout, done.stderr, folder)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger bench`: complete rows, files that grow, and reasons instead of crashes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.commands import Finished, InProcess
+from liger_bench.bench.case import constants, make_case
+from liger_bench.bench.limits import Limits
+from liger_bench.bench.rows import Bench, Row, append_csv
+from liger_core import Backend, OptionError, Unsupported, rope, selection, swiglu
+from liger_core.plugins import registry
+
+FIGURES = ("median_ms", "low_ms", "high_ms", "repetitions", "peak_extra_bytes", "error_outputs", "error_gradients")
+CPU = torch.device("cpu")
+
+
+def reference_rows(finished: Finished) -> list[dict[str, Any]]:
+    return [row for row in finished.result["rows"] if row["implementation"] == "reference"]
+
+
+def test_bench_ends_well(quick_bench: Finished) -> None:
+    assert quick_bench.code == 0, quick_bench.errors
+
+
+def test_bench_measures_three_passes(quick_bench: Finished) -> None:
+    assert [row["pass"] for row in reference_rows(quick_bench)] == ["forward", "backward", "full"]
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_every_row_carries(quick_bench: Finished, figure: str) -> None:
+    assert all(row[figure] is not None for row in reference_rows(quick_bench))
+
+
+@pytest.mark.parametrize("figure", ["machine", "versions", "commit", "date", "copy_bytes_per_second", "product_flops_per_second"])
+def test_every_row_tells_where_and_how(quick_bench: Finished, figure: str) -> None:
+    assert all(row[figure] for row in reference_rows(quick_bench))
+
+
+@pytest.mark.parametrize("name", ["forward", "full"])
+def test_share_is_least_time_over_median(quick_bench: Finished, name: str) -> None:
+    row = next(row for row in reference_rows(quick_bench) if row["pass"] == name)
+    size = {"forward": 3, "full": 8}[name] * 512 * 1024 * 4
+    assert row["share"] == pytest.approx(size / row["copy_bytes_per_second"] / (row["median_ms"] / 1e3))
+
+
+def test_peak_of_forward_is_the_activation_and_the_result(quick_bench: Finished) -> None:
+    row = next(row for row in reference_rows(quick_bench) if row["pass"] == "forward")
+    assert row["peak_extra_bytes"] == 2 * 512 * 1024 * 4
+
+
+def test_float32_error_is_a_rounding_but_not_zero(quick_bench: Finished) -> None:
+    for row in reference_rows(quick_bench):
+        assert 0 < row["error_outputs"] < 1e-6
+        assert 0 < row["error_gradients"] < 1e-6
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "results.csv"])
+def test_csv_appended_twice_has_one_header(quick_bench: Finished, name: str) -> None:
+    lines = list(csv.reader((quick_bench.folder / name).open(newline="")))
+    assert sum(line[0] == "op" for line in lines) == 1
+    assert len(lines) == 1 + 2 * len(quick_bench.result["rows"])
+
+
+def test_json_file_keeps_the_rows_of_both_runs(quick_bench: Finished) -> None:
+    rows = json.loads((quick_bench.folder / "results.json").read_text())
+    assert rows[len(rows) // 2 :] == quick_bench.result["rows"]
+
+
+def test_unknown_op_ends_with_2_and_the_nearest_name(liger: InProcess) -> None:
+    code, errors = liger("bench", "rms_nrom", "--quick")
+    assert code == 2
+    assert "bench: no op named 'rms_nrom'" in errors
+    assert "Did you mean 'rms_norm'?" in errors
+
+
+def test_unknown_backend_ends_with_2_and_the_nearest_name(liger: InProcess) -> None:
+    code, errors = liger("bench", "swiglu", "--quick", "--backend", "refrence")
+    assert code == 2
+    assert "Did you mean 'reference'?" in errors
+
+
+def test_a_csv_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(OptionError, match="must have the columns of this version"):
+        append_csv([], path)
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+def test_arguments_frozen_in_every_sample_get_no_gradient() -> None:
+    assert {"cos", "sin"} <= constants(rope)
+    assert not {"q", "k"} & constants(rope)
+
+
+@pytest.fixture
+def with_backends(fresh_selection: None) -> Iterator[None]:
+    """Two more backends: one declines every call, the other has a bug."""
+
+    def declines(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        raise Unsupported("it takes no Tuesday tensors")
+
+    def fails(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        raise ZeroDivisionError("one over nothing")
+
+    found = registry()
+    for name, implementation in (("declining", declines), ("failing", fails)):
+        found.backends[name] = Backend(name, ("cpu",), 1, {swiglu: implementation})
+        found.implementations[name] = {"swiglu": implementation}
+    yield
+    selection.reset()
+
+
+def measured(implementation: str) -> list[Row]:
+    where = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
+    run = Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.01, where)
+    case = make_case(swiglu, next(w for w in swiglu.workloads() if w.quick), CPU, torch.float32)
+    case.set_exact()
+    return run.rows(case, implementation)
+
+
+@pytest.mark.usefixtures("with_backends")
+def test_a_backend_that_declines_gives_a_row_with_the_reason() -> None:
+    (row,) = measured("declining")
+    assert "it takes no Tuesday tensors" in row.reason
+    assert row.median_ms is None
+    assert not row.failed
+
+
+@pytest.mark.usefixtures("with_backends")
+def test_a_backend_that_fails_gives_a_row_with_the_reason_and_counts_as_failed() -> None:
+    (row,) = measured("failing")
+    assert row.reason == "ZeroDivisionError: one over nothing"
+    assert row.failed
+
+
+@pytest.mark.usefixtures("with_backends")
+def test_a_failing_backend_leaves_the_selection_as_it_was() -> None:
+    before = selection.selected(swiglu)
+    measured("failing")
+    assert selection.selected(swiglu) == before

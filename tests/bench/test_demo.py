@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger demo`: what it prints, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+
+from bench.commands import Finished, InProcess
+from liger_bench.demo.run import _judged
+from liger_bench.demo.text import library_text
+
+KEYS = (
+    "loss_hf",
+    "loss_liger",
+    "max_loss_difference",
+    "peak_memory_hf_bytes",
+    "peak_memory_liger_bytes",
+    "tokens_per_second_hf",
+    "tokens_per_second_liger",
+    "backend",
+    "device",
+)
+
+
+def test_demo_ends_well(tiny_demo: Finished) -> None:
+    assert tiny_demo.code == 0, tiny_demo.errors
+
+
+def test_demo_prints_one_json_object(tiny_demo: Finished) -> None:
+    assert isinstance(json.loads(tiny_demo.printed), dict)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_demo_result_has_key(tiny_demo: Finished, key: str) -> None:
+    assert tiny_demo.result[key] is not None
+
+
+def test_demo_trains_on_every_step(tiny_demo: Finished) -> None:
+    losses = tiny_demo.result["losses_hf"]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+
+
+def test_demo_starts_at_the_loss_of_a_uniform_guess(tiny_demo: Finished) -> None:
+    assert tiny_demo.result["losses_hf"][0] == pytest.approx(math.log(32000), abs=0.1)
+
+
+def test_liger_has_the_loss_of_the_plain_training(tiny_demo: Finished) -> None:
+    result = tiny_demo.result
+    largest = max(abs(a - b) for a, b in zip(result["losses_hf"], result["losses_liger"], strict=True))
+    assert result["max_loss_difference"] == largest <= 1e-3
+
+
+def test_demo_replaces_something(tiny_demo: Finished) -> None:
+    assert "linear_cross_entropy" in tiny_demo.result["report"]
+
+
+def test_memory_of_the_plain_loss_is_three_times_the_logits(tiny_demo: Finished) -> None:
+    logits = 2 * 64 * 32000 * 4
+    # Beside the logits and what the loss makes of them there are the gradients of head and hidden states.
+    gradients = (32000 + 2 * 64) * 256 * 4
+    assert 3 * logits <= tiny_demo.result["peak_loss_memory_hf_bytes"] <= 3 * logits + gradients + logits // 2
+
+
+def test_a_step_holds_parameters_gradients_and_optimizer_state(tiny_demo: Finished) -> None:
+    result = tiny_demo.result
+    assert result["peak_memory_liger_bytes"] >= 4 * 4 * result["parameters"]
+
+
+@pytest.mark.parametrize("name", ["loss.png", "memory.png"])
+def test_picture_shows_something(tiny_demo: Finished, name: str) -> None:
+    pixels = matplotlib.image.imread(tiny_demo.folder / name)
+    assert min(pixels.shape[:2]) > 300
+    assert pixels[..., :3].std() > 0.05
+
+
+def test_result_file_holds_what_was_printed(tiny_demo: Finished) -> None:
+    assert json.loads((tiny_demo.folder / "result.json").read_text()) == tiny_demo.result
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--model", "7b", "demo: --model must be one of small, 1b, got '7b'"),
+        ("--device", "tpu", "demo: --device must be auto, cpu or cuda, got 'tpu'"),
+        ("--dtype", "int8", "demo: --dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ("--steps", "0", "Invalid value for '--steps'"),
+    ],
+)
+def test_wrong_usage_ends_with_2(liger: InProcess, tmp_path: Path, option: str, value: str, sentence: str) -> None:
+    code, errors = liger("demo", "--out", str(tmp_path), option, value)
+    assert code == 2
+    assert sentence in errors
+
+
+def test_a_difference_above_the_bound_fails() -> None:
+    assert not _judged({"plain": [10.0, 9.0], "liger": [10.0, 9.002]})["passed"]
+
+
+def test_a_loss_that_is_not_a_number_fails() -> None:
+    assert not _judged({"plain": [10.0, math.nan], "liger": [10.0, math.nan]})["passed"]
+
+
+def test_a_low_precision_is_judged_by_the_noise_of_reordered_sums() -> None:
+    judged = _judged({"plain": [10.0, 9.0], "liger": [10.0, 9.02], "noise": [10.0, 9.01]})
+    assert judged["loss_difference_bound"] == pytest.approx(3 * 0.01)
+    assert judged["passed"]
+
+
+def test_the_text_is_the_same_every_time() -> None:
+    one, two = (library_text(2, 64, limit=200_000) for _ in range(2))
+    assert torch.equal(one.sequences, two.sequences)
