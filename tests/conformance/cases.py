@@ -16,6 +16,7 @@ from torch import Tensor
 from liger_core import BackendError, Op, Sample, Unsupported, use
 from liger_core.plugins import registry
 
+LARGE = 50_000
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -73,6 +74,13 @@ def sample_names(op: Op[..., Any], device: torch.device, dtype: torch.dtype) -> 
 
 
 @cache
+def large_names(op: Op[..., Any], device: torch.device) -> frozenset[str]:
+    """Samples that take an interpreter seconds."""
+    samples = {s.name: arguments_of(op, s).values() for s in op.samples(device, torch.float32)}
+    return frozenset(name for name, values in samples.items() if max(v.numel() for v in values if isinstance(v, Tensor)) > LARGE)
+
+
+@cache
 def form_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
     """The first sample of every form of call: which arguments are given, and the values of those that are no tensors."""
     forms: dict[str, str] = {}
@@ -104,19 +112,21 @@ def output_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case,
 
 
 def cases(device: torch.device, only: str | None, kind: str) -> Iterator[Case]:
-    """The cases of a kind: every dtype, float32 alone, one sample per form of call, or the definitions in float64."""
+    """The cases of a kind: every dtype ("all"; "light" without large samples past float32), float32 alone, one sample per form
+    of call, or the definitions in float64 ("exact")."""
     for op, backend, implementation in implementations(device, only):
         definition = implementation is op.reference
         if kind == "exact":
             dtypes: tuple[torch.dtype, ...] = (torch.float64,) if definition else ()
-        elif kind == "all":
+        elif kind in ("all", "light"):
             dtypes = (torch.float64, *LOW) if definition else LOW
         else:
             dtypes = (torch.float32,)
         for dtype in dtypes:
             names = form_names(op, device) if kind == "form" else sample_names(op, device, dtype)
             for name in names:
-                yield Case(op, backend, dtype, name, device)
+                if kind != "light" or dtype == torch.float32 or name not in large_names(op, device):
+                    yield Case(op, backend, dtype, name, device)
 
 
 def arguments_of(op: Op[..., Any], sample: Sample) -> dict[str, Any]:

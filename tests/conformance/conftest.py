@@ -14,7 +14,7 @@ from conformance.cases import Case, cases, frozen_cases, implementations, output
 from conftest import device_of
 from liger_core.plugins import registry
 
-KINDS = {"case": "all", "float32_case": "float32", "form_case": "form", "exact_case": "exact"}
+KINDS = {"case": "all", "light_case": "light", "float32_case": "float32", "form_case": "form", "exact_case": "exact"}
 # A value that no kernel computes by accident.
 SENTINEL = -7_777_777
 
@@ -44,6 +44,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def case(request: pytest.FixtureRequest, record_property: Callable[[str, Any], None]) -> Case:
     record_property("compared", request.param.key)
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def light_case(request: pytest.FixtureRequest) -> Case:
     return request.param  # type: ignore[no-any-return]
 
 

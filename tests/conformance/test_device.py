@@ -25,8 +25,9 @@ def synchronisation_is_an_error() -> Iterator[None]:
 
 def _step(case: Case, trial: Trial, given: dict[str, object]) -> tuple[list[Tensor], list[Tensor | None]]:
     outputs = leaves(case.call(given))
-    active = [t for t in outputs.values() if t.requires_grad]
-    gradients = torch.autograd.grad(active, [given[n] for n in trial.names], list(trial.reference.cotangents.values()), allow_unused=True)
+    weights = trial.reference.cotangents
+    inputs = [given[n] for n in trial.names]
+    gradients = torch.autograd.grad([outputs[n] for n in weights], inputs, list(weights.values()), allow_unused=True)
     return list(outputs.values()), list(gradients)
 
 
