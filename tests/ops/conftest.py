@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from liger_core import use
 
@@ -16,3 +18,11 @@ def chosen_backend(pytestconfig: pytest.Config) -> Iterator[str]:
     name = pytestconfig.getoption("--backend") or "auto"
     with use(name):
         yield name
+
+
+@pytest.fixture
+def measured_device(device: torch.device, chosen_backend: str) -> torch.device:
+    """The device, where what a call allocates is what its implementation allocates."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("an interpreter allocates for itself, and takes minutes for tensors whose size shows")
+    return device

@@ -181,10 +181,10 @@ def test_a_compiled_call_gives_nan_for_a_target_out_of_range(device: torch.devic
     assert loss.isnan()
 
 
-def test_low_precision_logits_are_not_copied_to_float32_at_once(device: torch.device) -> None:
-    logits = torch.randn(512, 16384, device=device).bfloat16().requires_grad_()
-    target = torch.randint(16384, (512,), device=device)
-    used = allocations(lambda: torch.autograd.grad(cross_entropy(logits, target), logits), device)
+def test_low_precision_logits_are_not_copied_to_float32_at_once(measured_device: torch.device) -> None:
+    logits = torch.randn(512, 16384, device=measured_device).bfloat16().requires_grad_()
+    target = torch.randint(16384, (512,), device=measured_device)
+    used = allocations(lambda: torch.autograd.grad(cross_entropy(logits, target), logits), measured_device)
     # The gradient in bfloat16 is needed, a second tensor of the size of float32 logits is not.
     assert logits.numel() * 2 <= used.largest < logits.numel() * 4
 

@@ -187,7 +187,7 @@ def test_a_second_derivative_is_refused(device: torch.device) -> None:
 
 @pytest.mark.parametrize("chunks", [2, 64])
 def test_weight_gradients_of_many_chunks_are_as_accurate_as_of_one(chunks: int, device: torch.device) -> None:
-    given, target = head(device, rows=256, width=16, classes=40, dtype=torch.bfloat16), torch.randint(40, (256,), device=device)
+    given, target = head(device, rows=128, width=16, classes=40, dtype=torch.bfloat16), torch.randint(40, (128,), device=device)
     wide = {n: t.detach().double().requires_grad_() for n, t in given.items()}
     (exact,) = torch.autograd.grad(linear_cross_entropy.reference(**wide, target=target, reduction="sum"), wide["weight"])
 
@@ -196,11 +196,11 @@ def test_weight_gradients_of_many_chunks_are_as_accurate_as_of_one(chunks: int, 
         (grad,) = torch.autograd.grad(loss, given["weight"])
         return float((grad.double() - exact).norm() / exact.norm())
 
-    once, often = error(chunk=256), error(chunk=256 // chunks)
+    once, often = error(chunk=128), error(chunk=128 // chunks)
     assert often <= 1.1 * once
     if chunks == 64:
         # What the float32 sum avoids: with bfloat16 between chunks the error is several times as large.
-        assert error(chunk=4, accumulate_dtype=torch.bfloat16) > 2 * once
+        assert error(chunk=2, accumulate_dtype=torch.bfloat16) > 2 * once
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -34,51 +34,51 @@ def tensors(device: torch.device, *, hidden: bool = True, weight: bool = True) -
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_chunks_never_hold_all_the_logits(reduction: str, device: torch.device) -> None:
-    pair = tensors(device)
-    used = allocations(lambda: step(*pair, chunk=32, reduction=reduction), device)
+def test_chunks_never_hold_all_the_logits(reduction: str, measured_device: torch.device) -> None:
+    pair = tensors(measured_device)
+    used = allocations(lambda: step(*pair, chunk=32, reduction=reduction), measured_device)
     assert used.largest < LOGITS_BYTES // 4
 
 
-def test_one_chunk_holds_them_as_the_measurement_must_notice(device: torch.device) -> None:
-    pair = tensors(device)
-    assert allocations(lambda: step(*pair, chunk=ROWS), device).largest >= LOGITS_BYTES
+def test_one_chunk_holds_them_as_the_measurement_must_notice(measured_device: torch.device) -> None:
+    pair = tensors(measured_device)
+    assert allocations(lambda: step(*pair, chunk=ROWS), measured_device).largest >= LOGITS_BYTES
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_frozen_weight_gets_no_gradient_buffer(reduction: str, device: torch.device) -> None:
-    frozen, trained = tensors(device, weight=False), tensors(device)
+def test_a_frozen_weight_gets_no_gradient_buffer(reduction: str, measured_device: torch.device) -> None:
+    frozen, trained = tensors(measured_device, weight=False), tensors(measured_device)
     options = {"chunk": 8, "reduction": reduction}
-    assert allocations(lambda: step(*trained, **options), device).largest >= WEIGHT_BYTES
-    assert allocations(lambda: step(*frozen, **options), device).largest < WEIGHT_BYTES
+    assert allocations(lambda: step(*trained, **options), measured_device).largest >= WEIGHT_BYTES
+    assert allocations(lambda: step(*frozen, **options), measured_device).largest < WEIGHT_BYTES
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_evaluation_has_no_gradient_buffers(reduction: str, device: torch.device) -> None:
-    pair = tensors(device, hidden=False, weight=False)
-    used = allocations(lambda: step(*pair, chunk=8, reduction=reduction), device)
+def test_evaluation_has_no_gradient_buffers(reduction: str, measured_device: torch.device) -> None:
+    pair = tensors(measured_device, hidden=False, weight=False)
+    used = allocations(lambda: step(*pair, chunk=8, reduction=reduction), measured_device)
     assert used.peak < WEIGHT_BYTES
 
 
-def test_no_grad_has_no_gradient_buffers(device: torch.device) -> None:
-    pair = tensors(device)
+def test_no_grad_has_no_gradient_buffers(measured_device: torch.device) -> None:
+    pair = tensors(measured_device)
 
     def evaluate() -> None:
         with torch.no_grad():
-            linear_cross_entropy(*pair, torch.arange(ROWS, device=device), chunk=8)
+            linear_cross_entropy(*pair, torch.arange(ROWS, device=measured_device), chunk=8)
 
-    assert allocations(evaluate, device).peak < WEIGHT_BYTES
+    assert allocations(evaluate, measured_device).peak < WEIGHT_BYTES
 
 
-def test_chunks_need_less_memory_than_the_logits_of_plain_pytorch(device: torch.device) -> None:
-    pair = tensors(device)
+def test_chunks_need_less_memory_than_the_logits_of_plain_pytorch(measured_device: torch.device) -> None:
+    pair = tensors(measured_device)
 
     def plain() -> None:
-        loss = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*pair), torch.arange(ROWS, device=device))
+        loss = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*pair), torch.arange(ROWS, device=measured_device))
         torch.autograd.grad(loss, pair)
 
-    fused = allocations(lambda: step(*pair, chunk=32), device)
-    assert fused.peak < 0.5 * allocations(plain, device).peak
+    fused = allocations(lambda: step(*pair, chunk=32), measured_device)
+    assert fused.peak < 0.5 * allocations(plain, measured_device).peak
 
 
 @pytest.mark.parametrize(
