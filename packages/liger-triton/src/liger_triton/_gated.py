@@ -12,7 +12,7 @@ import triton.language as tl
 from liger_core.kernels import Outputs, differentiable
 from torch import Tensor
 
-from liger_triton.launch import TritonKernel, rows_of
+from liger_triton.launch import Launcher, TritonKernel, rows_of
 
 SILU, GELU_TANH, GELU_ERF = 0, 1, 2
 
@@ -41,7 +41,7 @@ def _launch(y: Tensor, gate: Tensor, up: Tensor | None, activation: int) -> None
     first, second = _halves(gate, up)
     rows, width, tiles, block = _tiles(first, second, y)
     if rows * width:
-        forward_kernel[(rows * tiles,)](first, second, y, first.stride(0), second.stride(0), width, tiles, ACTIVATION=activation, BLOCK=block)
+        forward_launch((rows * tiles,), first, second, y, first.stride(0), second.stride(0), width, tiles, ACTIVATION=activation, BLOCK=block)
 
 
 def _allocate_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, needs: list[bool]) -> Outputs:
@@ -63,8 +63,8 @@ def _launch_backward(
     rows, width, tiles, block = _tiles(first, second, grad_y, *given)
     if rows * width == 0 or not given:
         return
-    backward_kernel[(rows * tiles,)](
-        grad_y, first, second, grad_first, grad_second,
+    backward_launch(
+        (rows * tiles,), grad_y, first, second, grad_first, grad_second,
         grad_y.stride(0), first.stride(0), second.stride(0), given[0].stride(0), width, tiles,
         ACTIVATION=activation, NEEDS_GATE=grad_first is not None, NEEDS_UP=grad_second is not None, BLOCK=block,
     )  # fmt: skip
@@ -137,3 +137,7 @@ def backward_kernel(
         tl.store(grad_gate + row * out_stride + column, (grad * factor * slope).to(grad_gate.dtype.element_ty), mask=mask)
     if NEEDS_UP:
         tl.store(grad_up + row * out_stride + column, (grad * value).to(grad_up.dtype.element_ty), mask=mask)
+
+
+forward_launch = Launcher(forward_kernel)
+backward_launch = Launcher(backward_kernel)

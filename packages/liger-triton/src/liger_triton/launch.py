@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 from liger_core import Unsupported
 from liger_core.kernels import Kernel, Outputs
 from torch import Tensor
@@ -31,11 +32,61 @@ class TritonKernel(Kernel):
         self.anchor = next(i for i, a in enumerate(self.schema.arguments) if str(a.type) == "Tensor")
 
     def execute(self, args: tuple[Any, ...]) -> Outputs:
-        device = args[self.anchor].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        device = args[self.anchor].get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return super().execute(args)
-        return super().execute(args)
+        outputs = self.allocate(*args)
+        self.launch(*outputs, *args)
+        return outputs
+
+
+class Launcher:
+    """Starts a Triton kernel, `launcher(grid, *args, BLOCK=…, num_warps=…)`, by way of the kernel compiled for an equal call before.
+
+    Triton's own call spends 10 µs finding that kernel again (H200 host, 12 arguments: 14.3 against 4.8 µs). The key holds all that
+    Triton specialises on: dtypes, 16-byte alignment, the integers themselves, the constexprs and the device.
+    """
+
+    LIMIT = 4096
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.names = kernel.arg_names
+        self.compiled: dict[Any, Any] = {}
+        self.direct = not knobs.runtime.interpret and triton.__version__.startswith("3.6.")
+
+    def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        if not self.direct or knobs.runtime.launch_enter_hook is not None:
+            self.kernel[grid](*args, **options)
+            return
+        device = torch._C._cuda_getDevice()
+        pointers = 0
+        key: list[Any] = [device]
+        for arg in args:
+            if type(arg) is int:
+                key.append(arg)
+            elif arg is None or type(arg) is float:
+                key.append(type(arg))
+            else:
+                key.append(arg.dtype)
+                pointers |= arg.data_ptr()
+        if pointers & 15:
+            self.kernel[grid](*args, **options)
+            return
+        key.extend(options.values())
+        found = self.compiled.get(tuple(key))
+        if found is None:
+            if len(self.compiled) >= self.LIMIT:
+                self.compiled.clear()
+            compiled = self.kernel[grid](*args, **options)
+            constants = tuple(options[name] for name in self.names[len(args) :])
+            self.compiled[tuple(key)] = (compiled.run, compiled.function, compiled.packed_metadata, constants)
+            return
+        run, function, metadata, constants = found
+        x, y = grid if len(grid) == 2 else (grid[0], 1)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(x, y, 1, stream, function, metadata, None, None, None, *args, *constants)
 
 
 def supported(*tensors: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
 from torch import Tensor
 
-from liger_triton.launch import TritonKernel, supported
+from liger_triton.launch import Launcher, TritonKernel, supported
 
 # Pairs of columns that one program turns: tokens × heads × rotary/2.
 PAIRS = 2048
@@ -43,6 +43,7 @@ class _InPlace(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         ctx.set_materialize_grads(False)
+        # A no-op for CPU tensors, which the interpreter takes.
         with torch.cuda.device_of(q):
             _turn(q, k, q, k, cos, sin, interleaved, False)
         return q, k
@@ -94,8 +95,8 @@ def _turn(
     groups = triton.cdiv(batch * tokens, per_program)
     # Where the heads of q and k fit one tile each, one program turns both and reads cos and sin once.
     grid = (groups, triton.cdiv(most, heads))
-    rope_kernel[grid](
-        x1, x2, out1, out2, cos, sin,
+    rope_launch(
+        grid, x1, x2, out1, out2, cos, sin,
         *x1.stride()[:3], *x2.stride()[:3], *out1.stride(), *out2.stride(),
         *_table_strides(cos, batch), *_table_strides(sin, batch),
         batch * tokens, tokens, x1.shape[1], x2.shape[1], rotary // 2, width,
@@ -189,6 +190,7 @@ def rope_kernel(
         )  # fmt: skip
 
 
+rope_launch = Launcher(rope_kernel)
 _backward = TritonKernel(
     "rope_backward(Tensor? grad_out_q, Tensor? grad_out_k, Tensor cos, Tensor sin, bool interleaved, bool[2] needs)"
     " -> (Tensor? grad_q, Tensor? grad_k)",
