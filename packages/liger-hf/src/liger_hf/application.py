@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put Liger's operators into a model: find what can be replaced, check it, replace it, and tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_core import Op, OptionError
+from liger_core.errors import nearest
+from liger_core.plugins import registry
+from liger_core.selection import AUTO, automatic, selected
+from liger_hf.errors import ModelError
+from liger_hf.patch import Patch
+from liger_hf.report import LEFT, REPLACED, Report, Row
+from liger_hf.rules import RULES, Rule
+from liger_hf.verification import Decision, Found, decide
+
+OPS = tuple(op for rule in RULES for op in rule.ops)
+
+
+def apply(model: nn.Module, *, only: Iterable[Op[..., Any] | str] | None = None, exclude: Iterable[Op[..., Any] | str] | None = None, verify: bool = True) -> Report:
+    """Replace what Liger's operators can compute in a model, in place, and return the report, which can undo it.
+
+    only, exclude  ops or their names: rms_norm, layer_norm, swiglu, geglu, rope, linear_cross_entropy; all by default
+    verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients are as
+                   accurate as the module's own. Without it candidates are told apart by their outputs on the CPU alone
+
+    Only the instances in this model change: no class, no module of Python, no other model; weights and state_dict stay as they are.
+    A module that no op computes is left alone, and the report says why. A second `apply` changes nothing.
+    Apply before `torch.compile` and after PEFT has wrapped the model.
+
+    While training, `outputs.logits` is computed when it is read; pass keep_logits=True to the model to get a tensor at once.
+
+    Raises ModelError if model is no module or if only= names nothing that it has, OptionError for unknown ops, DeviceError for
+    weights on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"liger_hf.apply: model must be a torch.nn.Module, got {type(model).__name__}")
+    wanted = _names("only", only, OPS) - _names("exclude", exclude, ())
+    report = Report(type(model).__name__, notes=_notes(model))
+    looked = [(name, module, rule, found) for name, module in model.named_modules() for rule in RULES if (found := rule.look(module)) is not None]
+    _absent(report, looked, wanted)
+    if only is not None and wanted and wanted <= report.absent.keys():
+        reasons = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
+        raise ModelError(f"liger_hf.apply: only= must name something that {report.model} has, it has none of it: {reasons}")
+    decisions: dict[Any, Decision] = {}
+    rows: dict[tuple[str, ...], int] = {}
+    patches: list[Patch] = []
+    for name, module, rule, found in looked:
+        decision = _decision(decisions, rule, found, wanted, verify)
+        op, backend, verdict = found.op, "", LEFT
+        if decision.candidate is not None:
+            op, backend, verdict = decision.candidate.op.name, _backend(decision.candidate.op, module), REPLACED
+            patches.extend(decision.candidate.install(module))
+        key = (_pattern(name), type(module).__name__, op, backend, verdict, decision.reason)
+        rows[key] = rows.get(key, 0) + 1
+    # Nothing is installed before everything is decided: an error leaves the model as it was.
+    report.patches = [patch.install() for patch in patches]
+    report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]
+    if report.rows and all("already replaced by an earlier apply" in row.reason for row in report.rows if row.op in wanted):
+        report.notes.append("Nothing was changed: an earlier apply has replaced these modules already.")
+    if patches:
+        report.patches.append(Patch(model, "liger_report", report).install())
+    return report
+
+
+def _names(option: str, given: Iterable[Op[..., Any] | str] | None, otherwise: tuple[str, ...]) -> set[str]:
+    if given is None:
+        return set(otherwise)
+    if isinstance(given, (str, Op)):
+        raise OptionError(f"liger_hf.apply: {option} must be an iterable of ops, got {given!r}; write {option}=[{getattr(given, 'name', given)!r}]")
+    names = [value.name if isinstance(value, Op) else value for value in given]
+    for name in names:
+        if name == "cross_entropy":
+            raise OptionError(f"liger_hf.apply: {option} must name ops that are put into models, cross_entropy comes with linear_cross_entropy")
+        if name not in OPS:
+            raise OptionError(f"liger_hf.apply: {option} must name ops among {', '.join(OPS)}, got {name!r}.{nearest(str(name), OPS)}")
+    return set(names)
+
+
+def _notes(model: nn.Module) -> list[str]:
+    if any(getattr(module, "_use_kernels", False) is True for module in model.modules()):
+        return ["The model was loaded with use_kernels=True: Transformers puts its kernels back at each train() and eval(), over these replacements."]
+    return []
+
+
+def _absent(report: Report, looked: list[tuple[str, nn.Module, Rule, Found]], wanted: set[str]) -> None:
+    present = {rule.ops for _, _, rule, _ in looked}
+    for rule in RULES:
+        for op in rule.ops:
+            if op in wanted and rule.ops not in present:
+                report.absent[op] = rule.nothing
+
+
+def _decision(decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: set[str], verify: bool) -> Decision:
+    """One check for all modules of a kind."""
+    if not wanted & set(rule.ops):
+        return Decision(None, "not asked for")
+    if found.refusal is not None:
+        return Decision(None, found.refusal)
+    key = (rule.ops, found.kind)
+    if key not in decisions:
+        decision = decide(found, verify)
+        if decision.candidate is not None and decision.candidate.op.name not in wanted:
+            decision = Decision(None, f"{decision.candidate.op.name} would fit but was not asked for")
+        decisions[key] = decision
+    return decisions[key]
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model itself)"
+
+
+def _backend(op: Op[..., Any], module: nn.Module) -> str:
+    """What will run the op on the device where the module's weights are."""
+    name, _ = selected(op)
+    if name != AUTO:
+        return name
+    parameter = next((p for p in module.parameters() if not p.is_meta), None)
+    device = parameter.device if parameter is not None else torch.device("cpu")
+    return automatic(registry(), op).get(device.type, "reference")

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The causal language-model loss of a patched model: what `transformers` computes, from logits that need not exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from liger_core import cross_entropy, linear_cross_entropy
+from liger_hf.lazy_logits import LazyLogits, compute, gathered, replay, scale_and_cap
+
+# Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
+CHUNK_ELEMENTS = {"cpu": 1 << 22}
+CHUNK_ELEMENTS_DEVICE = 1 << 28
+
+
+def causal_lm_loss(
+    logits: Any,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Cross entropy of each token's logits with the next label: the mean of the counted labels, or the sum over num_items_in_batch.
+
+    Differs from the loss it replaces in one value: without num_items_in_batch and with no counted label it is 0, not NaN.
+    """
+    target = _target(logits, labels, shift_labels, ignore_index)
+    if not isinstance(logits, LazyLogits) or logits.real is not None:
+        real = logits.materialize() if isinstance(logits, LazyLogits) else logits
+        if torch.is_grad_enabled() or not _fits(real, target, vocab_size):
+            return ForCausalLMLoss(real, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
+        # Nobody will differentiate: no float32 copy of the logits is needed.
+        return _mean(cross_entropy, real.reshape(-1, vocab_size), target.reshape(-1), num_items_in_batch, ignore_index)
+    if not _fits(logits, target, vocab_size):
+        return ForCausalLMLoss(logits.materialize(), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
+    logits.cell.used = True
+    target = target.reshape(logits.hidden.shape[:-1])
+    form = scale_and_cap(logits.steps)
+    if form is None or not _plain_linear(logits.head):
+        return _in_chunks(logits, target, num_items_in_batch, ignore_index)
+    weight, bias, hidden = logits.head.weight, logits.head.bias, logits.hidden
+    options = {"bias": bias, "logit_scale": form[0], "softcap": form[1]}
+    return _mean(linear_cross_entropy, hidden, target, num_items_in_batch, ignore_index, weight, **options)
+
+
+def _target(logits: Any, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.to(logits.device)
+
+
+def _fits(logits: Any, target: Tensor, vocab_size: int) -> bool:
+    """Anything odd is left to the original loss, and so are its errors."""
+    return logits.shape[-1] == vocab_size and target.numel() * vocab_size == logits.numel() and target.dtype == torch.int64
+
+
+def _plain_linear(head: nn.Module) -> bool:
+    """Its weight can be read as it is: a Linear (FSDP renames the class) with a whole, local, unquantised weight."""
+    if not isinstance(head, nn.Linear) or type(head).__name__.removeprefix("FSDP") not in ("Linear", "ParametrizedLinear") or gathered(head):
+        return False
+    return type(head).forward is nn.Linear.forward and type(head.weight) in (nn.Parameter, Tensor)
+
+
+def _mean(op: Any, values: Tensor, target: Tensor, items: Tensor | int | None, ignore_index: int, *weight: Tensor, **options: Any) -> Tensor:
+    if isinstance(items, Tensor):
+        items = items.to(values.device).reshape(())
+    elif items is not None and not items > 0:
+        items = torch.full((), items, device=values.device)
+    loss = op(values, *weight, target, ignore_index=ignore_index, normalizer=items, **options)
+    # The loss of transformers is float32 for every model.
+    return loss.float()
+
+
+def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, ignore_index: int) -> Tensor:
+    """For any head: call it as the module that it is on some rows at a time, and again in the backward pass."""
+    hidden, labels = logits.hidden.reshape(-1, logits.hidden.shape[-1]), target.reshape(-1)
+    rows = max(1, CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS_DEVICE) // logits.classes)
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+
+    def part(x: Tensor, y: Tensor) -> Tensor:
+        real = replay(compute(logits.head, x, logits.cell.autocast), logits.steps)
+        return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum").float()
+
+    for start in range(0, hidden.shape[0], rows):
+        x, y = hidden[start : start + rows], labels[start : start + rows]
+        total = total + checkpoint(part, x, y, use_reentrant=False)
+    if items is None:
+        return total / (labels != ignore_index).sum().clamp(min=1)
+    return total / (items.to(total.device) if isinstance(items, Tensor) else items)

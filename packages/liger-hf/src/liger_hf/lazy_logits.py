@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits that are not computed until somebody looks at them.
+
+While a patched model's own forward runs, its output head returns this plain object (no tensor: a tensor subclass cannot be
+compiled, and data-parallel wrappers would read it). It holds the head's input and remembers scaling, tanh and casts. The loss
+takes it as it is; anything else that touches it gets the logits that the plain model would have made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from liger_hf.errors import LogitsError
+
+Step = tuple[Any, ...]
+
+
+class Cell:
+    """What all objects derived from one call of the head share.
+
+    used     a loss was computed from them, so that nobody has to see the logits themselves
+    open     the model's forward still runs
+    changed  somebody wrote into the logits
+    """
+
+    def __init__(self, version: int | None, autocast: tuple[str, torch.dtype] | None) -> None:
+        self.used = False
+        self.open = True
+        self.changed = False
+        self.version = version
+        self.autocast = autocast
+
+
+class LazyLogits:
+    """`steps` applied to `head(hidden)`; `materialize()` computes that once."""
+
+    def __init__(self, hidden: Tensor, head: nn.Module, classes: int, dtype: torch.dtype, cell: Cell, steps: tuple[Step, ...] = (), view: bool = False) -> None:
+        self.hidden = hidden
+        self.head = head
+        self.classes = classes
+        self.dtype = dtype
+        self.cell = cell
+        self.steps = steps
+        self.view_of_another = view
+        self.real: Tensor | None = None
+
+    def materialize(self) -> Tensor:
+        """The logits themselves."""
+        if self.real is None:
+            _still_valid(self)
+            self.real = replay(compute(self.head, self.hidden, self.cell.autocast), self.steps)
+        return self.real
+
+    def _then(self, dtype: torch.dtype, *step: Any) -> Any:
+        return LazyLogits(self.hidden, self.head, self.classes, dtype, self.cell, (*self.steps, step))
+
+    # -- what a head does between its projection and the loss
+
+    def __mul__(self, other: Any) -> Any:
+        if self.real is None and isinstance(other, (int, float)):
+            return self._then(self.dtype, "mul", other)
+        return self.materialize() * _plain(other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        if self.real is None and isinstance(other, (int, float)):
+            return self._then(self.dtype, "div", other)
+        return self.materialize() / _plain(other)
+
+    def tanh(self) -> Any:
+        return self._then(self.dtype, "tanh") if self.real is None else self.real.tanh()
+
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def double(self) -> Any:
+        return self.to(torch.float64)
+
+    def half(self) -> Any:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Any:
+        return self.to(torch.bfloat16)
+
+    def type_as(self, other: Any) -> Any:
+        return self.to(other)
+
+    def contiguous(self) -> Any:
+        return self if self.real is None else self.real.contiguous()
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        dtype, device = options.get("dtype"), options.get("device")
+        for value in args:
+            if isinstance(value, torch.dtype):
+                dtype = value
+            elif isinstance(value, (Tensor, LazyLogits)):
+                dtype, device = value.dtype, value.device
+            elif isinstance(value, (str, int, torch.device)) and not isinstance(value, bool):
+                device = value
+        elsewhere = device is not None and torch.empty(0, device=device).device != self.device
+        if self.real is not None or elsewhere or options.get("copy") or options.get("memory_format"):
+            return self.materialize().to(*map(_plain, args), **options)
+        # A step even where the dtype seems to be this one: a head of another kind may return a dtype of its own.
+        return self if dtype is None else self._then(dtype, "to", dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = _rows(index, self.ndim) if self.real is None else None
+        if rows is None:
+            return self.materialize()[_plain(index)]
+        return LazyLogits(self.hidden[rows], self.head, self.classes, self.dtype, self.cell, self.steps, view=True)
+
+    # -- what is known without computing anything
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.classes))
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.dim()
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.hidden.requires_grad or any(p.requires_grad for p in self.head.parameters())
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.hidden.is_cuda
+
+    def dim(self) -> int:
+        return self.hidden.dim()
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    # -- everything else computes them
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.tanh and not kwargs:
+            return args[0].tanh()
+        return function(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"LazyLogits has no attribute {name!r}")
+        if name.endswith("_"):
+            self._writable(f".{name}()")
+        return getattr(self.materialize(), name)
+
+    def detach(self) -> Tensor:
+        with torch.no_grad():
+            return self.materialize().detach()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._writable("an assignment to elements")
+        self.materialize()[_plain(index)] = _plain(value)
+
+    def _writable(self, what: str) -> None:
+        """Inside the model's forward the logits may be written to; later nobody would see it."""
+        if self.view_of_another or not self.cell.open:
+            raise LogitsError(
+                f"logits: {what} must not change logits that are computed on demand, since it would act on a temporary; "
+                "take a copy with logits.clone(), or call the model with keep_logits=True"
+            )
+        self.cell.changed = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.detach().clone()
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return self.detach().cpu().__array__(*args, **options)
+
+    def __iter__(self) -> Any:
+        return iter(self.materialize())
+
+    def __bool__(self) -> bool:
+        return bool(self.materialize())
+
+    def __contains__(self, value: Any) -> bool:
+        return _plain(value) in self.materialize()
+
+    __hash__ = object.__hash__
+
+
+def _operator(name: str) -> Any:
+    def apply(self: LazyLogits, *others: Any) -> Any:
+        return getattr(self.materialize(), name)(*map(_plain, others))
+
+    apply.__name__ = name
+    return apply
+
+
+for _name in (
+    "add radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert eq ne lt le gt ge and rand or ror xor rxor float int"
+).split():
+    setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, LazyLogits):
+        return value.materialize()
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+def _rows(index: Any, dimensions: int) -> tuple[Any, ...] | None:
+    """The index for hidden, if it selects rows by numbers and slices only and takes all of the vocabulary."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(part is not Ellipsis and not isinstance(part, (int, slice)) or isinstance(part, bool) for part in parts):
+        return None
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts = (*parts[:at], *[slice(None)] * (dimensions - len(parts) + 1), *parts[at + 1 :])
+    if len(parts) > dimensions or Ellipsis in parts:
+        return None
+    if len(parts) == dimensions:
+        last = parts[-1]
+        if not isinstance(last, slice) or last != slice(None):
+            return None
+        parts = parts[:-1]
+    return parts
+
+
+def replay(logits: Any, steps: tuple[Step, ...]) -> Any:
+    """The remembered steps, exactly as they were written."""
+    for kind, *value in steps:
+        if kind == "mul":
+            logits = logits * value[0]
+        elif kind == "div":
+            logits = logits / value[0]
+        elif kind == "tanh":
+            logits = torch.tanh(logits)
+        else:
+            logits = logits.to(value[0])
+    return logits
+
+
+def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
+    """(logit_scale, softcap) such that the steps are `softcap · tanh(logit_scale · z / softcap)`; None if they are not."""
+    before, after, capped = [1.0, 1.0], [1.0, 1.0], False
+    for kind, *value in steps:
+        if kind == "tanh":
+            if capped:
+                return None
+            capped = True
+        elif kind in ("mul", "div"):
+            (after if capped else before)[kind == "div"] *= value[0]
+    if not capped:
+        return before[0] / before[1], None
+    cap = after[0] / after[1]
+    if cap == 0.0 or before[0] == 0.0:
+        return None
+    # One division: (1 / cap) · cap need not be 1.
+    return (before[0] * after[0]) / (before[1] * after[1]), abs(cap)
+
+
+def gathered(head: nn.Module) -> bool:
+    """The head's weights are whole only while its hooks have gathered them (ZeRO-3, a head sharded or offloaded by itself)."""
+    return any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") or p.is_meta for p in head.parameters())
+
+
+def compute(head: nn.Module, hidden: Tensor, autocast: tuple[str, torch.dtype] | None) -> Tensor:
+    """The head's own projection, under the autocast that its call saw."""
+    lazy, head.liger_lazy = head.liger_lazy, False  # type: ignore[assignment]
+    try:
+        if autocast is None:
+            return head(hidden) if gathered(head) else head.forward(hidden)
+        with torch.autocast(autocast[0], dtype=autocast[1]):
+            return head(hidden) if gathered(head) else head.forward(hidden)
+    finally:
+        head.liger_lazy = lazy  # type: ignore[assignment]
+
+
+def version_of(head: nn.Module) -> int | None:
+    """The version counter of a plain weight, by which a later update is noticed; compiled code carries none."""
+    if torch.compiler.is_compiling() or gathered(head):
+        return None
+    weight = getattr(head, "weight", None)
+    return weight._version if type(weight) is nn.Parameter else None
+
+
+def _still_valid(logits: LazyLogits) -> None:
+    if logits.view_of_another and logits.cell.changed:
+        raise LogitsError(
+            "logits: a slice must be used before the logits that it was taken from are written to, they were changed in place; "
+            "write to a copy made with logits.clone()"
+        )
+    if torch.compiler.is_compiling() or logits.cell.open or logits.cell.version is None:
+        return
+    now = version_of(logits.head)
+    if now != logits.cell.version:
+        state = "has been sharded" if now is None else "has been updated"
+        raise LogitsError(
+            f"logits: they must be read before the weight of the output head changes, it {state} since the forward pass; "
+            "read outputs.logits before optimizer.step(), or call the model with keep_logits=True"
+        )

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attribute of one instance, replaced and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+MARK = "__liger__"
+
+
+class Missing:
+    """The instance had no such attribute of its own (the class itself stands for that: copying keeps its identity)."""
+
+
+@dataclass(eq=False)
+class Patch:
+    """`owner.attribute` is `value` until `undo`; only the instance's own dictionary is touched."""
+
+    owner: Any
+    attribute: str
+    value: Any
+    previous: Any = Missing
+
+    def install(self) -> Patch:
+        self.previous = self.owner.__dict__.get(self.attribute, Missing)
+        self.owner.__dict__[self.attribute] = self.value
+        return self
+
+    def undo(self) -> bool:
+        """Put the attribute back; False if somebody has replaced it since."""
+        for attribute in (self.attribute, "forward", "_old_forward", "_original_forward"):
+            if self.owner.__dict__.get(attribute, Missing) is self.value:
+                if self.previous is Missing:
+                    del self.owner.__dict__[attribute]
+                else:
+                    self.owner.__dict__[attribute] = self.previous
+                return True
+        return False
+
+
+def slot(module: nn.Module) -> str:
+    """Where the module keeps the forward that does its own work: accelerate's hooks move it aside."""
+    return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any] | str:
+    """The function, not yet bound, that computes this module; or why it cannot be replaced."""
+    own = module.__dict__.get(slot(module))
+    if own is None:
+        return type(module).forward
+    function = getattr(own, "__func__", None)
+    if hasattr(function, MARK):
+        return "already replaced by an earlier apply"
+    if isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
+        return own.__func__
+    origin = getattr(function or own, "__module__", None) or type(own).__name__
+    return f"its forward was already replaced on this instance by {origin}"
+
+
+def replacement(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any]) -> Patch:
+    """A patch that makes `function` the forward of this instance, with the signature of the original.
+
+    A bound method follows its module when a model is deep-copied; a closure over the module would not. Under the name
+    `forward` it pickles as the forward of its class.
+    """
+    assert isinstance(function, FunctionType)
+    function.__name__ = function.__qualname__ = "forward"
+    function.__dict__["__wrapped__"] = original
+    function.__dict__[MARK] = True
+    return Patch(module, slot(module), MethodType(function, module))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was replaced in a model, what was not, and why; it can undo itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rich.table import Table
+
+from liger_hf.errors import ModelError
+from liger_hf.patch import Patch
+
+REPLACED, LEFT = "replaced", "left"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Modules of one kind.
+
+    pattern  their names, with layer numbers as *
+    backend  what runs the op on the device where they are; empty if they were left
+    verdict  "replaced" or "left", and the reason for it
+    """
+
+    pattern: str
+    count: int
+    module: str
+    op: str
+    backend: str
+    verdict: str
+    reason: str
+
+
+@dataclass(eq=False)
+class Report:
+    """The result of `liger_hf.apply`; as a context manager it undoes what was applied when the block ends.
+
+    absent  op → why no module came into question for it
+    notes   what the user should know besides
+    """
+
+    model: str
+    rows: list[Row] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    patches: list[Patch] = field(default_factory=list, repr=False)
+
+    @property
+    def replaced(self) -> dict[str, int]:
+        """Op → number of modules in which it was put."""
+        counts: dict[str, int] = {}
+        for row in self.rows:
+            if row.verdict == REPLACED:
+                counts[row.op] = counts.get(row.op, 0) + row.count
+        return counts
+
+    def undo(self) -> None:
+        """Make every replaced module what it was, on its instance; a second call does nothing.
+
+        Raises ModelError if somebody replaced a forward once more after `apply` and has not put it back; the others are undone.
+        """
+        stuck: list[str] = []
+        while self.patches:
+            patch = self.patches.pop()
+            if not patch.undo():
+                stuck.append(f"{type(patch.owner).__name__}.{patch.attribute}")
+        # The wrapper of a model's forward lets calls pass once its head is its own again, whoever wrapped it since.
+        stuck = [name for name in stuck if not name.startswith(self.model + ".")]
+        if stuck:
+            raise ModelError(
+                f"liger_hf.undo: every forward must be as apply left it, {', '.join(dict.fromkeys(stuck))} was replaced again; undo that first"
+            )
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+        self.undo()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything the report says, as plain data."""
+        return {"model": self.model, "rows": [asdict(row) for row in self.rows], "absent": dict(self.absent), "notes": list(self.notes)}
+
+    def table(self) -> Table:
+        """For a terminal: `rich.print(report.table())`."""
+        table = Table(title=self._title(), title_justify="left")
+        for heading in ("modules", "count", "class", "op", "backend", "verdict", "reason"):
+            table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
+        for row in self.rows:
+            style = "green" if row.verdict == REPLACED else "yellow"
+            table.add_row(row.pattern, str(row.count), row.module, row.op, row.backend, f"[{style}]{row.verdict}[/]", row.reason)
+        for op, reason in self.absent.items():
+            table.add_row("–", "0", "–", op, "", "[yellow]left[/]", reason)
+        if self.notes:
+            table.caption = "\n".join(self.notes)
+        return table
+
+    def _title(self) -> str:
+        counts = ", ".join(f"{count} × {op}" for op, count in self.replaced.items())
+        return f"{self.model}: {counts or 'nothing'} replaced"
+
+    def __str__(self) -> str:
+        cells = [("modules", "count", "class", "op", "backend", "verdict: reason")]
+        cells += [(r.pattern, str(r.count), r.module, r.op, r.backend, f"{r.verdict}: {r.reason}") for r in self.rows]
+        cells += [("–", "0", "–", op, "", f"{LEFT}: {reason}") for op, reason in self.absent.items()]
+        widths = [max(len(row[i]) for row in cells) for i in range(5)]
+        lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in cells]
+        return "\n".join([self._title(), *lines, *self.notes])

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms: a module without children, with an eps, at most one weight and one bias as wide as its rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import Op, layer_norm, rms_norm
+from liger_hf.patch import forward_of, replacement
+from liger_hf.replica import Draw, device_of, replica
+from liger_hf.verification import Candidate, Case, Found, Results
+
+NOTHING = "no module is a norm: none without children has an eps"
+EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+# A weightless norm does not tell how wide its rows are.
+WIDTH = 64
+
+
+def look(module: nn.Module) -> Found | None:
+    eps = next((name for name in EPS if isinstance(getattr(module, name, None), float)), None)
+    if eps is None or module._modules or any(b is not None for b in module._buffers.values()):
+        return None
+    weights = {name: p for name, p in module._parameters.items() if p is not None}
+    op = "layer_norm" if len(weights) == 2 or isinstance(module, nn.LayerNorm) else "rms_norm"
+    if not weights.keys() <= {"weight", "bias"} or any(p.dim() != 1 for p in weights.values()):
+        shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in weights.items())
+        return Found(op, refusal=f"a norm must have at most a weight and a bias of one dimension, it has {shapes}")
+    original = forward_of(module)
+    if isinstance(original, str):
+        return Found(op, refusal=original)
+    arguments = list(inspect.signature(original).parameters)[1:]
+    if len(arguments) != 1:
+        return Found(op, refusal=f"a norm must take one tensor, its forward takes ({', '.join(arguments)})")
+    dtype = next((p.dtype for p in weights.values()), torch.float32)
+    shape = tuple((name, tuple(p.shape), p.dtype, p.device.type) for name, p in weights.items())
+    return Found(
+        op,
+        kind=(type(module), eps, getattr(module, eps), shape),
+        original=original,
+        candidates=tuple(_candidates(original, arguments[0], eps, tuple(weights))),
+        cases=lambda device, dtypes: _cases(module, tuple(weights), device, dtypes),
+        device=lambda: device_of(module),
+        dtype=dtype,
+    )
+
+
+def _candidates(original: Callable[..., Any], argument: str, eps: str, weights: tuple[str, ...]) -> Iterator[Candidate]:
+    if "bias" not in weights:
+        for cast, offset in (("input", 0.0), ("float32", 1.0), ("float32", 0.0), ("input", 1.0)):
+            if offset == 0.0 or weights:
+                detail = f"weight_offset={offset:g}, cast={cast!r}" if weights else "no weight"
+                yield _candidate(rms_norm, detail, original, argument, eps, {"weight_offset": offset, "cast": cast}, False)
+    yield _candidate(layer_norm, "", original, argument, eps, {}, True)
+
+
+def _candidate(
+    op: Op[..., Any], detail: str, original: Callable[..., Any], argument: str, eps: str, options: dict[str, Any], biased: bool
+) -> Candidate:
+    def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
+        (x,) = inputs or (named.pop(argument),)
+        weight = self.weight
+        # What a module makes of mixed dtypes differs from class to class, and autocast promotes a plain layer norm.
+        if (weight is not None and x.dtype != weight.dtype) or (biased and torch.is_autocast_enabled(x.device.type)):
+            return original(self, x)
+        if biased:
+            return op(x, weight, self.bias if hasattr(self, "bias") else None, getattr(self, eps))
+        return op(x, weight, getattr(self, eps), **options)
+
+    def forward_without_weight(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
+        (x,) = inputs or (named.pop(argument),)
+        return op(x, eps=getattr(self, eps))
+
+    function = forward_without_weight if detail == "no weight" else forward
+    return Candidate(op, detail, function, lambda module: [replacement(module, function, original)])
+
+
+def _cases(module: nn.Module, weights: tuple[str, ...], device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    width = max((module._parameters[name].shape[0] for name in weights), default=WIDTH) or WIDTH  # type: ignore[union-attr]
+    draw = Draw(device)
+    x, upstream = draw.normal(3, 7, width), draw.normal(3, 7, width)
+    values = {name: draw.positive(width) for name in weights}
+    for dtype in dtypes:
+        yield Case(str(dtype).removeprefix("torch."), dtype, _run(module, x.to(dtype), upstream.to(dtype), {n: v.to(dtype) for n, v in values.items()}))
+
+
+def _run(module: nn.Module, x: Tensor, upstream: Tensor, values: dict[str, Tensor]) -> Callable[[Callable[..., Any], bool], Results]:
+    def run(function: Callable[..., Any], exact: bool) -> Results:
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.double() if exact else tensor
+
+        twin = replica(module, parameters={name: cast(value) for name, value in values.items()})
+        leaf = cast(x).clone().requires_grad_()
+        y = function(twin, leaf)
+        y.backward(cast(upstream).to(y.dtype))
+        gradients = {f"gradient of {name}": parameter.grad for name, parameter in twin.named_parameters()}
+        return {"output": y.detach(), "gradient of x": leaf.grad, **gradients}
+
+    return run

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A candidate is accepted only if its outputs and gradients are as accurate as those of the module that it replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import BackendError, Op
+from liger_core.accuracy import error, judge
+from liger_hf.patch import Patch
+from liger_hf.replica import DoublePrecision, undisturbed
+
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a module with an op.
+
+    function  what the check compares with the original: it takes the place of that module's forward, or of a function it calls
+    install   the patches that put it into one instance; they are not yet installed
+    """
+
+    op: Op[..., Any]
+    detail: str
+    function: Callable[..., Any]
+    install: Callable[[nn.Module], Sequence[Patch]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random input. `run(function, exact)` gives outputs and gradients by name; in float64 throughout if exact."""
+
+    name: str
+    dtype: torch.dtype
+    run: Callable[[Callable[..., Any], bool], Results]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A module that a rule knows: what might replace it and how to check that, or why it has to stay."""
+
+    op: str
+    kind: tuple[Any, ...] = ()
+    refusal: str | None = None
+    original: Callable[..., Any] | None = None
+    candidates: tuple[Candidate, ...] = ()
+    cases: Callable[[torch.device, Iterable[torch.dtype]], Iterator[Case]] | None = None
+    device: Callable[[], torch.device] = lambda: torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The candidate that replaces every module of a kind, or why none does."""
+
+    candidate: Candidate | None
+    reason: str
+
+
+def decide(found: Found, verify: bool) -> Decision:
+    """Run original and candidates on small random input; of those that pass, the one closest to the original is taken.
+
+    Without verification the candidates are told apart by their float32 and bfloat16 outputs on the CPU alone.
+    """
+    device = found.device() if verify else torch.device("cpu")
+    dtypes = dict.fromkeys((found.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16))
+    assert found.original is not None and found.cases is not None
+    with undisturbed(device):
+        try:
+            known = [(case, *_original(found.original, case)) for case in found.cases(device, dtypes)]
+        except BackendError:
+            raise
+        except Exception as problem:
+            return Decision(None, f"it could not be checked, since the module did not run on a small input: {_short(problem)}")
+        verdicts = [_verdict(candidate, known, verify) for candidate in found.candidates]
+    passed = [(distance, index) for index, (problem, distance) in enumerate(verdicts) if problem is None]
+    if passed:
+        best = found.candidates[min(passed)[1]]
+        words = "outputs and gradients agree" if verify else "not verified"
+        return Decision(best, f"{words}{', ' + best.detail if best.detail else ''}")
+    nearest = min(range(len(verdicts)), key=lambda index: verdicts[index][1])
+    return Decision(None, f"no candidate agrees with the module; the nearest, {found.candidates[nearest].op.name}: {verdicts[nearest][0]}")
+
+
+def _original(function: Callable[..., Any], case: Case) -> tuple[Results, Results]:
+    with DoublePrecision():
+        exact = case.run(function, True)
+    return case.run(function, False), exact
+
+
+def _verdict(candidate: Candidate, known: list[tuple[Case, Results, Results]], verify: bool) -> tuple[str | None, float]:
+    """(what is wrong or None, distance to the original's own outputs)."""
+    distance, problem = 0.0, None
+    for case, original, exact in known:
+        try:
+            got = case.run(candidate.function, False)
+        except BackendError:
+            raise
+        except Exception as trouble:
+            return f"{case.name}: {_short(trouble)}", float("inf")
+        if got.keys() != original.keys():
+            return f"{case.name}: {', '.join(original)} expected, got {', '.join(got)}", float("inf")
+        for name, result in got.items():
+            if name.startswith("gradient") and not verify:
+                continue
+            wrong = judge(result, original[name], exact[name], case.dtype)
+            if wrong and problem is None:
+                problem = f"{case.name}, {name}: {wrong}"
+            if result.shape == original[name].shape:
+                distance += error(result, original[name]).frobenius
+    return problem, distance
+
+
+def _short(problem: BaseException) -> str:
+    text = str(problem).strip().split("\n")[0]
+    return f"{type(problem).__name__}: {text[:160]}"
