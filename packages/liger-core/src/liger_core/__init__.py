@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liger's operators: interfaces, pure-PyTorch references, and the choice of a backend for each."""
 
+from liger_core.backend import Backend
 from liger_core.errors import (
     BackendError,
     DeviceError,
@@ -13,7 +14,6 @@ from liger_core.errors import (
     TargetError,
     Unsupported,
 )
-from liger_core.backend import Backend
 from liger_core.hookspecs import hookimpl
 from liger_core.op import Misuse, Op, Sample, Work, Workload, op
 from liger_core.ops import cross_entropy, geglu, layer_norm, linear_cross_entropy, rms_norm, rope, swiglu

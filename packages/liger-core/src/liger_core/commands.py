@@ -47,7 +47,9 @@ def doctor(as_json: AsJson = False) -> None:
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: _version(name) for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "torch", "triton", "transformers")},
+        "versions": {
+            name: _version(name) for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "torch", "triton", "transformers")
+        },
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
         "backends": {
             name: {
@@ -89,7 +91,7 @@ def ops(as_json: AsJson = False) -> None:
         return
     table = Table("op", *found.backends, "summary")
     for name, row in rows.items():
-        table.add_row(name, *("✓" if b in row["backends"] else "–" for b in found.backends), row["summary"])
+        table.add_row(name, *("✓" if b in row["backends"] else "–" for b in found.backends), str(row["summary"]))
     console = Console()
     console.print(table)
     for name, reason in found.unavailable.items():

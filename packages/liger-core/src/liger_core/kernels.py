@@ -128,11 +128,10 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
             return results[0] if public == 1 else tuple(results[:public])
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+        def backward(ctx: Any, *grads: Any) -> Any:
             if torch.is_grad_enabled():
                 raise GradientError(
-                    f"{title}: the gradient must not be differentiated again, got create_graph=True; "
-                    "write that part in plain PyTorch"
+                    f"{title}: the gradient must not be differentiated again, got create_graph=True; write that part in plain PyTorch"
                 )
             if all(grads[i] is None for i in gradients):
                 return (None,) * count
@@ -149,7 +148,7 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
         if torch.is_grad_enabled():
             for i in targets:
                 if args[i] is not None and args[i].requires_grad:
-                    return Function.apply(*args)
+                    return Function.apply(*args)  # type: ignore[no-untyped-call]
         results = forward(*args, no) if early else forward(*args)
         return results[0] if public == 1 else tuple(results[:public])
 

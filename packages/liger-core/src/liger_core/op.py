@@ -110,16 +110,16 @@ class Op(Generic[P, R]):
         first: Any = args[0] if args else kwargs[self.first]
         implementation = self.table.get(first.device.type, self.otherwise)  # type: ignore[union-attr]
         try:
-            return implementation(*args, **kwargs)
+            return implementation(*args, **kwargs)  # type: ignore[no-any-return]
         except Unsupported as reason:
             refused = reason
-        return self.declined(refused, *args, **kwargs)
+        return self.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
 
 
-@torch._dynamo.assume_constant_result
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _settle() -> bool:
     from liger_core import selection
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pluggy
 
@@ -97,7 +97,7 @@ def _collect_ops(found: Registry) -> None:
     origin: dict[str, str] = {}
     for implementation in found.manager.hook.liger_ops.get_hookimpls():
         where = _origin(found.manager, implementation.plugin)
-        for op in implementation.function():
+        for op in cast("Iterable[Op[..., Any]]", implementation.function()):
             if op.name in origin:
                 raise PluginError(f"op {op.name!r}: one plugin must define it, got {origin[op.name]} and {where}")
             origin[op.name] = where
@@ -108,7 +108,7 @@ def _collect_backends(found: Registry) -> None:
     origin: dict[str, str] = {}
     for implementation in found.manager.hook.liger_backends.get_hookimpls():
         where = _origin(found.manager, implementation.plugin)
-        for backend in implementation.function():
+        for backend in cast("Iterable[Backend]", implementation.function()):
             if backend.name in origin:
                 raise PluginError(f"backend {backend.name!r}: one plugin must bring it, got {origin[backend.name]} and {where}")
             if backend.name == "auto":

@@ -109,7 +109,9 @@ def _parse(found: Registry, text: str, source: str, only: list[str] | None) -> _
             _known_op(found, name.strip(), source)
             by_op[name.strip()] = _known_backend(found, value.strip(), source)
         elif default is not None:
-            raise BackendError(f"{source}: one backend for all ops must be given, got {default!r} and {part!r}; write op=backend for one op")
+            raise BackendError(
+                f"{source}: one backend for all ops must be given, got {default!r} and {part!r}; write op=backend for one op"
+            )
         else:
             default = _known_backend(found, part, source)
     if only is not None:
@@ -121,7 +123,9 @@ def _parse(found: Registry, text: str, source: str, only: list[str] | None) -> _
     for name, backend in by_op.items():
         if backend != AUTO and name not in found.implementations[backend]:
             able = [b for b, table in found.implementations.items() if name in table]
-            raise BackendError(f"{source}: backend {backend!r} must implement {name}, it does not; {name} is implemented by: {', '.join(able)}")
+            raise BackendError(
+                f"{source}: backend {backend!r} must implement {name}, it does not; {name} is implemented by: {', '.join(able)}"
+            )
     return _Layer(source, default, by_op)
 
 
@@ -135,7 +139,9 @@ def _known_backend(found: Registry, name: str, source: str) -> str:
         return name
     if name not in found.backends:
         broken = "".join(f" Plugin {p!r} failed: {why}." for p, why in found.failed.items())
-        raise BackendError(f"no backend named {name!r}; installed: {', '.join(sorted(found.backends))}.{nearest(name, found.backends)}{broken}")
+        raise BackendError(
+            f"no backend named {name!r}; installed: {', '.join(sorted(found.backends))}.{nearest(name, found.backends)}{broken}"
+        )
     if name in found.unavailable:
         raise BackendError(f"{source}: backend {name!r} must be available, it is not: {found.unavailable[name]}")
     return name
@@ -178,7 +184,7 @@ def _apply(found: Registry) -> None:
             op.table, op.otherwise, op.declined = {}, op.reference, _fall_back(op)
         else:
             backend = found.backends[name]
-            op.table = {device: found.implementations[name][op.name] for device in backend.device_types}
+            op.table = dict.fromkeys(backend.device_types, found.implementations[name][op.name])
             op.otherwise, op.declined = _wrong_device(op, backend, source), _refuse(op, name, source)
 
 

@@ -6,14 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from liger_core.op import Op
-from liger_core.ops.cross_entropy import cross_entropy
-from liger_core.ops.geglu import geglu
-from liger_core.ops.layer_norm import layer_norm
-from liger_core.ops.linear_cross_entropy import linear_cross_entropy
-from liger_core.ops.rms_norm import rms_norm
-from liger_core.ops.rope import rope
-from liger_core.ops.swiglu import swiglu
+from liger_core.ops.cross_entropy import cross_entropy as cross_entropy
+from liger_core.ops.geglu import geglu as geglu
+from liger_core.ops.layer_norm import layer_norm as layer_norm
+from liger_core.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from liger_core.ops.rms_norm import rms_norm as rms_norm
+from liger_core.ops.rope import rope as rope
+from liger_core.ops.swiglu import swiglu as swiglu
 
 CATALOGUE: tuple[Op[..., Any], ...] = (rms_norm, layer_norm, rope, swiglu, geglu, cross_entropy, linear_cross_entropy)
-
-__all__ = ["CATALOGUE", *(op.name for op in CATALOGUE)]

@@ -189,7 +189,8 @@ class _Loop:
         largest = grad_loss.abs().amax() if grad_loss.numel() else grad_loss.new_ones(())
         largest = torch.where(largest > 0, largest, 1.0)
         packed = _Packed(hidden, target, ignore_index, grad_loss / largest, lse)
-        one = packed.target.shape[0] <= chunk_rows(*packed.hidden.shape, weight.shape[0], chunk, hidden.element_size(), hidden.device.type)
+        count, width = packed.hidden.shape
+        one = count <= chunk_rows(count, width, weight.shape[0], chunk, hidden.element_size(), hidden.device.type)
         dtype = _sum_dtype(weight, accumulate_dtype, one)
         sum_weight = None if grad_weight is None else torch.empty(weight.shape, dtype=dtype, device=weight.device)
         sum_bias = None if grad_bias is None else torch.empty(grad_bias.shape, dtype=accumulator(weight.dtype), device=weight.device)

@@ -64,7 +64,9 @@ class RowResults(NamedTuple):
 class RowPasses(Protocol):
     """What a backend provides; everything else about the two losses is written once in core."""
 
-    def losses(self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool) -> None:
+    def losses(
+        self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool
+    ) -> None:
         """Fill results; with gradient also overwrite logits by row_factor · d loss / d a (row_factor is 1 if None)."""
 
     def gradients(self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
@@ -77,7 +79,9 @@ class RowPasses(Protocol):
 class TorchPasses:
     """The row passes in pure PyTorch, a block of rows at a time."""
 
-    def losses(self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool) -> None:
+    def losses(
+        self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool
+    ) -> None:
         for rows in _blocks(logits):
             x = _capped(logits[rows], options)
             lse = x.logsumexp(-1)
@@ -171,7 +175,9 @@ def _gradients(x: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor | None
     return torch.where(counted[:, None], d.mul_(factor[:, None]), 0.0)
 
 
-def denominator(target: Tensor, class_weight: Tensor | None, ignore_index: int, normalizer: Tensor | float | None, dtype: torch.dtype) -> Tensor:
+def denominator(
+    target: Tensor, class_weight: Tensor | None, ignore_index: int, normalizer: Tensor | float | None, dtype: torch.dtype
+) -> Tensor:
     """What "mean" divides by, on the device: normalizer, else the summed class weight of the counted targets (at least one token)."""
     if isinstance(normalizer, Tensor):
         return normalizer.to(dtype)

@@ -73,7 +73,11 @@ def check(
     checks.at_least_one_dimension("cross_entropy", "logits", logits)
     if target.shape != logits.shape[:-1]:
         wanted = tuple(logits.shape[:-1])
-        checks.fail(ShapeError, "cross_entropy", f"target must have shape {wanted} to match logits {checks.shape(logits)}, got {checks.shape(target)}")
+        checks.fail(
+            ShapeError,
+            "cross_entropy",
+            f"target must have shape {wanted} to match logits {checks.shape(logits)}, got {checks.shape(target)}",
+        )
     if logits.shape[-1] == 0:
         checks.fail(ShapeError, "cross_entropy", f"logits must have at least one class, got {checks.shape(logits)}")
     checks.same_device("cross_entropy", "logits", logits, target=target, weight=weight)
@@ -134,19 +138,23 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     sure = n(5, 45)
     sure[torch.arange(5), torch.arange(5) * 7] += 7
     target = torch.tensor([0, 7, 3, -100, 28], device=device)
-    yield Sample("metrics", (sure, target), {"return_metrics": True, "z_loss": 1e-3}, why="z-loss, accuracy, arg-max and entropy of the tokens")
+    yield Sample(
+        "metrics", (sure, target), {"return_metrics": True, "z_loss": 1e-3}, why="z-loss, accuracy, arg-max and entropy of the tokens"
+    )
     options = {"return_metrics": True, "reduction": "none"}
     yield Sample("metrics_none", (sure, target), options, why="the metrics of each token")
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     x, t = torch.zeros(3, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-    yield Misuse(
-        "target_shape", (x, t[:2]), {}, ShapeError, "cross_entropy: target must have shape (3,) to match logits (3, 8), got (2,)"
-    )
+    yield Misuse("target_shape", (x, t[:2]), {}, ShapeError, "cross_entropy: target must have shape (3,) to match logits (3, 8), got (2,)")
     yield Misuse("target_dtype", (x, t.int()), {}, DtypeError, "cross_entropy: target must have dtype torch.int64, got torch.int32")
     yield Misuse(
-        "weight_shape", (x, t), {"weight": torch.ones(7, device=device)}, ShapeError, "cross_entropy: weight must have shape (8,), one per class, got (7,)"
+        "weight_shape",
+        (x, t),
+        {"weight": torch.ones(7, device=device)},
+        ShapeError,
+        "cross_entropy: weight must have shape (8,), one per class, got (7,)",
     )
     yield Misuse(
         "reduction", (x, t), {"reduction": "avg"}, OptionError, "cross_entropy: reduction must be one of 'mean', 'sum', 'none', got 'avg'"
@@ -167,10 +175,18 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         OptionError,
         "cross_entropy: weight must not require a gradient, since the op does not define one; pass weight.detach()",
     )
-    yield Misuse("device", (x, torch.zeros(3, dtype=torch.int64, device="meta")), {}, DeviceError, f"cross_entropy: target must be on {x.device} like logits, got meta")
+    yield Misuse(
+        "device",
+        (x, torch.zeros(3, dtype=torch.int64, device="meta")),
+        {},
+        DeviceError,
+        f"cross_entropy: target must be on {x.device} like logits, got meta",
+    )
     if device.type == "cpu":
         wrong = torch.tensor([0, 8, 1])
-        yield Misuse("target_range", (x, wrong), {}, TargetError, "cross_entropy: every target must be in [0, 8) or ignore_index=-100, got 8")
+        yield Misuse(
+            "target_range", (x, wrong), {}, TargetError, "cross_entropy: every target must be in [0, 8) or ignore_index=-100, got 8"
+        )
 
 
 def workloads() -> Iterator[Workload]:
@@ -202,7 +218,9 @@ def _results(rows: int, logits: Tensor, metrics: bool) -> RowResults:
 def per_row(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any]:
     """The differentiable per-row loss of (rows, classes) logits for a backend's row passes: loss, lse, prediction, entropy."""
 
-    def options_of(class_weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None) -> RowOptions:
+    def options_of(
+        class_weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None
+    ) -> RowOptions:
         return RowOptions(ignore_index, label_smoothing, z_loss, softcap, 1.0, class_weight)
 
     def allocate(logits: Tensor, target: Tensor, *options: Any) -> Outputs:

@@ -55,7 +55,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         return torch.zeros(shape, device=device, dtype=dtype)
 
     yield Misuse("weight_shape", (z(2, 8), z(7)), {}, ShapeError, "layer_norm: weight must have shape (8,) to match x (2, 8), got (7,)")
-    yield Misuse("bias_shape", (z(2, 8), z(8), z(1, 8)), {}, ShapeError, "layer_norm: bias must have shape (8,) to match x (2, 8), got (1, 8)")
+    yield Misuse(
+        "bias_shape", (z(2, 8), z(8), z(1, 8)), {}, ShapeError, "layer_norm: bias must have shape (8,) to match x (2, 8), got (1, 8)"
+    )
     yield Misuse("integers", (z(2, 4, dtype=torch.int32),), {}, DtypeError, "layer_norm: x must have a floating dtype, got torch.int32")
     yield Misuse("eps_negative", (z(2, 4), None, None, -1e-5), {}, OptionError, "layer_norm: eps must be > 0, got -1e-05")
     elsewhere = torch.zeros(4, device="meta")

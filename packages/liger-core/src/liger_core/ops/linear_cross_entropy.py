@@ -50,9 +50,13 @@ def check(
     for label, tensor in (("target", target), ("token_weight", token_weight)):
         if tensor is not None and tensor.shape != hidden.shape[:-1]:
             wanted = str(tuple(hidden.shape[:-1]))
-            checks.fail(ShapeError, name, f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}")
+            checks.fail(
+                ShapeError, name, f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}"
+            )
     checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
-    checks.same_device(name, "hidden", hidden, weight=weight, target=target, bias=bias, class_weight=class_weight, token_weight=token_weight)
+    checks.same_device(
+        name, "hidden", hidden, weight=weight, target=target, bias=bias, class_weight=class_weight, token_weight=token_weight
+    )
     if not torch.is_autocast_enabled(hidden.device.type):
         checks.same_dtype(name, "hidden", hidden, weight=weight, bias=bias)
     check_loss_options(name, target, weight.shape[0], class_weight, label_smoothing, z_loss, softcap, reduction, normalizer, "class_weight")
@@ -73,13 +77,17 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     constants = ("class_weight", "normalizer", "token_weight")
 
-    def sample(name: str, args: tuple[Tensor, ...], options: dict[str, Any] | None = None, *, why: str, frozen: tuple[str, ...] = ()) -> Sample:
+    def sample(
+        name: str, args: tuple[Tensor, ...], options: dict[str, Any] | None = None, *, why: str, frozen: tuple[str, ...] = ()
+    ) -> Sample:
         return Sample(name, args, options or {}, why=why, frozen=(*constants, *frozen))
 
     yield sample("one_chunk", (*call((6,), 32, 64), integers(device, 64, 6)), why="one chunk: dW is written directly")
     yield sample("odd_sizes", (*call((7,), 33, 101), integers(device, 101, 7)), why="nothing is a power of two")
     yield sample("leading_shape", (*call((2, 3), 16, 40), some(40, 2, 3)), why="any leading shape")
-    yield sample("several_chunks", (*call((11,), 24, 50), some(50, 11)), {"chunk": 4}, why="dW is summed over chunks, the last one is short")
+    yield sample(
+        "several_chunks", (*call((11,), 24, 50), some(50, 11)), {"chunk": 4}, why="dW is summed over chunks, the last one is short"
+    )
     options = {"chunk": 4, "accumulate_dtype": torch.float64 if dtype == torch.float64 else torch.float32}
     yield sample("accumulate_float32", (*call((11,), 24, 50), some(50, 11)), options, why="the accumulator's dtype is named")
     yield sample("report_chunk", (*call((40,), 16, 128), some(128, 40)), {"chunk": "report"}, why="the chunk formula of the report")
@@ -87,9 +95,13 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     bias = normal(device, dtype, 50)
     yield sample("bias", (*call((7,), 24, 50), some(50, 7)), {"bias": bias, "chunk": 3}, why="the head has a bias, with a gradient")
     yield sample("logit_scale", (*call((7,), 24, 50), some(50, 7)), {"logit_scale": 0.25}, why="scaled logits (Granite, Cohere)")
-    yield sample("scale_softcap", (*call((7,), 24, 50), some(50, 7)), {"logit_scale": 2.0, "softcap": 5.0}, why="the scale comes before the cap")
+    yield sample(
+        "scale_softcap", (*call((7,), 24, 50), some(50, 7)), {"logit_scale": 2.0, "softcap": 5.0}, why="the scale comes before the cap"
+    )
     token_weight = torch.rand(7, device=device)
-    yield sample("token_weight", (*call((7,), 24, 50), some(50, 7)), {"token_weight": token_weight, "chunk": 3}, why="each token has its weight")
+    yield sample(
+        "token_weight", (*call((7,), 24, 50), some(50, 7)), {"token_weight": token_weight, "chunk": 3}, why="each token has its weight"
+    )
     options = {"token_weight": token_weight, "reduction": "none"}
     yield sample("token_weight_none", (*call((7,), 24, 50), some(50, 7)), options, why="token weights without reduction")
     ignored = {"ignore_index": 3, "chunk": 4}
@@ -107,7 +119,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("empty", (*call((0,), 16, 30), integers(device, 30, 0)), why="no rows: the loss is 0")
     yield sample("one_row", (*call((1,), 16, 30), integers(device, 30, 1)), why="a single row")
     yield sample("peaked", (*call((6,), 32, 60, scale=3.0), integers(device, 60, 6)), why="softmax close to one class")
-    yield sample("transposed", (normal(device, dtype, 16, 6).t(), normal(device, dtype, 30, 16), integers(device, 30, 6)), why="hidden is a transposed view")
+    yield sample(
+        "transposed",
+        (normal(device, dtype, 16, 6).t(), normal(device, dtype, 30, 16), integers(device, 30, 6)),
+        why="hidden is a transposed view",
+    )
     weight = torch.eye(20, 24, device=device).to(dtype) * 6
     target = torch.tensor([3, 4, -100, 1, 19, 2], device=device)
     hidden = weight[torch.tensor([3, 7, 5, 1, 19, 2], device=device)] / 6 + normal(device, dtype, 6, 24, scale=0.05)
@@ -123,7 +139,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     def misuse(case: str, args: tuple[Tensor, ...], options: dict[str, Any], error: Any, message: str) -> Misuse:
         return Misuse(case, args, options, error, f"{name}: {message}")
 
-    yield misuse("weight_shape", (x, w[:, :7], t), {}, ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)")
+    yield misuse(
+        "weight_shape", (x, w[:, :7], t), {}, ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
+    )
     yield misuse("target_shape", (x, w, t[:2]), {}, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
     yield misuse("bias_shape", (x, w, t), {"bias": x[0]}, ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)")
     options: dict[str, Any] = {"token_weight": torch.ones(2, device=device)}
@@ -198,7 +216,9 @@ def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any
         size = 0 if chunk is None else -1 if chunk == "report" else chunk
         divide: Tensor | None = None
         if reduction == "none":
-            loss, *others = rows(flat, weight, labels, bias, class_weight, *options, accumulate_dtype, size, return_metrics)
+            loss, lse, prediction, entropy = rows(
+                flat, weight, labels, bias, class_weight, *options, accumulate_dtype, size, return_metrics
+            )
             if factor is not None:
                 loss = loss * factor
             loss = loss.reshape(target.shape)
@@ -206,10 +226,11 @@ def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any
             if reduction == "mean":
                 wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
                 divide = denominator(labels, class_weight, ignore_index, normalizer, wide)
-            loss, *others = total(flat, weight, labels, bias, class_weight, factor, divide, *options, accumulate_dtype, size, return_metrics)
+            row_options = (*options, accumulate_dtype, size, return_metrics)
+            loss, lse, prediction, entropy = total(flat, weight, labels, bias, class_weight, factor, divide, *row_options)
         if not return_metrics:
             return loss
-        return loss, metrics_of(target, ignore_index, z_loss, *others, reduction, divide, factor)
+        return loss, metrics_of(target, ignore_index, z_loss, lse, prediction, entropy, reduction, divide, factor)
 
     return linear_cross_entropy
 

@@ -58,7 +58,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, device=device, dtype=dtype)
 
-    yield Misuse("weight_shape", (z(2, 512, 64), z(63)), {}, ShapeError, "rms_norm: weight must have shape (64,) to match x (2, 512, 64), got (63,)")
+    yield Misuse(
+        "weight_shape", (z(2, 512, 64), z(63)), {}, ShapeError, "rms_norm: weight must have shape (64,) to match x (2, 512, 64), got (63,)"
+    )
     yield Misuse("scalar", (z(),), {}, ShapeError, "rms_norm: x must have at least one dimension, got a scalar")
     yield Misuse("integers", (z(2, 4, dtype=torch.int64),), {}, DtypeError, "rms_norm: x must have a floating dtype, got torch.int64")
     yield Misuse("eps_zero", (z(2, 4), z(4), 0.0), {}, OptionError, "rms_norm: eps must be > 0, got 0.0")

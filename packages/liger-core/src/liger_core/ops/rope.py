@@ -40,7 +40,11 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
     if inplace:
         for name, tensor in (("q", q), ("k", k)):
             if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
-                checks.fail(OptionError, "rope", f"inplace=True must not overwrite a leaf that requires a gradient, got such a {name}; pass inplace=False")
+                checks.fail(
+                    OptionError,
+                    "rope",
+                    f"inplace=True must not overwrite a leaf that requires a gradient, got such a {name}; pass inplace=False",
+                )
 
 
 def angles(device: torch.device, dtype: torch.dtype, tokens: int, rotary: int, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
@@ -57,7 +61,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     table = ("cos", "sin")
 
-    def sample(name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, why: str, frozen: tuple[str, ...] = (), **options: Any) -> Sample:
+    def sample(
+        name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, why: str, frozen: tuple[str, ...] = (), **options: Any
+    ) -> Sample:
         return Sample(name, (q, k, cos, sin), options, why=why, frozen=(*table, *frozen))
 
     cos, sin = angles(device, dtype, 5, 16)
@@ -95,11 +101,19 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         return torch.zeros(shape, device=device, dtype=dtype)
 
     q, k, t = z(2, 4, 5, 16), z(2, 2, 5, 16), z(5, 16)
-    yield Misuse("dimensions", (z(4, 5, 16), k, t, t), {}, ShapeError, "rope: q must have shape (batch, heads, tokens, width), got (4, 5, 16)")
     yield Misuse(
-        "key_tokens", (q, z(2, 2, 6, 16), t, t), {}, ShapeError, "rope: k must have shape (2, heads, 5, 16) to match q (2, 4, 5, 16), got (2, 2, 6, 16)"
+        "dimensions", (z(4, 5, 16), k, t, t), {}, ShapeError, "rope: q must have shape (batch, heads, tokens, width), got (4, 5, 16)"
     )
-    yield Misuse("heads", (q, z(2, 3, 5, 16), t, t), {}, ShapeError, "rope: q must have a multiple of the heads of k, got 4 heads in q and 3 in k")
+    yield Misuse(
+        "key_tokens",
+        (q, z(2, 2, 6, 16), t, t),
+        {},
+        ShapeError,
+        "rope: k must have shape (2, heads, 5, 16) to match q (2, 4, 5, 16), got (2, 2, 6, 16)",
+    )
+    yield Misuse(
+        "heads", (q, z(2, 3, 5, 16), t, t), {}, ShapeError, "rope: q must have a multiple of the heads of k, got 4 heads in q and 3 in k"
+    )
     yield Misuse(
         "cos_tokens",
         (q, k, z(6, 16), z(6, 16)),
@@ -108,7 +122,11 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         "rope: cos must have shape (5, rotary), (1, 5, rotary) or (2, 5, rotary) to match q (2, 4, 5, 16), got (6, 16)",
     )
     yield Misuse(
-        "rotary_width", (q, k, z(5, 18), z(5, 18)), {}, ShapeError, "rope: the rotary width of cos must be even and at most 16, the width of q, got 18"
+        "rotary_width",
+        (q, k, z(5, 18), z(5, 18)),
+        {},
+        ShapeError,
+        "rope: the rotary width of cos must be even and at most 16, the width of q, got 18",
     )
     yield Misuse("sin_shape", (q, k, t, z(5, 8)), {}, ShapeError, "rope: sin must have the shape of cos (5, 16), got (5, 8)")
     yield Misuse(
