@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from bench.commands import Finished, InProcess
+from liger_bench.demo.measure import tokens_per_second
+from liger_bench.demo.model import build, twin
 from liger_bench.demo.run import _judged
-from liger_bench.demo.text import library_text
+from liger_bench.demo.settings import Settings
+from liger_bench.demo.text import Sequences, library_text
+from liger_bench.demo.train import train
 
 KEYS = (
     "loss_hf",
@@ -116,3 +120,24 @@ def test_a_low_precision_is_judged_by_the_noise_of_reordered_sums() -> None:
 def test_the_text_is_the_same_every_time() -> None:
     one, two = (library_text(2, 64, limit=200_000) for _ in range(2))
     assert torch.equal(one.sequences, two.sequences)
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 1.0), ("cuda", 2.0)], ids=["fastest_on_cpu", "median_on_gpu"])
+def test_speed_is_taken_from(device: str, seconds: float) -> None:
+    assert tokens_per_second(100, [4.0, 1.0, 2.0], torch.device(device)) == 100 / seconds
+
+
+def test_twins_train_the_same_parameters() -> None:
+    settings = Settings("small", torch.device("cpu"), torch.float32, 1, 1, 8, 1e-3, checkpointing=True)
+    model = build(settings)
+    other = twin(model, settings)
+    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(input_ids=ids).logits, other(input_ids=ids).logits)
+
+
+def test_halves_of_a_batch_have_the_loss_of_the_batch() -> None:
+    settings = Settings("small", torch.device("cpu"), torch.float32, 2, 2, 16, 1e-3, checkpointing=False)
+    data = Sequences(torch.arange(128).view(8, 16))
+    whole, halves = (train(build(settings), data, settings, lambda: None, pieces=pieces) for pieces in (1, 2))
+    assert halves == pytest.approx(whole, abs=1e-4)

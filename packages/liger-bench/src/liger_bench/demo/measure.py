@@ -3,7 +3,9 @@
 
 The loss curves come from two whole trainings, one after the other. Speed does not: whatever else the machine does meanwhile, its
 temperature and the state of its caches would favour one of them. Here both models share one set of parameters and one optimizer,
-each takes a warm-up step, and then they take turns on the same batch in the order plain, Liger, Liger, plain; the medians count.
+each takes a warm-up step, and then they take turns on the same batch in the order plain, Liger, Liger, plain. On a GPU the median
+counts. On a CPU, which other processes share, the fastest step of each does: what they take can only slow a step down, and it slows
+one that synchronises its threads often more than another.
 Peak memory is measured on further steps, since recording allocations slows a step.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +76,8 @@ class Stepper:
             torch.cuda.synchronize(self.settings.device)
 
 
-def tokens_per_second(tokens: int, seconds: Iterable[float]) -> float:
-    return tokens / statistics.median(seconds)
+def tokens_per_second(tokens: int, seconds: list[float], device: torch.device) -> float:
+    return tokens / (min(seconds) if device.type == "cpu" else statistics.median(seconds))
 
 
 def loss_memory(model: PreTrainedModel, batch: Tensor, settings: Settings) -> dict[str, int]:

@@ -72,8 +72,8 @@ def _release() -> None:
 
 
 def _rounds(settings: Settings) -> int:
-    """Timed steps of each model: enough for a median, not more than were trained."""
-    return min(settings.steps, 6 if settings.device.type == "cpu" else 20)
+    """Timed steps of each model: enough to choose from, not more than were trained."""
+    return min(settings.steps, 8 if settings.device.type == "cpu" else 20)
 
 
 def _judged(losses: dict[str, list[float]]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _measured(settings: Settings, text: Text, rounds: int, phase: Callable[[str]
     advance()
     loss = loss_memory(plain, batch, settings)
     advance()
-    speed = {name: tokens_per_second(batch.numel(), taken) for name, taken in seconds.items()}
+    speed = {name: tokens_per_second(batch.numel(), taken, settings.device) for name, taken in seconds.items()}
     return {
         "peak_memory_hf_bytes": step["plain"],
         "peak_memory_liger_bytes": step["liger"],
