@@ -12,7 +12,7 @@ import triton.language as tl
 from liger_core.kernels import Outputs, differentiable
 from torch import Tensor
 
-from liger_triton.launch import Launcher, TritonKernel, rows_of
+from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows_of
 
 SILU, GELU_TANH, GELU_ERF = 0, 1, 2
 
@@ -34,7 +34,7 @@ def gated(name: str) -> Callable[..., Any]:
 
 def _allocate(gate: Tensor, up: Tensor | None, activation: int) -> Outputs:
     width = gate.shape[-1] if up is not None else gate.shape[-1] // 2
-    return (torch.empty((*gate.shape[:-1], width), dtype=gate.dtype, device=gate.device),)
+    return (gate.new_empty((*gate.shape[:-1], width)),)
 
 
 def _launch(y: Tensor, gate: Tensor, up: Tensor | None, activation: int) -> None:
@@ -46,7 +46,7 @@ def _launch(y: Tensor, gate: Tensor, up: Tensor | None, activation: int) -> None
 
 def _allocate_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, needs: list[bool]) -> Outputs:
     return tuple(
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True)
+        t.new_empty(t.shape) if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True)
     )
 
 
@@ -83,8 +83,8 @@ def _tiles(*tensors: Tensor) -> tuple[int, int, int, int]:
     rows, width = tensors[0].shape
     if all(t.is_contiguous() for t in tensors):
         rows, width = 1, rows * width
-    block = min(BLOCK, triton.next_power_of_2(max(1, width)))
-    return rows, width, triton.cdiv(width, block), block
+    block = min(BLOCK, power_of_two(max(1, width)))
+    return rows, width, cdiv(width, block), block
 
 
 @triton.jit

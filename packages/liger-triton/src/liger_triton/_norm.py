@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_triton.launch import Launcher, processors, rows_of
+from liger_triton.launch import Launcher, cdiv, power_of_two, processors, rows_of
 
 # Wider rows are walked in tiles: past this, one row in float32 no longer fits the registers of a program beside its gradient.
 WIDEST_BLOCK = 16384
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 @cache
 def forward_shape(width: int, centred: bool) -> Shape:
     """Two rows a program up to 8192 columns: .85 at 1024, .95 at 4096 and 8192 (one row: .83, .94, .94); one row on 32 warps at 16384."""
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     if block <= 2048:
         rows = max(2, min(64, 2048 // block))
         return Shape(block, rows, 4)
@@ -46,7 +46,7 @@ def forward_shape(width: int, centred: bool) -> Shape:
 @cache
 def backward_shape(width: int) -> Shape:
     """Loads of the next rows overlap the current ones (3 stages): .75 at 1024 (1 stage .66), .91 at 4096, .93 at 8192; 16384 spills with more than 1."""
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     if block <= 2048:
         return Shape(block, max(1, min(32, 4096 // block)), 4, 3, 2)
     if block <= 4096:
@@ -66,13 +66,14 @@ def forward(
         return
     centred = mean is not None
     flags = {"CENTRED": centred, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "CAST_INPUT": cast_input}
-    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     args = (x, weight, bias, y, mean, inverse, x.stride(0))
     if width > WIDEST_BLOCK:
         wide_forward_launch((count,), *args, width, eps, offset, **flags, BLOCK=TILE, num_warps=8)
         return
     shape = forward_shape(width, centred)
-    grid = (triton.cdiv(count, shape.rows),)
+    grid = (cdiv(count, shape.rows),)
     forward_launch(grid, *args, count, width, eps, offset, **flags, ROWS=shape.rows, BLOCK=shape.block, num_warps=shape.warps)
 
 
@@ -92,9 +93,9 @@ def backward(
     wide = width > WIDEST_BLOCK
     shape = backward_shape(TILE if wide else width)
     sums = grad_weight is not None or grad_bias is not None
-    groups = triton.cdiv(count, 1 if wide else shape.rows)
+    groups = cdiv(count, 1 if wide else shape.rows)
     grid = min(groups, 16) if wide else min(groups, shape.programs * processors(x.device)) if sums else groups
-    part_weight, part_bias = (None if g is None else torch.empty(grid, width, dtype=torch.float32, device=x.device) for g in (grad_weight, grad_bias))
+    part_weight, part_bias = (None if g is None else x.new_empty(grid, width, dtype=torch.float32) for g in (grad_weight, grad_bias))
     flags = {"CENTRED": mean is not None, "HAS_WEIGHT": weight is not None}
     args = (grad_y, x, weight, mean, inverse)
     strides = (grad_y.stride(0), x.stride(0))
@@ -103,7 +104,7 @@ def backward(
         if grad_x is not None:
             wide_backward_launch((count,), *args, grad_x, *strides, width, offset, **flags, BLOCK=TILE, num_warps=8)
         if sums:
-            tiles = (triton.cdiv(width, 512), grid)
+            tiles = (cdiv(width, 512), grid)
             wide_partial_launch(
                 tiles, grad_y, x, mean, inverse, part_weight, part_bias, *strides, count, width, CENTRED=flags["CENTRED"], **needs, ROWS=8, BLOCK=512
             )
@@ -114,7 +115,7 @@ def backward(
         )  # fmt: skip
     for part, grad in ((part_weight, grad_weight), (part_bias, grad_bias)):
         if part is not None and grad is not None:
-            column_sum_launch((triton.cdiv(width, 16),), part, grad, grid, width, ROWS=128, BLOCK=16)
+            column_sum_launch((cdiv(width, 16),), part, grad, grid, width, ROWS=128, BLOCK=16)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from liger_core.ops._softmax_loss import RowOptions, RowResults
 from torch import Tensor
 
-from liger_triton.launch import Launcher, rows_of
+from liger_triton.launch import Launcher, cdiv, power_of_two, rows_of
 
 
 
@@ -45,7 +45,7 @@ class TritonPasses:
         target, options = target.contiguous(), _dense(options)
         row_factor = None if row_factor is None else row_factor.contiguous()
         shape = BOTH if gradient else STATISTICS
-        block = min(shape.block, triton.next_power_of_2(width))
+        block = min(shape.block, power_of_two(width))
         loss_launch(
             (rows,), logits, target, options.class_weight, row_factor, results.loss, results.lse, results.prediction, results.entropy,
             logits.stride(0), width, *_scalars(options),
@@ -59,9 +59,9 @@ class TritonPasses:
         if rows == 0:
             return
         logits, target, options = rows_of(logits), target.contiguous(), _dense(options)
-        block = min(GRADIENT.block, triton.next_power_of_2(width))
+        block = min(GRADIENT.block, power_of_two(width))
         gradient_launch(
-            (rows, triton.cdiv(width, block)), logits, target, options.class_weight, row_factor, lse, out,
+            (rows, cdiv(width, block)), logits, target, options.class_weight, row_factor, lse, out,
             logits.stride(0), out.stride(0), row_factor.stride(0), width, *_scalars(options), _weight_sum(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_SOFTCAP=options.softcap is not None, HAS_SMOOTHING=options.label_smoothing > 0,
             BLOCK=block, num_warps=GRADIENT.warps,
@@ -69,7 +69,7 @@ class TritonPasses:
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor) -> None:
         size = tensor.numel()
-        scale_launch((triton.cdiv(size, SCALE_BLOCK),), tensor, scale, out, size, BLOCK=SCALE_BLOCK, num_warps=8)
+        scale_launch((cdiv(size, SCALE_BLOCK),), tensor, scale, out, size, BLOCK=SCALE_BLOCK, num_warps=8)
 
 
 def _dense(options: RowOptions) -> RowOptions:

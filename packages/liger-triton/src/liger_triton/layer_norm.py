@@ -19,8 +19,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 def _allocate(x: Tensor, *rest: object) -> Outputs:
     rows = x.numel() // max(1, x.shape[-1])
-    mean, inverse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), mean, inverse
+    mean, inverse = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape), mean, inverse
 
 
 def _launch(y: Tensor, mean: Tensor, inverse: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
@@ -31,7 +31,7 @@ def _allocate_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool]
 ) -> Outputs:
     return tuple(
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
+        t.new_empty(t.shape) if need and t is not None else None
         for need, t in zip(needs, (x, weight, bias), strict=True)
     )
 

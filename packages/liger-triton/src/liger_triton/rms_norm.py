@@ -23,7 +23,7 @@ def rms_norm(
 
 def _allocate(x: Tensor, *rest: object) -> Outputs:
     rows = x.numel() // max(1, x.shape[-1])
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(rows, dtype=torch.float32, device=x.device)
+    return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
 
 
 def _launch(y: Tensor, inverse_rms: Tensor, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast_input: bool) -> None:
@@ -34,8 +34,8 @@ def _allocate_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor, weight_offset: float, needs: list[bool]
 ) -> Outputs:
     return (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None,
-        torch.empty(weight.shape, dtype=weight.dtype, device=x.device) if needs[1] and weight is not None else None,
+        x.new_empty(x.shape) if needs[0] else None,
+        weight.new_empty(weight.shape) if needs[1] and weight is not None else None,
     )
 
 

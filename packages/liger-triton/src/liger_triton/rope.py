@@ -12,7 +12,7 @@ from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
 from torch import Tensor
 
-from liger_triton.launch import Launcher, TritonKernel, supported
+from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, supported
 
 # Pairs of columns that one program turns: tokens × heads × rotary/2.
 PAIRS = 2048
@@ -88,20 +88,20 @@ def _turn(
     cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
     batch, _, tokens, width = x1.shape
     rotary = cos.shape[-1]
-    half = triton.next_power_of_2(rotary // 2)
+    half = power_of_two(rotary // 2)
     most = max(x.shape[1] for x, _ in pairs)
-    heads = min(triton.next_power_of_2(most), max(1, PAIRS // half))
-    per_program = max(1, min(PAIRS // (half * heads), triton.next_power_of_2(tokens)))
-    groups = triton.cdiv(batch * tokens, per_program)
+    heads = min(power_of_two(most), max(1, PAIRS // half))
+    per_program = max(1, min(PAIRS // (half * heads), power_of_two(tokens)))
+    groups = cdiv(batch * tokens, per_program)
     # Where the heads of q and k fit one tile each, one program turns both and reads cos and sin once.
-    grid = (groups, triton.cdiv(most, heads))
+    grid = (groups, cdiv(most, heads))
     rope_launch(
         grid, x1, x2, out1, out2, cos, sin,
         *x1.stride()[:3], *x2.stride()[:3], *out1.stride(), *out2.stride(),
         *_table_strides(cos, batch), *_table_strides(sin, batch),
         batch * tokens, tokens, x1.shape[1], x2.shape[1], rotary // 2, width,
         INTERLEAVED=interleaved, BACKWARD=backward, BOTH=len(pairs) == 2, REST=width > rotary and x1 is not out1,
-        TOKENS=per_program, HEADS=heads, HALF=half, BLOCK=triton.next_power_of_2(max(1, width - rotary)), num_warps=4,
+        TOKENS=per_program, HEADS=heads, HALF=half, BLOCK=power_of_two(max(1, width - rotary)), num_warps=4,
     )  # fmt: skip
 
 
