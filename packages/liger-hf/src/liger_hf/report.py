@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
@@ -90,11 +91,12 @@ class Report:
             table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
         for row in self.rows:
             style = "green" if row.verdict == REPLACED else "yellow"
-            table.add_row(row.pattern, str(row.count), row.module, row.op, row.backend, f"[{style}]{row.verdict}[/]", row.reason)
+            cells = (row.pattern, str(row.count), row.module, row.op, row.backend)
+            table.add_row(*map(Text, cells), Text(row.verdict, style=style), Text(row.reason))
         for op, reason in self.absent.items():
-            table.add_row("–", "0", "–", op, "", "[yellow]left[/]", reason)
+            table.add_row("–", "0", "–", op, "", Text(LEFT, style="yellow"), Text(reason))
         if self.notes:
-            table.caption = "\n".join(self.notes)
+            table.caption = Text("\n".join(self.notes))
         return table
 
     def _title(self) -> str:

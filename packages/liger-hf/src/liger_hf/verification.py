@@ -84,8 +84,8 @@ def decide(found: Found, verify: bool) -> Decision:
         best = found.candidates[min(passed)[1]]
         words = "outputs and gradients agree" if verify else "not verified"
         return Decision(best, f"{words}{', ' + best.detail if best.detail else ''}")
-    nearest = min(range(len(verdicts)), key=lambda index: verdicts[index][1])
-    return Decision(None, f"no candidate agrees with the module; the nearest, {found.candidates[nearest].op.name}: {verdicts[nearest][0]}")
+    tried = "; ".join(dict.fromkeys(f"{c.op.name}: {problem}" for c, (problem, _) in zip(found.candidates, verdicts, strict=True)))
+    return Decision(None, f"no op computes what the module does; {tried}")
 
 
 def _original(function: Callable[..., Any], case: Case) -> tuple[Results, Results]:
@@ -96,7 +96,7 @@ def _original(function: Callable[..., Any], case: Case) -> tuple[Results, Result
 
 def _verdict(candidate: Candidate, known: list[tuple[Case, Results, Results]], verify: bool) -> tuple[str | None, float]:
     """(what is wrong or None, distance to the original's own outputs)."""
-    distance, problem = 0.0, None
+    distance = 0.0
     for case, original, exact in known:
         try:
             got = case.run(candidate.function, False)
@@ -110,11 +110,10 @@ def _verdict(candidate: Candidate, known: list[tuple[Case, Results, Results]], v
             if name.startswith("gradient") and not verify:
                 continue
             wrong = judge(result, original[name], exact[name], case.dtype)
-            if wrong and problem is None:
-                problem = f"{case.name}, {name}: {wrong}"
-            if result.shape == original[name].shape:
-                distance += error(result, original[name]).frobenius
-    return problem, distance
+            if wrong:
+                return f"{case.name}, {name}: {wrong}", float("inf")
+            distance += error(result, original[name]).frobenius
+    return None, distance
 
 
 def _short(problem: BaseException) -> str:

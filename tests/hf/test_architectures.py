@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A patched model computes what the plain one computes, for every architecture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import liger_hf
+from hf.tiny_models import ARCHITECTURES, LAYERS, VOCABULARY, LargestResult, disagreements, exact_step, make, step, tokens, twin
+
+GATE = {"gemma2": "geglu"}
+NORMS = {"qwen3": 4 * LAYERS + 1, "gemma2": 4 * LAYERS + 1}
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_every_part_of_the_model_is_replaced(architecture: str) -> None:
+    report = liger_hf.apply(make(architecture))
+    norms = NORMS.get(architecture, 2 * LAYERS + 1)
+    assert report.replaced == {"rms_norm": norms, "rope": LAYERS, GATE.get(architecture, "swiglu"): LAYERS, "linear_cross_entropy": 1}
+    assert {row.verdict for row in report.rows} == {"replaced"}
+
+
+def test_loss_and_gradients_are_as_accurate_as_those_of_the_plain_model(architecture: str) -> None:
+    plain = make(architecture).train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_losses_over_all_accumulated_tokens_agree(architecture: str) -> None:
+    plain = make(architecture).train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = {**tokens(), "num_items_in_batch": torch.tensor(37)}
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_logits_in_evaluation_are_those_of_the_plain_model(architecture: str, dtype: torch.dtype) -> None:
+    plain = make(architecture, dtype).eval()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens()
+    with torch.no_grad():
+        results, expected, exact = (model(**inputs) for model in (patched, plain, twin(plain).double()))
+    assert isinstance(results.logits, torch.Tensor)
+    values = [{"loss": o.loss, "logits": o.logits} for o in (results, expected, exact)]
+    assert disagreements(*values) == {}
+
+
+def test_a_training_step_makes_no_tensor_of_all_the_logits(architecture: str) -> None:
+    # More rows than the hidden sizes, so that no gradient of a weight is as large; a chunk of the loss is a part of the rows.
+    inputs = tokens(batch=4, length=50)
+    model = make(architecture, tie_word_embeddings=False).train()
+    rows = inputs["input_ids"].numel()
+    with LargestResult() as plain:
+        step(model, **inputs)
+    assert plain.elements >= rows * VOCABULARY
+    liger_hf.apply(model)
+    with pytest.MonkeyPatch.context() as patch, LargestResult() as lean:
+        patch.setattr("liger_core.ops._chunked_loss.CPU_BYTES", 16 * VOCABULARY * 4)
+        step(model, **inputs)
+    assert lean.elements < rows * VOCABULARY
+
+
+def test_bfloat16_training_is_as_accurate_as_the_plain_model() -> None:
+    plain = make("llama", torch.bfloat16).train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens(batch=4, length=24)
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+def test_autocast_training_stays_within_the_noise_of_autocast(architecture: str) -> None:
+    plain = make(architecture).train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens(batch=4, length=24)
+    exact = exact_step(plain, **inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result, expected = step(patched, **inputs), step(plain, **inputs)
+
+    def distance(one: dict[str, torch.Tensor]) -> float:
+        return max(float((one[name] - exact[name]).norm() / exact[name].norm()) for name in exact)
+
+    assert distance(result) <= 1.1 * distance(expected)
+
+
+def test_undo_gives_the_same_bits_as_before(architecture: str) -> None:
+    model = make(architecture).train()
+    inputs = tokens()
+    before = step(model, **inputs)
+    report = liger_hf.apply(model)
+    step(model, **inputs)
+    report.undo()
+    after = step(model, **inputs)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_generated_tokens_are_the_same(architecture: str) -> None:
+    plain = make(architecture).eval()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    ids = tokens()["input_ids"]
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(patched.generate(ids, **options), plain.generate(ids, **options))
+
+
+def test_the_keys_of_the_state_dict_stay(architecture: str) -> None:
+    model = make(architecture)
+    before = list(model.state_dict())
+    liger_hf.apply(model)
+    assert list(model.state_dict()) == before

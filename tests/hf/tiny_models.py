@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random models of the architectures that the tests patch, and what the tests measure on them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from liger_core.accuracy import judge
+from liger_hf.replica import DoublePrecision
+
+VOCABULARY = 300
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "final_logit_softcapping": 7.0},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "granite": {"logits_scaling": 4.0},
+}
+ARCHITECTURES = tuple(OPTIONS)
+LAYERS = COMMON["num_hidden_layers"]
+
+
+def make(architecture: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A model whose weights are large enough that every part of it matters to the result."""
+    config = AutoConfig.for_model(architecture, **{**COMMON, **OPTIONS.get(architecture, {}), **options})
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter + 0.2 * noise if parameter.dim() == 1 else 0.1 * noise)
+    return model.to(dtype)
+
+
+def tokens(batch: int = 2, length: int = 11) -> dict[str, Tensor]:
+    """Inputs with labels, some of them ignored."""
+    ids = torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(2))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def twin(model: nn.Module) -> Any:
+    return copy.deepcopy(model)
+
+
+def step(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
+    """The loss and the gradient of every parameter, by name."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def exact_step(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
+    """The same in float64 throughout."""
+    with DoublePrecision():
+        return step(twin(model).double(), **inputs)
+
+
+def disagreements(results: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, str]:
+    """What does not meet the accuracy criterion of the project, by name, with figures."""
+    assert results.keys() == plain.keys() == exact.keys()
+    dtype = next(value.dtype for name, value in plain.items() if name != "loss")
+    found = {name: judge(result, plain[name], exact[name], dtype) for name, result in results.items()}
+    return {name: problem for name, problem in found.items() if problem}
+
+
+class LargestResult(TorchDispatchMode):
+    """How many elements the largest tensor has that any operation returns while this is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # A transposed or reshaped weight is a view, no new memory.
+        if not func.is_view:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.elements = max(self.elements, leaf.numel())
+        return result
