@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import os
+import sys
+import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +57,31 @@ def fresh_selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     selection.reset()
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """install(name, source): put a plugin package where entry points are looked for, as pip would, and forget what was loaded."""
+    from liger_core import selection
+
+    modules: list[str] = []
+
+    def put(name: str, source: str, *, distribution: str | None = None) -> Path:
+        module, distribution = f"{name}_plugin", distribution or f"liger-{name}"
+        site = tmp_path / name
+        metadata = site / f"{distribution.replace('-', '_')}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[liger]\n{name} = {module}\n")
+        (site / f"{module}.py").write_text(textwrap.dedent(source))
+        monkeypatch.syspath_prepend(site)
+        modules.append(module)
+        selection.reset()
+        return site
+
+    yield put
+    for module in modules:
+        sys.modules.pop(module, None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -47,25 +47,28 @@ class Backend:
                     f"backend {self.name!r} of {self.distribution}: every op it implements must be a known op, got {name!r}; "
                     f"known: {', '.join(sorted(known))}.{nearest(name, known)}"
                 )
-            drift = _drift(known[name], implementation)
-            if drift:
-                raise PluginError(f"backend {self.name!r} of {self.distribution}: {name} must have the signature of its reference, {drift}")
+            if drift := _drift(known[name], implementation):
+                raise PluginError(f"backend {self.name!r} of {self.distribution}: {name} must have the signature of its reference; {drift}")
             table[name] = implementation
         return table
 
 
-def _shape(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
-    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-
-
 def _drift(op: Op[..., Any], implementation: Callable[..., Any]) -> str:
-    """How the signature of an implementation differs from its reference, or nothing."""
-    want, got = _shape(op.reference), _shape(implementation)
-    if want == got:
-        return ""
-    return f"{inspect.signature(op.reference)}, got {_bare(implementation)} in {implementation.__module__}"
+    """The first difference between the signature of an implementation and that of its reference, or nothing."""
+    want, got = op.signature.parameters, inspect.signature(implementation).parameters
+    for name, parameter in want.items():
+        if name not in got:
+            return f"{name} is missing"
+        if got[name].kind != parameter.kind:
+            return f"{name} must be {parameter.kind.description}, got {got[name].kind.description}"
+        if got[name].default != parameter.default:
+            return f"the default of {name} must be {_default(parameter)}, got {_default(got[name])}"
+    if extra := [name for name in got if name not in want]:
+        return f"{extra[0]} must not be there"
+    if list(got) != list(want):
+        return f"the order must be {', '.join(want)}, got {', '.join(got)}"
+    return ""
 
 
-def _bare(function: Callable[..., Any]) -> str:
-    signature = inspect.signature(function)
-    return str(signature)
+def _default(parameter: inspect.Parameter) -> str:
+    return "absent" if parameter.default is parameter.empty else repr(parameter.default)

@@ -104,7 +104,8 @@ class Op(Generic[P, R]):
         self.__signature__ = self.signature
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.table is None or torch.compiler.is_compiling():
+        # In this order: an attribute that tracing has read already would stay as it was.
+        if torch.compiler.is_compiling() or self.table is None:
             _settle()
         self.check(*args, **kwargs)
         first: Any = args[0] if args else kwargs[self.first]

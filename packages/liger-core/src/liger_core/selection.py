@@ -77,8 +77,9 @@ def settle() -> None:
 
 def reset() -> None:
     """Forget every selection and every loaded plugin, and read the environment again at the next use (for tests)."""
-    for op in registry().ops.values():
-        op.table = None
+    if registry.cache_info().currsize:
+        for op in registry().ops.values():
+            op.table = None
     registry.cache_clear()
     _layers.clear()
     _settled.clear()
@@ -138,7 +139,7 @@ def _known_backend(found: Registry, name: str, source: str) -> str:
     if name == AUTO:
         return name
     if name not in found.backends:
-        broken = "".join(f" Plugin {p!r} failed: {why}." for p, why in found.failed.items())
+        broken = "".join(f" Plugin {why}." for why in found.failed.values())
         raise BackendError(
             f"no backend named {name!r}; installed: {', '.join(sorted(found.backends))}.{nearest(name, found.backends)}{broken}"
         )
@@ -282,4 +283,7 @@ def _would_decline(implementation: Callable[..., Any], args: Any, kwargs: Any) -
             implementation(*fake_args, **fake_kwargs)
         except Unsupported as reason:
             return str(reason)
+        except Exception:
+            # What cannot run on fakes got past the place where it would have declined.
+            return None
     return None

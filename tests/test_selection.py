@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation a call gets: the environment variable, `use` as a call and as a context, and the automatic choice."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from liger_core import BackendError, Op, explain, layer_norm, rms_norm, rope, selection, swiglu, use
+from liger_core.ops import CATALOGUE
+from liger_core.plugins import registry
+
+pytestmark = pytest.mark.usefixtures("fresh_selection")
+
+Install = Callable[..., Path]
+ALWAYS_THERE = "reference, third, triton"
+
+# Two ops, each one more than the reference's result; rows wider than 64 are declined.
+THIRD = """
+    import liger_core
+    from liger_core import Backend, Unsupported, hookimpl
+
+    def rms_norm(x, weight=None, eps=1e-6, *, weight_offset=0.0, cast="input"):
+        if x.shape[-1] > 64:
+            raise Unsupported(f"rows of {x.shape[-1]}, more than 64")
+        return liger_core.rms_norm.reference(x, weight, eps, weight_offset=weight_offset, cast=cast) + 1
+
+    def swiglu(gate, up=None):
+        return liger_core.swiglu.reference(gate, up) + 1
+
+    @hookimpl
+    def liger_backends():
+        return [Backend("third", DEVICES, PRIORITY, {liger_core.rms_norm: rms_norm, liger_core.swiglu: swiglu})]
+"""
+
+
+@pytest.fixture
+def third(install: Install) -> None:
+    """A backend of two ops on CPU tensors that `auto` does not take."""
+    install("third", THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY", "-1"))
+
+
+@pytest.fixture
+def preferred_third(install: Install) -> None:
+    """The same, with a priority above the reference's."""
+    install("third", THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY", "50"))
+
+
+X = torch.arange(16.0).reshape(2, 8)
+
+
+def runs(op: Op[..., Any] = rms_norm, x: Tensor = X) -> str:
+    """The backend that answers a call, told from its result, and the same from `explain`."""
+    result, expected = op(x), op.reference(x)
+    answered = next(name for name, shift in (("reference", 0), ("third", 1)) if torch.equal(result, expected + shift))
+    assert explain(op, x).backend == answered
+    return answered
+
+
+def test_auto_takes_the_reference_where_nothing_better_is(third: None) -> None:
+    assert runs(rms_norm) == "reference"
+
+
+def test_auto_takes_the_backend_of_the_highest_priority(preferred_third: None) -> None:
+    assert (runs(rms_norm), runs(swiglu)) == ("third", "third")
+    assert explain(layer_norm, X).backend == "reference"
+
+
+def test_auto_chooses_by_the_device_of_the_tensors(install: Install) -> None:
+    install("third", THIRD.replace("DEVICES", "('meta',)").replace("PRIORITY", "50"))
+    assert explain(rms_norm, X).backend == "reference"
+    assert explain(rms_norm, X.to("meta")).backend == "third"
+    assert runs(rms_norm) == "reference"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_auto_serves_cpu_and_cuda_tensors_in_one_process() -> None:
+    assert (explain(rms_norm, X).backend, explain(rms_norm, X.cuda()).backend) == ("reference", "triton")
+    torch.testing.assert_close(rms_norm(X.cuda()).cpu(), rms_norm(X))
+
+
+@pytest.mark.parametrize(
+    ("variable", "rms", "gated"),
+    [
+        pytest.param("reference", "reference", "reference", id="one_name"),
+        pytest.param("third", "third", "third", id="another_name"),
+        pytest.param("third,swiglu=reference", "third", "reference", id="exception"),
+        pytest.param("swiglu=reference", "third", "reference", id="exception_to_auto"),
+        pytest.param(" reference , rms_norm = third ", "third", "reference", id="blanks"),
+        pytest.param("reference,swiglu=auto", "reference", "third", id="auto_for_one_op"),
+        pytest.param("auto", "third", "third", id="auto"),
+        pytest.param("", "third", "third", id="empty"),
+    ],
+)
+def test_the_environment_selects(preferred_third: None, monkeypatch: pytest.MonkeyPatch, variable: str, rms: str, gated: str) -> None:
+    monkeypatch.setenv("LIGER_BACKEND", variable)
+    assert (runs(rms_norm), runs(swiglu)) == (rms, gated)
+
+
+def test_an_op_that_the_selected_backend_lacks_keeps_the_automatic_choice(third: None) -> None:
+    use("third")
+    chosen = explain(layer_norm, torch.ones(2, 8))
+    assert chosen.backend == "reference"
+    assert chosen.reason == "auto (use('third'), but 'third' does not implement layer_norm): highest priority on cpu tensors"
+
+
+def test_use_as_a_call_lasts_until_it_is_undone(third: None) -> None:
+    selected = use("third")
+    assert runs() == "third"
+    selected.undo()
+    assert runs() == "reference"
+
+
+def test_use_as_a_context_ends_with_its_block(third: None) -> None:
+    with use("third"):
+        assert runs() == "third"
+    assert runs() == "reference"
+
+
+def test_a_context_ends_when_its_block_fails(third: None) -> None:
+    with pytest.raises(ZeroDivisionError), use("third"):
+        raise ZeroDivisionError
+    assert runs() == "reference"
+
+
+def test_the_innermost_of_nested_contexts_wins(third: None) -> None:
+    with use("third"):
+        with use("reference", only=[swiglu]):
+            assert (runs(rms_norm), runs(swiglu)) == ("third", "reference")
+            with use("auto"):
+                assert (runs(rms_norm), runs(swiglu)) == ("reference", "reference")
+            assert (runs(rms_norm), runs(swiglu)) == ("third", "reference")
+        assert (runs(rms_norm), runs(swiglu)) == ("third", "third")
+
+
+def test_selections_may_be_undone_in_any_order(third: None) -> None:
+    first, second = use("third"), use("reference")
+    first.undo()
+    assert runs() == "reference"
+    second.undo()
+    assert runs() == "reference"
+
+
+def test_only_takes_ops_and_their_names(third: None) -> None:
+    with use("third", only=[rms_norm]):
+        assert (runs(rms_norm), runs(swiglu)) == ("third", "reference")
+    with use("third", only=["swiglu"]):
+        assert (runs(rms_norm), runs(swiglu)) == ("reference", "third")
+
+
+def test_use_is_stronger_than_the_environment(third: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_BACKEND", "third")
+    with use("reference"):
+        assert runs() == "reference"
+    assert runs() == "third"
+
+
+def test_use_takes_exceptions_by_op(third: None) -> None:
+    with use("third,swiglu=reference"):
+        assert (runs(rms_norm), runs(swiglu)) == ("third", "reference")
+
+
+@pytest.mark.parametrize(
+    ("specification", "message"),
+    [
+        pytest.param("thrid", f"no backend named 'thrid'; installed: {ALWAYS_THERE}. Did you mean 'third'?", id="misspelt"),
+        pytest.param("numpy", f"no backend named 'numpy'; installed: {ALWAYS_THERE}.", id="unknown"),
+        pytest.param(
+            "rms_norm=tritn", f"no backend named 'tritn'; installed: {ALWAYS_THERE}. Did you mean 'triton'?", id="misspelt_for_an_op"
+        ),
+        pytest.param(
+            "third,rms_nrm=third",
+            "SOURCE: no op named 'rms_nrm'; known: cross_entropy, geglu, layer_norm, linear_cross_entropy, rms_norm, rope, swiglu. "
+            "Did you mean 'rms_norm'?",
+            id="unknown_op",
+        ),
+        pytest.param(
+            "layer_norm=third",
+            "SOURCE: backend 'third' must implement layer_norm, it does not; layer_norm is implemented by: IMPLEMENTED",
+            id="op_that_it_lacks",
+        ),
+        pytest.param(
+            "third,reference",
+            "SOURCE: one backend for all ops must be given, got 'third' and 'reference'; write op=backend for one op",
+            id="two_names",
+        ),
+    ],
+)
+@pytest.mark.parametrize("by", ["use", "environment"])
+def test_a_wrong_selection_is_an_error_that_names_what_there_is(
+    third: None, monkeypatch: pytest.MonkeyPatch, by: str, specification: str, message: str
+) -> None:
+    able = ", ".join(b for b, table in registry().implementations.items() if "layer_norm" in table)
+    if by == "environment":
+        monkeypatch.setenv("LIGER_BACKEND", specification)
+        message = message.replace("SOURCE", f"LIGER_BACKEND={specification}")
+        with pytest.raises(BackendError) as caught:
+            rms_norm(X)
+    else:
+        message = message.replace("SOURCE", f"use({specification!r})")
+        with pytest.raises(BackendError) as caught:
+            use(specification)
+    assert str(caught.value) == message.replace("IMPLEMENTED", able)
+
+
+def test_a_wrong_use_leaves_the_selection_as_it_was(third: None) -> None:
+    use("third")
+    with pytest.raises(BackendError):
+        use("numpy")
+    assert runs() == "third"
+
+
+def test_a_wrong_environment_fails_at_every_use_until_it_is_right(third: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_BACKEND", "thrid")
+    for _ in range(2):
+        with pytest.raises(BackendError, match="Did you mean 'third'"):
+            rms_norm(X)
+    monkeypatch.setenv("LIGER_BACKEND", "third")
+    assert runs() == "third"
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="the backend is available here")
+def test_a_backend_that_cannot_run_here_says_why() -> None:
+    with pytest.raises(BackendError) as caught:
+        use("triton")
+    assert str(caught.value) == (
+        "use('triton'): backend 'triton' must be available, it is not: no CUDA GPU; set TRITON_INTERPRET=1 before the start to run the "
+        "kernels in Triton's slow CPU interpreter"
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        pytest.param("reference", "reference reference", id="reference"),
+        pytest.param("triton", "triton triton", id="triton"),
+        pytest.param("triton,rope=reference", "triton reference", id="triton_but_rope"),
+        pytest.param("auto", "reference reference", id="auto"),
+    ],
+)
+def test_the_environment_selects_the_kernels_in_a_fresh_process(variable: str, expected: str) -> None:
+    code = """if True:
+        import torch
+        from liger_core import explain, rms_norm, rope
+        x, q, t = torch.randn(2, 8), torch.randn(1, 2, 3, 8), torch.randn(3, 8)
+        torch.testing.assert_close(rms_norm(x), rms_norm.reference(x))
+        torch.testing.assert_close(rope(q, q, t, t), rope.reference(q, q, t, t))
+        print(explain(rms_norm, x).backend, explain(rope, q, q, t, t).backend)
+    """
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "LIGER_BACKEND": variable}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected
+
+
+def test_a_declined_call_runs_the_reference_under_auto_and_says_so_once(preferred_third: None, caplog: pytest.LogCaptureFixture) -> None:
+    wide = torch.randn(2, 65)
+    with caplog.at_level(logging.WARNING, logger="liger"):
+        first, second = rms_norm(wide), rms_norm(wide)
+    assert torch.equal(first, rms_norm.reference(wide))
+    assert torch.equal(first, second)
+    assert caplog.messages == ["rms_norm: the reference runs, since the selected backend declined: rows of 65, more than 64"]
+    assert explain(rms_norm, wide).backend == "reference"
+    assert explain(rms_norm, wide).reason == "auto (the default); 'third' declines: rows of 65, more than 64"
+
+
+def test_a_declined_call_is_an_error_under_a_named_backend(third: None) -> None:
+    use("third")
+    with pytest.raises(BackendError) as caught:
+        rms_norm(torch.randn(2, 65))
+    assert str(caught.value) == (
+        "rms_norm: backend 'third' must be able to take this call, it declined: rows of 65, more than 64; it was selected by use('third'), "
+        "select 'auto' or rms_norm=reference to run the reference instead"
+    )
+
+
+def test_a_tensor_on_a_device_that_the_named_backend_lacks_is_an_error(third: None) -> None:
+    use("third", only=[rms_norm])
+    with pytest.raises(BackendError) as caught:
+        rms_norm(X.to("meta"))
+    assert str(caught.value) == (
+        "rms_norm: backend 'third' runs on cpu tensors, got a meta tensor; it was selected by use('third'), "
+        "select 'auto' or rms_norm=reference to run the reference instead"
+    )
+
+
+def test_explain_lists_every_backend_with_its_verdict(third: None) -> None:
+    use("third", only=[rms_norm])
+    lines = str(explain(rms_norm, X)).splitlines()
+    assert lines[0] == "rms_norm: third (selected by use('third'); can run)"
+    assert "  third: can run" in lines
+    assert "  reference: can run" in lines
+    assert explain(rms_norm, torch.randn(2, 65)).candidates["third"] == "declines: rows of 65, more than 64"
+    assert explain(rms_norm, X.to("meta")).candidates["third"] == "runs on cpu tensors, got a meta tensor"
+    assert explain(layer_norm, X).candidates["third"] == "does not implement layer_norm"
+
+
+def test_explain_raises_what_the_call_would_raise() -> None:
+    for call in (rms_norm, lambda *args: explain(rms_norm, *args)):
+        with pytest.raises(ValueError, match=r"rms_norm: weight must have shape \(8,\) to match x \(2, 8\), got \(7,\)"):
+            call(X, torch.ones(7))
+
+
+def test_reselecting_recompiles_and_going_back_does_not(third: None) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(lambda x: rms_norm(x), backend=counter, fullgraph=True)
+    frames = []
+    for name, shift in (("reference", 0), ("third", 1), ("reference", 0), ("third", 1)):
+        with use(name):
+            assert torch.equal(compiled(X), rms_norm.reference(X) + shift)
+        frames.append(counter.frame_count)
+    assert frames == [1, 2, 2, 2]
+
+
+def test_the_first_call_may_be_a_compiled_one(preferred_third: None) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), rms_norm.reference(X) + 1)
+
+
+def test_a_declined_call_falls_back_without_a_graph_break(preferred_third: None) -> None:
+    torch._dynamo.reset()
+    wide = torch.randn(2, 65)
+    compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(wide), rms_norm.reference(wide))
+
+
+def test_every_op_of_the_catalogue_is_settled_by_the_first_call() -> None:
+    rms_norm(X)
+    assert {op.name: selection.selected(op) for op in CATALOGUE} == {op.name: ("auto", "the default") for op in CATALOGUE}
+
+
+def test_dispatch_costs_about_two_microseconds() -> None:
+    def nothing(x: Tensor) -> Tensor:
+        return x
+
+    def check(x: Tensor) -> None:
+        pass
+
+    empty = Op(nothing, check=check, samples=lambda *_: iter(()), misuses=lambda _: iter(()), workloads=tuple, work=None)  # type: ignore[arg-type]
+    empty.table = {}
+    through, direct = (min(timeit.repeat(lambda f=f: f(X), number=2000, repeat=30)) / 2000 for f in (empty, nothing))
+    # 0.6 µs on the machine that this was written on; the limit leaves room for one that does something else.
+    assert through - direct < 4e-6
+
+
+def test_rope_may_be_named_with_its_keywords(third: None) -> None:
+    """The device is found where the first tensor is given by name."""
+    q, t = torch.randn(1, 2, 3, 8), torch.randn(3, 8)
+    with use("reference"):
+        assert torch.equal(rope(k=q, q=q, cos=t, sin=t)[0], rope.reference(q, q, t, t)[0])
