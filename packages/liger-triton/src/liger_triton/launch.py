@@ -57,7 +57,8 @@ class Launcher:
         self.direct = not knobs.runtime.interpret and triton.__version__.startswith("3.6.")
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        if not self.direct or knobs.runtime.launch_enter_hook is not None:
+        # A profiler's hooks want the launch metadata that only Triton's own call collects.
+        if not self.direct or getattr(knobs.runtime.launch_enter_hook, "calls", True):
             self.kernel[grid](*args, **options)
             return
         device = torch._C._cuda_getDevice()
