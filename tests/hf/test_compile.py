@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A patched model is one graph for torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import liger_hf
+from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def compiled_step(model: Any, backend: Any, **inputs: Any) -> dict[str, Tensor]:
+    """A training step through one compiled graph; every name is that of the model itself."""
+    results = step(torch.compile(model, fullgraph=True, backend=backend), **inputs)
+    return {name.removeprefix("_orig_mod."): value for name, value in results.items()}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_patched_model_is_one_graph_with_the_right_gradients(architecture: str) -> None:
+    plain = make(architecture).train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens()
+    results = compiled_step(patched, "aot_eager", **inputs)
+    assert graphs() == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_no_value_of_the_graphs_has_the_size_of_the_logits() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    largest: dict[str, int] = {}
+
+    def watch(graph: fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and node.op == "call_function":
+                largest[str(node)] = value.numel()
+        return graph
+
+    # More rows than any weight has, so that a gradient of a weight is not taken for logits.
+    inputs = tokens(batch=8, length=50)
+    model = make(tie_word_embeddings=False).train()
+    liger_hf.apply(model)
+    compiled_step(model, aot_autograd(fw_compiler=watch, bw_compiler=watch), **inputs)
+    assert len(largest) > 20
+    assert [name for name, size in largest.items() if size >= 400 * VOCABULARY] == []
+
+
+def test_a_patched_model_recompiles_no_more_than_the_plain_one() -> None:
+    def count(model: Any) -> list[int]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled, seen = torch.compile(model, backend="eager"), []
+        for length in (11, 11, 16, 20):
+            compiled(**tokens(length=length)).loss.backward()
+            seen.append(graphs())
+        return seen
+
+    plain = make().train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    assert count(patched) == count(plain)
+
+
+def test_the_compiled_model_evaluates_like_the_plain_one() -> None:
+    plain = make().eval()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    with torch.no_grad():
+        results, expected = torch.compile(patched, fullgraph=True, backend="aot_eager")(**tokens()), plain(**tokens())
+    torch.testing.assert_close(results.logits, expected.logits)
+    torch.testing.assert_close(results.loss, expected.loss)
+
+
+def test_logits_read_outside_the_compiled_graph_are_right() -> None:
+    plain = make().train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    outputs = torch.compile(patched, fullgraph=True, backend="aot_eager")(**tokens())
+    torch.testing.assert_close(outputs.logits + 0, plain(**tokens()).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_right_gradients() -> None:
+    plain = make(num_hidden_layers=1).train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens()
+    results = compiled_step(patched, "inductor", **inputs)
+    expected = step(plain, **inputs)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value, rtol=1e-4, atol=1e-6)

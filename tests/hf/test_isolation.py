@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Only the instances of the given model change, and undo makes them what they were."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import liger_hf
+from hf.tiny_models import ARCHITECTURES, disagreements, exact_step, make, step, tokens
+
+
+def shared_state(model: nn.Module) -> dict[tuple[str, str], int]:
+    """The identity of everything that models of the process share: members of classes, globals of modelling files, the loss table."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    classes = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
+    spaces = {f"class {c.__qualname__}": vars(c) for c in classes}
+    spaces |= {f"module {c.__module__}": vars(sys.modules[c.__module__]) for c in classes}
+    spaces["LOSS_MAPPING"] = LOSS_MAPPING
+    return {(space, name): id(value) for space, values in spaces.items() for name, value in values.items() if not name.startswith("__")}
+
+
+def instance_state(model: nn.Module) -> dict[str, Any]:
+    """What every instance has in its own dictionary."""
+    return {name: {key: id(value) for key, value in vars(module).items()} for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_class_and_no_module_global_changes(architecture: str) -> None:
+    model = make(architecture).train()
+    before = shared_state(model)
+    liger_hf.apply(model)
+    step(model, **tokens())
+    assert shared_state(model) == before
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_another_model_of_the_class_keeps_its_bits(architecture: str) -> None:
+    bystander, patched = make(architecture).train(), make(architecture).train()
+    inputs, own = tokens(), instance_state(bystander)
+    before = step(bystander, **inputs)
+    liger_hf.apply(patched)
+    step(patched, **inputs)
+    after = step(bystander, **inputs)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    bystander.zero_grad()
+    assert instance_state(bystander) == own
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_original_rotary_function_runs_in_another_model_only(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bystander, patched = make(architecture), make(architecture)
+    file = sys.modules[type(patched).__module__]
+    original, calls = file.apply_rotary_pos_emb, []
+    liger_hf.apply(patched)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return original(*args, **options)
+
+    monkeypatch.setattr(file, "apply_rotary_pos_emb", counted)
+    patched(**tokens())
+    assert calls == []
+    bystander(**tokens())
+    assert len(calls) == bystander.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_undo_leaves_nothing_in_the_instances(architecture: str) -> None:
+    model = make(architecture)
+    before = instance_state(model)
+    liger_hf.apply(model).undo()
+    assert instance_state(model) == before
+
+
+def test_undo_twice_does_nothing_more() -> None:
+    model = make()
+    report = liger_hf.apply(model)
+    report.undo()
+    before = instance_state(model)
+    report.undo()
+    assert instance_state(model) == before
+
+
+def test_a_block_undoes_what_it_applied_also_after_an_error() -> None:
+    model = make()
+    before = instance_state(model)
+    with pytest.raises(ZeroDivisionError), liger_hf.apply(model):
+        raise ZeroDivisionError
+    assert instance_state(model) == before
+
+
+def test_undo_restores_a_loss_function_that_was_set_on_the_instance() -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    model = make()
+    model.loss_function = ForCausalLMLoss
+    liger_hf.apply(model).undo()
+    assert model.__dict__["_loss_function"] is ForCausalLMLoss
+
+
+def test_applying_twice_changes_nothing_and_says_so() -> None:
+    model = make()
+    first = liger_hf.apply(model)
+    before = instance_state(model)
+    second = liger_hf.apply(model)
+    assert instance_state(model) == before
+    assert second.replaced == {}
+    assert second.notes == ["Nothing was changed: an earlier apply has replaced these modules already."]
+    second.undo()
+    assert instance_state(model) == before
+    first.undo()
+
+
+def test_ops_can_be_applied_one_after_the_other() -> None:
+    model = make()
+    before = instance_state(model)
+    norms = liger_hf.apply(model, only=["rms_norm"])
+    rest = liger_hf.apply(model, exclude=["rms_norm"])
+    assert norms.replaced.keys() | rest.replaced.keys() == {"rms_norm", "rope", "swiglu", "linear_cross_entropy"}
+    norms.undo()
+    rest.undo()
+    model.__dict__.pop("liger_report", None)
+    before.pop("", None)
+    after = instance_state(model)
+    after.pop("", None)
+    assert after == before
+
+
+def test_the_signature_of_forward_stays() -> None:
+    model = make()
+    before = inspect.signature(model.forward)
+    liger_hf.apply(model)
+    assert inspect.signature(model.forward) == before
+
+
+def test_a_deep_copy_of_a_patched_model_is_independent() -> None:
+    model = make().train()
+    liger_hf.apply(model)
+    inputs = tokens()
+    before = step(model, **inputs)["loss"]
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert float(step(copied, **inputs)["loss"]) == pytest.approx(float(torch.log(torch.tensor(300.0))))
+    assert torch.equal(step(model, **inputs)["loss"], before)
+
+
+def test_the_report_of_a_deep_copy_undoes_the_copy() -> None:
+    model = make().train()
+    liger_hf.apply(model)
+    copied = copy.deepcopy(model)
+    copied.liger_report.undo()
+    assert "forward" not in vars(copied)
+    assert "forward" not in vars(copied.model.norm)
+    assert "forward" in vars(model)
+    assert "forward" in vars(model.model.norm)
+
+
+def test_a_pickled_model_comes_back_plain_and_working() -> None:
+    import pickle
+
+    plain = make().train()
+    patched = copy.deepcopy(plain)
+    liger_hf.apply(patched)
+    loaded = pickle.loads(pickle.dumps(patched))
+    inputs = tokens()
+    assert disagreements(step(loaded, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_random_state_weights_and_gradients_are_untouched_by_the_check() -> None:
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    liger_hf.apply(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
+
+
+def test_a_forward_wrapped_again_after_apply_passes_calls_through_after_undo() -> None:
+    from types import MethodType
+
+    model = make().train()
+    inputs = tokens()
+    before = step(model, **inputs)
+    report = liger_hf.apply(model)
+    ours = model.forward.__func__
+    model.forward = MethodType(lambda self, *args, **options: ours(self, *args, **options), model)
+    report.undo()
+    after = step(model, **inputs)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_undo_tells_whose_forward_was_replaced_again() -> None:
+    model = make()
+    report = liger_hf.apply(model)
+    model.model.norm.forward = lambda x: x
+    with pytest.raises(liger_hf.ModelError, match=r"LlamaRMSNorm\.forward was replaced again; undo that first"):
+        report.undo()

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lazy logits give the values that plain logits would, whatever is done with them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_hf
+import liger_hf.causal_loss
+from hf.tiny_models import VOCABULARY, disagreements, make, tokens, twin
+from liger_hf.lazy_logits import scale_and_cap
+from liger_hf.rules.head import patches
+
+
+@pytest.fixture(params=["llama", "gemma2", "granite"])
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """A plain and a patched model in training."""
+    plain = make(request.param).train()
+    patched = twin(plain)
+    liger_hf.apply(patched, only=["linear_cross_entropy"])
+    return plain, patched
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "last_token": lambda z: z[:, -1] + 0,
+    "all_but_last": lambda z: z[:, :-1] + 0,
+    "ellipsis": lambda z: z[..., :-1, :] + 0,
+    "some_classes": lambda z: z[..., 3:7],
+    "mask": lambda z: z[torch.tensor([True, False])],
+    "argmax": lambda z: z.argmax(-1),
+    "torch_argmax": lambda z: torch.argmax(z, dim=-1),
+    "softmax": lambda z: torch.softmax(z, -1),
+    "log_softmax": lambda z: torch.nn.functional.log_softmax(z.float(), dim=-1),
+    "view": lambda z: z.view(-1, VOCABULARY),
+    "cat": lambda z: torch.cat([z, z], dim=1),
+    "stack": lambda z: torch.stack([z[:, 0], z[:, 1]]),
+    "add": lambda z: 1 + z + 1,
+    "subtract": lambda z: 1 - z,
+    "multiply": lambda z: (2 * z * 3) + 0,
+    "divide": lambda z: (z / 3) + 0,
+    "negate": lambda z: -z,
+    "power": lambda z: z**2,
+    "matmul": lambda z: z @ torch.ones(VOCABULARY, 2),
+    "compare": lambda z: z > 0,
+    "scale_then_cap": lambda z: torch.tanh(z * 0.5) * 4 + 0,
+    "cast": lambda z: z.double() * 1.5 + 0,
+    "cast_and_back": lambda z: z.to(torch.bfloat16).float() + 0,
+    "where": lambda z: torch.where(z > 0, z, torch.zeros(())),
+    "iterate": lambda z: torch.stack(list(z)),
+    "transpose": lambda z: z.transpose(1, 2),
+    "detach": lambda z: z.detach(),
+    "topk": lambda z: z.topk(3).values,
+    "numpy": lambda z: torch.from_numpy(z.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_use_of_logits_gives_the_plain_values(pair: tuple[Any, Any], use: Callable[[Any], Any]) -> None:
+    plain, patched = pair
+    results, expected = (use(model(**tokens()).logits) for model in (patched, plain))
+    torch.testing.assert_close(results.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_logits_while_training_are_lazy_and_known_by_shape(pair: tuple[Any, Any]) -> None:
+    logits = pair[1](**tokens()).logits
+    assert isinstance(logits, liger_hf.LazyLogits)
+    assert (logits.shape, logits.size(-1), logits.ndim, logits.numel()) == ((2, 11, VOCABULARY), VOCABULARY, 3, 22 * VOCABULARY)
+    assert (logits.dtype, logits.device, logits.requires_grad, len(logits)) == (torch.float32, torch.device("cpu"), True, 2)
+    assert "LazyLogits(shape=(2, 11, 300)" in repr(logits)
+    assert logits.real is None
+
+
+def test_outputs_by_key_attribute_and_position_are_the_same_object(pair: tuple[Any, Any]) -> None:
+    outputs = pair[1](**tokens())
+    assert outputs["logits"] is outputs.logits
+    assert outputs[1] is outputs.logits
+
+
+def test_reading_twice_computes_once(pair: tuple[Any, Any]) -> None:
+    logits = pair[1](**tokens()).logits
+    assert logits.materialize() is logits.materialize()
+
+
+def test_moving_to_the_same_device_computes_nothing(pair: tuple[Any, Any]) -> None:
+    logits = pair[1](**tokens()).logits
+    assert logits.to("cpu", non_blocking=True) is logits
+
+
+def test_gradients_flow_through_the_logits_beside_the_loss(pair: tuple[Any, Any]) -> None:
+    def both(model: Any) -> dict[str, Tensor]:
+        model.zero_grad()
+        outputs = model(**tokens())
+        loss = outputs.loss + outputs.logits.float().pow(2).mean()
+        loss.backward()
+        return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+    plain, patched = pair
+    assert disagreements(both(patched), both(plain), both(twin(plain).double())) == {}
+
+
+def test_a_tuple_is_returned_where_one_is_asked_for(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair
+    results, expected = (model(**tokens(), return_dict=False) for model in (patched, plain))
+    assert len(results) == len(expected)
+    torch.testing.assert_close(results[1] + 0, expected[1])
+
+
+def test_without_labels_the_logits_are_the_plain_bits(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair
+    ids = tokens()["input_ids"]
+    assert torch.equal(patched(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_only_the_asked_for_logits_are_made(pair: tuple[Any, Any], keep: int) -> None:
+    plain, patched = pair
+    ids = tokens()["input_ids"]
+    results, expected = (model(ids, logits_to_keep=keep).logits for model in (patched, plain))
+    assert isinstance(results, Tensor)
+    assert torch.equal(results, expected)
+
+
+def test_logits_to_keep_with_labels_that_do_not_fit_is_the_error_of_the_plain_model(pair: tuple[Any, Any]) -> None:
+    messages = []
+    for model in pair:
+        with pytest.raises(ValueError, match="batch_size") as error:
+            model(**tokens(), logits_to_keep=2)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_shifted_labels_are_honoured(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair
+    inputs = tokens()
+    shifted = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[..., 1:].flip(-1)
+    results, expected = (model(**inputs, shift_labels=shifted).loss for model in (patched, plain))
+    torch.testing.assert_close(results, expected)
+    assert not torch.isclose(results, plain(**inputs).loss)
+
+
+def test_another_ignore_index_is_honoured(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair
+    inputs = tokens()
+    inputs["labels"] = inputs["labels"].clamp(min=7)
+    results, expected = (model(**inputs, ignore_index=7).loss for model in (patched, plain))
+    torch.testing.assert_close(results, expected)
+
+
+@pytest.mark.parametrize("items", [5, 5.0, torch.tensor(5), torch.tensor([5])], ids=["int", "float", "tensor", "vector"])
+def test_the_loss_is_divided_by_the_items_of_the_batch(pair: tuple[Any, Any], items: Any) -> None:
+    plain, patched = pair
+    results, expected = (model(**tokens(), num_items_in_batch=items).loss for model in (patched, plain))
+    torch.testing.assert_close(results.reshape(()), expected.reshape(()))
+
+
+def test_a_batch_without_a_counted_label_has_loss_and_gradients_zero(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair
+    inputs = tokens()
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    assert plain(**inputs).loss.isnan()
+    loss = patched(**inputs).loss
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(bool((p.grad == 0).all()) for p in patched.parameters() if p.grad is not None)
+
+
+def test_keep_logits_gives_a_tensor_while_training(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair
+    outputs = patched(**tokens(), keep_logits=True)
+    assert torch.equal(outputs.logits, plain(**tokens()).logits)
+
+
+def test_logits_are_left_out_in_evaluation_on_request(pair: tuple[Any, Any]) -> None:
+    patched = pair[1].eval()
+    with torch.no_grad():
+        outputs = patched(**tokens(), keep_logits=False)
+        expected = patched(**tokens())
+    assert isinstance(outputs.logits, liger_hf.LazyLogits)
+    torch.testing.assert_close(outputs.loss, expected.loss)
+
+
+def test_evaluation_with_gradients_gives_real_logits(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair[0].eval(), pair[1].eval()
+    assert torch.equal(patched(**tokens()).logits, plain(**tokens()).logits)
+
+
+def test_the_head_called_by_itself_gives_real_logits(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair
+    hidden = torch.randn(3, 64)
+    assert torch.equal(patched.lm_head(hidden), plain.lm_head(hidden))
+
+
+def test_the_head_is_itself_again_after_a_forward_that_failed(pair: tuple[Any, Any]) -> None:
+    patched = pair[1]
+    with pytest.raises((ValueError, TypeError)):
+        patched(input_ids=None, inputs_embeds=None)
+    assert isinstance(patched.lm_head(torch.randn(3, 64)), Tensor)
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch_save", "deepcopy"])
+def test_outputs_can_be_stored(pair: tuple[Any, Any], way: str) -> None:
+    plain, patched = pair
+    outputs, expected = patched(**tokens()), plain(**tokens()).logits
+    if way == "pickle":
+        stored = pickle.loads(pickle.dumps(outputs.logits))
+    elif way == "torch_save":
+        file = io.BytesIO()
+        torch.save({"logits": outputs.logits}, file)
+        file.seek(0)
+        stored = torch.load(file)["logits"]
+    else:
+        stored = copy.deepcopy(outputs.logits)
+    assert torch.equal(stored, expected.detach())
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "assignment": lambda z: z.__setitem__((0, 0), 0.0),
+    "method": lambda z: z.add_(1.0),
+    "mask": lambda z: z.masked_fill_(torch.ones(2, 11, 1, dtype=torch.bool), 0.0),
+    "slice": lambda z: z[:, -1].zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_writing_into_lazy_logits_is_an_error(pair: tuple[Any, Any], write: Callable[[Any], Any]) -> None:
+    with pytest.raises(liger_hf.LogitsError, match=r"must not change logits that are computed on demand.*take a copy with logits\.clone\(\)"):
+        write(pair[1](**tokens()).logits)
+
+
+def test_reading_after_the_optimizer_step_is_an_error(pair: tuple[Any, Any]) -> None:
+    patched = pair[1]
+    outputs = patched(**tokens())
+    outputs.loss.backward()
+    torch.optim.SGD(patched.parameters(), lr=0.1).step()
+    with pytest.raises(liger_hf.LogitsError, match=r"has been updated since the forward pass; read outputs\.logits before optimizer\.step\(\)"):
+        outputs.logits.argmax(-1)
+
+
+def test_reading_between_backward_and_optimizer_step_works(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair
+    outputs = patched(**tokens())
+    outputs.loss.backward()
+    assert torch.equal(outputs.logits.argmax(-1), plain(**tokens()).logits.argmax(-1))
+
+
+def test_a_forward_that_writes_into_its_logits_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
+        logits = logits * 2
+        logits[..., :5] = -50.0
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return modeling_llama.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
+    plain = make().train()
+    patched = twin(plain)
+    reason = next(row.reason for row in liger_hf.apply(patched).rows if row.op == "linear_cross_entropy")
+    assert "it reads them itself" in reason
+    for patch in patches(patched, patched.lm_head):
+        patch.install()
+    results, expected = patched(**tokens()), plain(**tokens())
+    torch.testing.assert_close(results.loss, expected.loss)
+    torch.testing.assert_close(results.logits + 0, expected.logits)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ((), (1.0, None)),
+        ((("div", 4.0),), (0.25, None)),
+        ((("to", torch.float32), ("mul", 2.0), ("mul", 3.0)), (6.0, None)),
+        ((("div", 49.0), ("tanh",), ("mul", 49.0)), (1.0, 49.0)),
+        ((("mul", 2.0), ("div", 30.0), ("tanh",), ("mul", 30.0)), (2.0, 30.0)),
+        ((("tanh",), ("mul", -5.0)), (-5.0, 5.0)),
+        ((("tanh",), ("tanh",)), None),
+        ((("tanh",), ("mul", 0.0)), None),
+    ],
+    ids=["none", "scale", "two_scales", "cap", "scale_and_cap", "negative_cap", "two_caps", "zero"],
+)
+def test_steps_become_scale_and_cap(steps: tuple[Any, ...], expected: Any) -> None:
+    assert scale_and_cap(steps) == expected
+
+
+def test_steps_that_the_op_does_not_know_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
+        logits = torch.tanh(torch.tanh(self.lm_head(self.model(input_ids=input_ids).last_hidden_state))) * 3
+        return modeling_llama.CausalLMOutputWithPast(loss=self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size), logits=logits)
+
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
+    monkeypatch.setitem(liger_hf.causal_loss.CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)
+    plain = make().train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    results = []
+    for model in (patched, plain, twin(plain).double()):
+        outputs = model(**tokens())
+        outputs.loss.backward()
+        results.append({"loss": outputs.loss.detach(), **{name: p.grad for name, p in model.named_parameters()}})
+    assert isinstance(patched(**tokens()).logits, liger_hf.LazyLogits)
+    assert disagreements(*results) == {}

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report tells what was replaced, what was not, and why; models that no rule knows keep working."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich.console
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+
+import liger_hf
+from hf.tiny_models import COMMON, OPTIONS, disagreements, exact_step, make, step, tokens, twin
+from liger_core import rms_norm, swiglu
+
+
+def test_a_row_tells_pattern_count_class_op_backend_and_reason() -> None:
+    rows = {row.pattern: row for row in liger_hf.apply(make("gemma2")).rows}
+    row = rows["model.layers.*.pre_feedforward_layernorm"]
+    assert (row.count, row.module, row.op, row.backend, row.verdict) == (2, "Gemma2RMSNorm", "rms_norm", "reference", "replaced")
+    assert row.reason == "outputs and gradients agree, weight_offset=1, cast='float32'"
+    assert rows["model.layers.*.mlp"].reason == "outputs and gradients agree, approximate='tanh'"
+    assert rows["(the model itself)"].op == "linear_cross_entropy"
+
+
+def test_the_report_is_plain_data_text_and_a_table() -> None:
+    report = liger_hf.apply(make())
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["model"] == "LlamaForCausalLM"
+    assert {row["pattern"] for row in data["rows"]} == {row.pattern for row in report.rows}
+    console = rich.console.Console(width=240, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(report.table())
+    table = console.export_text()
+    for text in (str(report), table):
+        assert "model.layers.*.input_layernorm" in text
+        assert "LlamaForCausalLM: 1 × linear_cross_entropy, 2 × rope, 2 × swiglu, 5 × rms_norm replaced" in text
+
+
+@pytest.mark.parametrize("chosen", [{"only": ["rms_norm", "swiglu"]}, {"only": (rms_norm, swiglu)}, {"exclude": ["rope", "linear_cross_entropy"]}])
+def test_only_what_is_asked_for_is_replaced(chosen: dict[str, Any]) -> None:
+    report = liger_hf.apply(make(), **chosen)
+    assert report.replaced.keys() == {"rms_norm", "swiglu"}
+    assert {row.op: row.reason for row in report.rows if row.verdict == "left"} == {"rope": "not asked for", "linear_cross_entropy": "not asked for"}
+
+
+def test_a_model_without_a_head_says_so() -> None:
+    report = liger_hf.apply(make().model)
+    assert report.absent == {"linear_cross_entropy": "no module is a model with an output head"}
+
+
+def causal(architecture: str, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, vocab_size=300, hidden_size=64, **options))
+
+
+UNKNOWN: dict[str, tuple[Any, dict[str, int], set[str]]] = {
+    "gpt2": (
+        lambda: causal("gpt2", n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
+        {"layer_norm": 5, "linear_cross_entropy": 1},
+        {"swiglu", "geglu", "rope"},
+    ),
+    "mamba": (
+        lambda: causal("mamba", num_hidden_layers=2, state_size=8),
+        {"rms_norm": 3, "linear_cross_entropy": 1},
+        {"swiglu", "geglu", "rope"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_model_trains_as_before_and_the_report_says_why(name: str) -> None:
+    build, replaced, absent = UNKNOWN[name]
+    plain = build().train()
+    patched = twin(plain)
+    report = liger_hf.apply(patched)
+    assert report.replaced == replaced
+    assert report.absent.keys() == absent
+    assert all(report.absent.values())
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_an_encoder_decoder_keeps_its_own_loss_and_the_report_says_why() -> None:
+    config = T5Config(
+        vocab_size=300, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu", decoder_start_token_id=0
+    )
+    plain = T5ForConditionalGeneration(config).eval()
+    patched = twin(plain)
+    report = liger_hf.apply(patched)
+    assert report.replaced == {"rms_norm": 12}
+    reasons = {row.op: row.reason for row in report.rows if row.verdict == "left"}
+    assert reasons == {
+        "linear_cross_entropy": "the hidden states of its head do not come from one base model",
+        "swiglu": "dropout with p=0.1 works between its projections (dropout)",
+    }
+    inputs = tokens()
+    results, expected = (model(**inputs).loss for model in (patched, plain))
+    torch.testing.assert_close(results, expected)
+
+
+def test_interleaved_rotary_and_norms_that_centre_are_found_in_cohere() -> None:
+    options = {"intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1}
+    plain = causal("cohere", **options).train()
+    patched = twin(plain)
+    report = liger_hf.apply(patched)
+    assert report.replaced == {"linear_cross_entropy": 1, "rope": 2, "swiglu": 2, "layer_norm": 3}
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_a_forward_that_somebody_else_replaced_is_left_and_named() -> None:
+    model = make()
+    model.model.norm.forward = lambda x: x
+    reasons = {row.pattern: row.reason for row in liger_hf.apply(model).rows}
+    assert reasons["model.norm"] == f"its forward was already replaced on this instance by {__name__}"
+
+
+def test_another_loss_function_is_left_and_named() -> None:
+    def own_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        return logits.mean()
+
+    model = make()
+    model.loss_function = own_loss
+    reasons = {row.op: row.reason for row in liger_hf.apply(model).rows}
+    assert reasons["linear_cross_entropy"] == "its loss function must be ForCausalLMLoss, it is own_loss"
+
+
+def test_kernels_of_transformers_are_noted() -> None:
+    model = make()
+    model._use_kernels = True
+    assert "use_kernels=True" in liger_hf.apply(model).notes[0]
+
+
+def test_auto_models_come_with_their_report(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", **{**COMMON, **OPTIONS["llama"]})
+    model = liger_hf.AutoLigerModelForCausalLM.from_config(config, liger={"exclude": ["rope"]})
+    assert model.liger_report.replaced == {"rms_norm": 5, "swiglu": 2, "linear_cross_entropy": 1}
+    model.save_pretrained(tmp_path)
+    loaded = liger_hf.AutoLigerModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.liger_report.replaced == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+    ids = tokens()["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(ids).logits, model.eval()(ids).logits)

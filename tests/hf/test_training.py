@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training as people do it: the Trainer, gradient checkpointing, adapters, tied embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
+
+import liger_hf
+import liger_hf.causal_loss
+from hf.tiny_models import VOCABULARY, LargestResult, disagreements, exact_step, make, step, tokens, twin
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Sequences with different numbers of counted labels."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(3, VOCABULARY, (count, 12), generator=generator)
+        self.labels = self.ids.clone()
+        for row in range(count):
+            self.labels[row, : row % 7] = -100
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+
+
+def history(model: Any, folder: Path, compute_metrics: Any = None, **options: Any) -> tuple[list[float], dict[str, float]]:
+    """The logged losses of four steps, and the metrics of an evaluation."""
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        max_steps=4,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = Trainer(model, arguments, train_dataset=Rows(16), eval_dataset=Rows(6), compute_metrics=compute_metrics)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    metrics = trainer.evaluate()
+    return losses, {name: value for name, value in metrics.items() if name in ("eval_loss", "eval_accuracy")}
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    classes, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
+    return {"accuracy": float((classes == labels)[labels != -100].mean())}
+
+
+TRAINERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "metrics": {"compute_metrics": accuracy},
+    "metrics_in_pieces": {"compute_metrics": accuracy, "eval_accumulation_steps": 1},
+    "loss_only": {"prediction_loss_only": True},
+    "label_smoothing": {"label_smoothing_factor": 0.1},
+    "checkpointing": {"gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("options", TRAINERS.values(), ids=TRAINERS.keys())
+def test_the_trainer_logs_the_losses_and_metrics_of_the_plain_model(options: dict[str, Any], tmp_path: Path) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    (losses, metrics), (expected, expected_metrics) = (history(model, tmp_path, **options) for model in (patched, plain))
+    assert len(losses) == 4
+    assert losses == pytest.approx(expected, abs=2e-4)
+    assert metrics == pytest.approx(expected_metrics, abs=2e-4)
+
+
+def test_a_loss_function_of_the_user_gets_real_logits(tmp_path: Path) -> None:
+    seen = []
+
+    def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        seen.append(type(outputs["logits"]))
+        return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+    model = make().train()
+    liger_hf.apply(model)
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
+    Trainer(model, arguments, train_dataset=Rows(4), compute_loss_func=own_loss).train()
+    assert seen == [torch.Tensor]
+
+
+def test_training_with_the_trainer_makes_no_tensor_of_all_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(tie_word_embeddings=False).train()
+    liger_hf.apply(model)
+    monkeypatch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("somebody read the logits"))
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
+    Trainer(model, arguments, train_dataset=Rows(4)).train()
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
+def test_gradient_checkpointing_of_layers_gives_the_same_gradients(architecture: str, reentrant: bool) -> None:
+    plain = make(architecture).train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens()
+    expected, exact = step(plain, **inputs), exact_step(plain, **inputs)
+    patched.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        patched.enable_input_require_grads()
+    assert disagreements(step(patched, **inputs), expected, exact) == {}
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
+def test_checkpointing_of_the_whole_model_gives_the_same_gradients(reentrant: bool) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens()
+
+    def whole(model: Any) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        embedded = model.get_input_embeddings()(inputs["input_ids"])
+        loss = checkpoint(lambda e: model(inputs_embeds=e, labels=inputs["labels"]).loss, embedded, use_reentrant=reentrant)
+        loss.backward()
+        return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
+
+    assert disagreements(whole(patched), whole(plain), whole(twin(plain).double())) == {}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_gradient_of_tied_embeddings_is_the_sum_of_both_uses(tied: bool) -> None:
+    plain = make("llama", tie_word_embeddings=tied).train()
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == tied
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    assert (patched.lm_head.weight is patched.model.embed_tokens.weight) == tied
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one() -> None:
+    plain = make(tie_word_embeddings=False).train()
+    plain.lm_head.requires_grad_(False)
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens()
+    results = step(patched, **inputs)
+    assert patched.lm_head.weight.grad is None
+    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def adapted(model: Any, target: str, **options: Any) -> Any:
+    """The model with LoRA on some projection, its second factor not zero, so that both get a gradient."""
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM", **options))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return wrapped.train()
+
+
+@pytest.mark.parametrize("target", ["q_proj", "down_proj", "gate_proj", "lm_head"])
+@pytest.mark.parametrize("first", ["peft", "liger"])
+def test_adapters_get_the_gradients_of_the_plain_model(target: str, first: str) -> None:
+    plain = adapted(make(tie_word_embeddings=False), target)
+    if first == "peft":
+        patched = twin(plain)
+        liger_hf.apply(patched)
+    else:
+        model = make(tie_word_embeddings=False)
+        liger_hf.apply(model)
+        patched = adapted(model, target)
+    inputs = tokens()
+    results = step(patched, **inputs)
+    assert all(float(value.abs().max()) > 0 for name, value in results.items() if "lora_" in name)
+    assert sum("lora_" in name for name in results) >= 2
+    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_an_adapted_head_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = adapted(make(tie_word_embeddings=False), "lm_head")
+    inputs = tokens(batch=4, length=50)
+    report = liger_hf.apply(patched)
+    assert report.replaced["linear_cross_entropy"] == 1
+    monkeypatch.setitem(liger_hf.causal_loss.CHUNK_ELEMENTS, "cpu", 16 * VOCABULARY)
+    with LargestResult() as largest:
+        step(patched, **inputs)
+    assert largest.elements < 200 * VOCABULARY
+
+
+def test_a_head_that_is_saved_beside_the_adapters_is_trained() -> None:
+    plain = adapted(make(tie_word_embeddings=False), "q_proj", modules_to_save=["lm_head"])
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens()
+    results = step(patched, **inputs)
+    assert any("modules_to_save" in name for name in results)
+    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """Accelerate keeps the precision of a process in a class; it is forgotten before and after."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("width", ["float32", "bfloat16"])
+def test_accelerate_with_mixed_precision_keeps_the_logits_lazy(width: str, fresh_accelerator: None) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if width == "bfloat16" else "no")
+    model = make().train()
+    liger_hf.apply(model)
+    prepared = accelerator.prepare(model)
+    outputs = prepared(**tokens())
+    assert isinstance(outputs.logits, liger_hf.LazyLogits)
+    assert outputs.logits.dtype == torch.float32
+    accelerator.backward(outputs.loss)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_functional_calls_use_the_weights_that_they_are_given() -> None:
+    model = make(tie_word_embeddings=False).train()
+    liger_hf.apply(model)
+    weights = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    outputs = torch.func.functional_call(model, weights, (), tokens())
+    assert outputs.loss.item() == pytest.approx(torch.tensor(float(VOCABULARY)).log().item())
+
+
+def test_a_model_with_accelerate_hooks_is_patched_under_them() -> None:
+    plain = make().train()
+    patched = twin(plain)
+    for module in [*patched.modules()]:
+        if not list(module.children()):
+            add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    report = liger_hf.apply(patched)
+    assert report.replaced == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    report.undo()
+    step(patched, **inputs)

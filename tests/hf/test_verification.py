@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replacement that is wrong is refused, whatever it gets wrong; mistakes of the caller are told in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import liger_hf
+from hf.tiny_models import make, step, tokens, twin
+from liger_core import BackendError, DeviceError, LigerError, OptionError, rms_norm
+from liger_core import rope as rope_op
+from liger_hf import causal_loss
+from liger_hf.rules import gated_mlp, norm, rotary
+
+
+class OffBy(torch.autograd.Function):
+    """The identity, with a gradient that is wrong by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad * ctx.factor, None
+
+
+class Wrong:
+    """An op of which the output, or only the gradient of its first argument, is off by a factor."""
+
+    def __init__(self, op: Any, *, output: float = 1.0, gradient: float = 1.0) -> None:
+        self.op, self.output, self.gradient, self.name = op, output, gradient, op.name
+
+    def __call__(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        result = self.op(OffBy.apply(x, self.gradient), *args, **options)
+        return tuple(r * self.output for r in result) if isinstance(result, tuple) else result * self.output
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, op: str, **wrong: float) -> None:
+    """Make the rules use an op that is off by a factor."""
+    if op == "rms_norm":
+        monkeypatch.setattr(norm, "rms_norm", Wrong(rms_norm, **wrong))
+    elif op == "swiglu":
+        monkeypatch.setattr(gated_mlp, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_mlp.ACTIVATIONS))
+    elif op == "rope":
+        monkeypatch.setattr(rotary, "rope", Wrong(rope_op, **wrong))
+    else:
+        monkeypatch.setattr(causal_loss, "linear_cross_entropy", Wrong(causal_loss.linear_cross_entropy, **wrong))
+
+
+@pytest.mark.parametrize("wrong", [{"output": 1.01}, {"gradient": 1.01}], ids=["output", "gradient"])
+@pytest.mark.parametrize("op", ["rms_norm", "swiglu", "rope", "linear_cross_entropy"])
+def test_an_error_of_one_percent_is_refused(op: str, wrong: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, op, **wrong)
+    report = liger_hf.apply(make())
+    assert report.replaced.keys() == {"rms_norm", "swiglu", "rope", "linear_cross_entropy"} - {op}
+    row = next(row for row in report.rows if row.op == op)
+    assert row.verdict == "left"
+    assert "relative error" in row.reason
+    assert ("gradient of" in row.reason) or "output" in wrong
+
+
+def test_a_refused_op_leaves_the_model_as_accurate_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "rms_norm", gradient=1.01)
+    plain = make().train()
+    patched = twin(plain)
+    liger_hf.apply(patched, only=["rms_norm"])
+    results, expected = step(patched, **tokens()), step(plain, **tokens())
+    assert [name for name in expected if not torch.equal(results[name], expected[name])] == []
+
+
+def test_without_verification_a_wrong_gradient_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "rms_norm", gradient=1.01)
+    report = liger_hf.apply(make(), only=["rms_norm"], verify=False)
+    assert report.replaced == {"rms_norm": 5}
+    assert all(row.reason.startswith("not verified") for row in report.rows if row.verdict == "replaced")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
+def test_without_verification_the_same_options_are_found(architecture: str) -> None:
+    def found(verify: bool) -> set[tuple[str, str]]:
+        rows = liger_hf.apply(make(architecture), verify=verify).rows
+        return {(row.pattern, row.reason.partition("agree" if verify else "verified")[2]) for row in rows}
+
+    assert found(verify=False) == found(verify=True)
+
+
+class HalfNorm(nn.Module):
+    """A norm in everything but its formula."""
+
+    def __init__(self, formula: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.eps = 1e-6
+        self.formula = formula
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * self.formula(x)
+
+
+LOOKALIKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "l2": lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-6),
+    "eps_outside": lambda x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 0.01),
+    "detached": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6).detach(),
+    "clipped": lambda x: (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).clamp(-2, 2),
+}
+
+
+@pytest.mark.parametrize("formula", LOOKALIKES.values(), ids=LOOKALIKES.keys())
+def test_a_module_that_looks_like_a_norm_but_is_none_is_left(formula: Callable[[Tensor], Tensor]) -> None:
+    report = liger_hf.apply(nn.Sequential(HalfNorm(formula)))
+    assert report.replaced == {}
+    assert "no op computes what the module does" in report.rows[0].reason
+
+
+def test_a_norm_without_a_weight_is_replaced() -> None:
+    class Weightless(nn.Module):
+        eps = 1e-5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype)
+
+    class Centred(nn.Module):
+        eps = 1e-5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
+
+    report = liger_hf.apply(nn.Sequential(Weightless(), Centred()))
+    assert report.replaced.get("rms_norm") == 1
+
+
+def test_a_norm_of_mixed_dtypes_keeps_the_dtype_of_the_plain_module() -> None:
+    plain = make("qwen3").model.layers[0].self_attn.q_norm
+    patched = twin(plain)
+    liger_hf.apply(nn.Sequential(patched))
+    x = torch.randn(3, 16, dtype=torch.bfloat16)
+    assert patched(x).dtype == plain(x).dtype == torch.float32
+    assert torch.equal(patched(x), plain(x))
+
+
+@pytest.mark.parametrize("activation", ["relu", "quick_gelu", "tanh"])
+def test_a_gate_that_no_op_computes_is_left(activation: str) -> None:
+    report = liger_hf.apply(make(hidden_act=activation), only=["swiglu", "geglu"])
+    assert report.replaced == {}
+    assert [row.reason.startswith("no op computes what the module does") for row in report.rows if row.op == "swiglu"] == [True]
+
+
+@pytest.mark.parametrize(("activation", "op"), [("gelu", "geglu"), ("gelu_pytorch_tanh", "geglu"), ("silu", "swiglu"), ("gelu_new", "geglu")])
+def test_the_activation_decides_the_op(activation: str, op: str) -> None:
+    plain = make(hidden_act=activation).train()
+    patched = twin(plain)
+    assert liger_hf.apply(patched).replaced[op] == 2
+    results, expected = step(patched, **tokens()), step(plain, **tokens())
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_on_the_meta_device_is_an_error_that_says_what_to_do() -> None:
+    with torch.device("meta"):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=300, hidden_size=64, num_hidden_layers=1))
+    with pytest.raises(DeviceError, match="those of LlamaForCausalLM|are on meta; load the weights first, or pass verify=False"):
+        liger_hf.apply(model)
+    assert liger_hf.apply(model, verify=False).replaced["linear_cross_entropy"] == 1
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
+    "no_model": (
+        lambda: liger_hf.apply({"a": 1}),  # type: ignore[arg-type]
+        liger_hf.ModelError,
+        "liger_hf.apply: model must be a torch.nn.Module, got dict",
+    ),
+    "unknown_op": (
+        lambda: liger_hf.apply(make(), only=["rms_nrom"]),
+        OptionError,
+        "liger_hf.apply: only must name ops among rms_norm, layer_norm, swiglu, geglu, rope, linear_cross_entropy, got 'rms_nrom'. "
+        "Did you mean 'rms_norm'?",
+    ),
+    "one_name": (
+        lambda: liger_hf.apply(make(), exclude="rope"),
+        OptionError,
+        "liger_hf.apply: exclude must be an iterable of ops, got 'rope'; write exclude=['rope']",
+    ),
+    "cross_entropy": (
+        lambda: liger_hf.apply(make(), only=["cross_entropy"]),
+        OptionError,
+        "liger_hf.apply: only must name ops that are put into models, cross_entropy comes with linear_cross_entropy",
+    ),
+    "no_head": (
+        lambda: liger_hf.apply(make().model, only=["linear_cross_entropy"]),
+        liger_hf.ModelError,
+        "liger_hf.apply: only= must name something that LlamaModel has, it has none of it: linear_cross_entropy: "
+        "no module is a model with an output head",
+    ),
+    "auto_option": (
+        lambda: liger_hf.AutoLigerModelForCausalLM.from_config(None, liger={"onyl": []}),
+        OptionError,
+        "AutoLigerModelForCausalLM: liger must be a mapping with keys among only, exclude, verify, got ['onyl']",
+    ),
+    "auto_call": (
+        liger_hf.AutoLigerModelForCausalLM,
+        OptionError,
+        "AutoLigerModelForCausalLM: a model must be made with from_pretrained or from_config, got a call of the class",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_told_in_a_sentence(call: Callable[[], Any], error: type[LigerError], message: str) -> None:
+    with pytest.raises(error) as raised:
+        call()
+    assert str(raised.value) == message
+
+
+def test_a_backend_that_cannot_run_here_is_an_error_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise BackendError("rms_norm: backend 'other' runs on cuda tensors, got a cpu tensor")
+
+    monkeypatch.setattr(norm, "rms_norm", Wrong(rms_norm))
+    monkeypatch.setattr(Wrong, "__call__", refuse)
+    model = make()
+    with pytest.raises(BackendError, match="runs on cuda tensors"):
+        liger_hf.apply(model)
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
