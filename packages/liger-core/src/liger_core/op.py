@@ -120,12 +120,15 @@ class Op(Generic[P, R]):
         return f"<op {self.name}{self.signature}>"
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _settle() -> bool:
     from liger_core import selection
 
     selection.settle()
     return True
+
+
+# What torch.compiler.assume_constant_result sets; calling it here would import the whole compiler, a second, with core.
+_settle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def op(

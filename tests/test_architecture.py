@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers, the public names and the layout of the four packages."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from liger_core import Op
+from liger_core.ops import CATALOGUE
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("liger_core", "liger_triton", "liger_hf", "liger_bench")
+
+# A name that is added, removed or renamed shows as a line of this list.
+PUBLIC = {
+    "liger_core": [
+        "Backend",
+        "BackendError",
+        "DeviceError",
+        "DtypeError",
+        "GradientError",
+        "LigerError",
+        "LossMetrics",
+        "Misuse",
+        "Op",
+        "OptionError",
+        "PluginError",
+        "Sample",
+        "ShapeError",
+        "TargetError",
+        "Unsupported",
+        "Work",
+        "Workload",
+        "cross_entropy",
+        "explain",
+        "geglu",
+        "hookimpl",
+        "layer_norm",
+        "linear_cross_entropy",
+        "op",
+        "rms_norm",
+        "rope",
+        "swiglu",
+        "use",
+    ],
+    "liger_triton": [],
+    "liger_hf": ["AutoLigerModelForCausalLM", "LazyLogits", "LogitsError", "ModelError", "Report", "Row", "apply"],
+    "liger_bench": [],
+}
+
+# Package → top-level modules that its import must not load, and that its sources must not name.
+FORBIDDEN = {
+    "liger_core": ["triton", "transformers", "liger_triton", "liger_hf", "liger_bench"],
+    "liger_triton": ["transformers", "liger_hf", "liger_bench"],
+    "liger_hf": ["liger_triton", "liger_bench"],
+    "liger_bench": ["liger_triton"],
+}
+# Names that say nothing about what is in a file.
+EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "manager", "tools"}
+
+
+def folder(package: str) -> Path:
+    return ROOT / "packages" / package.replace("_", "-") / "src" / package
+
+
+def sources(package: str) -> list[Path]:
+    return sorted(folder(package).rglob("*.py"))
+
+
+def metadata(package: str) -> dict[str, object]:
+    project: dict[str, object] = tomllib.loads((ROOT / "packages" / package.replace("_", "-") / "pyproject.toml").read_text())["project"]
+    return project
+
+
+def imports(path: Path) -> set[str]:
+    """The top-level packages that a file imports, wherever in the file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_a_package_loads_no_layer_above_it(package: str) -> None:
+    # PyTorch itself may load the compiler, so that only what is new counts.
+    code = f"import sys, torch; before = set(sys.modules); import {package}; print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert {name.split(".")[0] for name in done.stdout.split()} & set(FORBIDDEN[package]) == set()
+
+
+def test_importing_core_loads_no_compiler_and_no_transformers() -> None:
+    code = "import sys, liger_core; print('triton' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_loading_the_plugins_loads_no_compiler() -> None:
+    code = "import sys; from liger_core.plugins import registry; registry(); print('triton.language' in sys.modules, 'matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_source_imports_a_layer_above_it(package: str) -> None:
+    wrong = {str(path.relative_to(ROOT)): sorted(imports(path) & set(FORBIDDEN[package])) for path in sources(package)}
+    assert {path: names for path, names in wrong.items() if names} == {}
+
+
+def test_only_a_backend_imports_triton() -> None:
+    users = {package for package in PACKAGES for path in sources(package) if "triton" in imports(path)}
+    assert users == {"liger_triton"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_public_names_are_those_of_the_list(package: str) -> None:
+    module = importlib.import_module(package)
+    assert list(getattr(module, "__all__", [])) == PUBLIC[package]
+    assert [name for name in PUBLIC[package] if not hasattr(module, name)] == []
+
+
+def test_all_packages_have_one_version_and_require_it_of_each_other() -> None:
+    versions = {package: metadata(package)["version"] for package in PACKAGES}
+    assert len(set(versions.values())) == 1
+    version = versions["liger_core"]
+    assert {importlib.import_module(package).__version__ for package in PACKAGES} == {version}
+    names = {package.replace("_", "-") for package in PACKAGES}
+    for package in PACKAGES:
+        required = [str(d) for d in metadata(package)["dependencies"] if str(d).split("=")[0] in names]  # type: ignore[attr-defined]
+        assert [d for d in required if not d.endswith(f"=={version}")] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_is_typed(package: str) -> None:
+    assert (folder(package) / "py.typed").exists()
+
+
+def test_every_op_has_a_file_of_its_name_in_core_and_in_every_backend() -> None:
+    names = {op.name for op in CATALOGUE}
+    assert {path.stem for path in (folder("liger_core") / "ops").glob("[!_]*.py")} == names
+    assert names - {path.stem for path in folder("liger_triton").glob("*.py")} == set()
+
+
+@pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: str(op.name))
+def test_an_op_is_found_under_its_name(op: Op[..., object]) -> None:
+    assert op.reference.__module__ == f"liger_core.ops.{op.name}"
+    assert getattr(importlib.import_module("liger_core"), op.name) is op
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_file_has_a_licence_line_a_docstring_and_a_telling_name(package: str) -> None:
+    wrong = []
+    for path in sources(package):
+        lines = path.read_text().splitlines()
+        if (
+            lines[0] != "# SPDX-License-Identifier: Apache-2.0"
+            or not ast.get_docstring(ast.parse(path.read_text()))
+            or path.stem in EMPTY_NAMES
+        ):
+            wrong.append(str(path.relative_to(ROOT)))
+    assert wrong == []
+
+
+def test_no_test_of_conformance_names_an_op_or_a_backend() -> None:
+    from liger_core.plugins import registry
+
+    names = {op.name for op in CATALOGUE} | (set(registry().backends) - {"reference"})
+    found = {
+        str(path.relative_to(ROOT)): sorted(names & set(re.findall(r"[A-Za-z_]+", path.read_text())))
+        for path in (ROOT / "tests" / "conformance").glob("*.py")
+    }
+    assert {path: named for path, named in found.items() if named} == {}
+
+
+def test_the_tested_set_of_versions_is_within_what_the_packages_require() -> None:
+    from packaging.requirements import Requirement
+
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    required = [Requirement(str(d)) for package in PACKAGES for d in metadata(package)["dependencies"]]  # type: ignore[attr-defined]
+    outside = [str(r) for r in required if r.name in pins and not r.specifier.contains(pins[r.name])]
+    assert outside == []
+    unpinned = {r.name for r in required} - set(pins) - {package.replace("_", "-") for package in PACKAGES}
+    assert unpinned == set()
