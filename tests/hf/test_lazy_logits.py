@@ -231,7 +231,9 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_writing_into_lazy_logits_is_an_error(pair: tuple[Any, Any], write: Callable[[Any], Any]) -> None:
-    with pytest.raises(liger_hf.LogitsError, match=r"must not change logits that are computed on demand.*take a copy with logits\.clone\(\)"):
+    with pytest.raises(
+        liger_hf.LogitsError, match=r"must not change logits that are computed on demand.*take a copy with logits\.clone\(\)"
+    ):
         write(pair[1](**tokens()).logits)
 
 
@@ -240,7 +242,9 @@ def test_reading_after_the_optimizer_step_is_an_error(pair: tuple[Any, Any]) -> 
     outputs = patched(**tokens())
     outputs.loss.backward()
     torch.optim.SGD(patched.parameters(), lr=0.1).step()
-    with pytest.raises(liger_hf.LogitsError, match=r"has been updated since the forward pass; read outputs\.logits before optimizer\.step\(\)"):
+    with pytest.raises(
+        liger_hf.LogitsError, match=r"has been updated since the forward pass; read outputs\.logits before optimizer\.step\(\)"
+    ):
         outputs.logits.argmax(-1)
 
 
@@ -297,7 +301,9 @@ def test_steps_that_the_op_does_not_know_are_computed_in_chunks(monkeypatch: pyt
 
     def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
         logits = torch.tanh(torch.tanh(self.lm_head(self.model(input_ids=input_ids).last_hidden_state))) * 3
-        return modeling_llama.CausalLMOutputWithPast(loss=self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size), logits=logits)
+        return modeling_llama.CausalLMOutputWithPast(
+            loss=self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size), logits=logits
+        )
 
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
     monkeypatch.setitem(liger_hf.causal_loss.CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)

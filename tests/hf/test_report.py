@@ -39,11 +39,16 @@ def test_the_report_is_plain_data_text_and_a_table() -> None:
         assert "LlamaForCausalLM: 1 × linear_cross_entropy, 2 × rope, 2 × swiglu, 5 × rms_norm replaced" in text
 
 
-@pytest.mark.parametrize("chosen", [{"only": ["rms_norm", "swiglu"]}, {"only": (rms_norm, swiglu)}, {"exclude": ["rope", "linear_cross_entropy"]}])
+@pytest.mark.parametrize(
+    "chosen", [{"only": ["rms_norm", "swiglu"]}, {"only": (rms_norm, swiglu)}, {"exclude": ["rope", "linear_cross_entropy"]}]
+)
 def test_only_what_is_asked_for_is_replaced(chosen: dict[str, Any]) -> None:
     report = liger_hf.apply(make(), **chosen)
     assert report.replaced.keys() == {"rms_norm", "swiglu"}
-    assert {row.op: row.reason for row in report.rows if row.verdict == "left"} == {"rope": "not asked for", "linear_cross_entropy": "not asked for"}
+    assert {row.op: row.reason for row in report.rows if row.verdict == "left"} == {
+        "rope": "not asked for",
+        "linear_cross_entropy": "not asked for",
+    }
 
 
 def test_a_model_without_a_head_says_so() -> None:
@@ -101,7 +106,14 @@ def test_an_encoder_decoder_keeps_its_own_loss_and_the_report_says_why() -> None
 
 
 def test_interleaved_rotary_and_norms_that_centre_are_found_in_cohere() -> None:
-    options = {"intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1}
+    options = {
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+    }
     plain = causal("cohere", **options).train()
     patched = twin(plain)
     report = liger_hf.apply(patched)

@@ -133,7 +133,7 @@ def test_a_norm_without_a_weight_is_replaced() -> None:
             return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
 
     report = liger_hf.apply(nn.Sequential(Weightless(), Centred()))
-    assert report.replaced.get("rms_norm") == 1
+    assert report.replaced == {"rms_norm": 1, "layer_norm": 1}
 
 
 def test_a_norm_of_mixed_dtypes_keeps_the_dtype_of_the_plain_module() -> None:
@@ -152,7 +152,9 @@ def test_a_gate_that_no_op_computes_is_left(activation: str) -> None:
     assert [row.reason.startswith("no op computes what the module does") for row in report.rows if row.op == "swiglu"] == [True]
 
 
-@pytest.mark.parametrize(("activation", "op"), [("gelu", "geglu"), ("gelu_pytorch_tanh", "geglu"), ("silu", "swiglu"), ("gelu_new", "geglu")])
+@pytest.mark.parametrize(
+    ("activation", "op"), [("gelu", "geglu"), ("gelu_pytorch_tanh", "geglu"), ("silu", "swiglu"), ("gelu_new", "geglu")]
+)
 def test_the_activation_decides_the_op(activation: str, op: str) -> None:
     plain = make(hidden_act=activation).train()
     patched = twin(plain)
@@ -167,7 +169,7 @@ def test_a_model_on_the_meta_device_is_an_error_that_says_what_to_do() -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=300, hidden_size=64, num_hidden_layers=1))
-    with pytest.raises(DeviceError, match="those of LlamaForCausalLM|are on meta; load the weights first, or pass verify=False"):
+    with pytest.raises(DeviceError, match="those of Linear are on meta; load the weights first, or pass verify=False"):
         liger_hf.apply(model)
     assert liger_hf.apply(model, verify=False).replaced["linear_cross_entropy"] == 1
 

@@ -23,7 +23,13 @@ from liger_hf.verification import Decision, Found, decide
 OPS = tuple(op for rule in RULES for op in rule.ops)
 
 
-def apply(model: nn.Module, *, only: Iterable[Op[..., Any] | str] | None = None, exclude: Iterable[Op[..., Any] | str] | None = None, verify: bool = True) -> Report:
+def apply(
+    model: nn.Module,
+    *,
+    only: Iterable[Op[..., Any] | str] | None = None,
+    exclude: Iterable[Op[..., Any] | str] | None = None,
+    verify: bool = True,
+) -> Report:
     """Replace what Liger's operators can compute in a model, in place, and return the report, which can undo it.
 
     only, exclude  ops or their names: rms_norm, layer_norm, swiglu, geglu, rope, linear_cross_entropy; all by default
@@ -43,7 +49,9 @@ def apply(model: nn.Module, *, only: Iterable[Op[..., Any] | str] | None = None,
         raise ModelError(f"liger_hf.apply: model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = _names("only", only, OPS) - _names("exclude", exclude, ())
     report = Report(type(model).__name__, notes=_notes(model))
-    looked = [(name, module, rule, found) for name, module in model.named_modules() for rule in RULES if (found := rule.look(module)) is not None]
+    looked = [
+        (name, module, rule, found) for name, module in model.named_modules() for rule in RULES if (found := rule.look(module)) is not None
+    ]
     _absent(report, looked, wanted)
     if only is not None and wanted and wanted <= report.absent.keys():
         reasons = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
@@ -73,11 +81,15 @@ def _names(option: str, given: Iterable[Op[..., Any] | str] | None, otherwise: t
     if given is None:
         return set(otherwise)
     if isinstance(given, (str, Op)):
-        raise OptionError(f"liger_hf.apply: {option} must be an iterable of ops, got {given!r}; write {option}=[{getattr(given, 'name', given)!r}]")
+        raise OptionError(
+            f"liger_hf.apply: {option} must be an iterable of ops, got {given!r}; write {option}=[{getattr(given, 'name', given)!r}]"
+        )
     names = [value.name if isinstance(value, Op) else value for value in given]
     for name in names:
         if name == "cross_entropy":
-            raise OptionError(f"liger_hf.apply: {option} must name ops that are put into models, cross_entropy comes with linear_cross_entropy")
+            raise OptionError(
+                f"liger_hf.apply: {option} must name ops that are put into models, cross_entropy comes with linear_cross_entropy"
+            )
         if name not in OPS:
             raise OptionError(f"liger_hf.apply: {option} must name ops among {', '.join(OPS)}, got {name!r}.{nearest(str(name), OPS)}")
     return set(names)
@@ -85,7 +97,9 @@ def _names(option: str, given: Iterable[Op[..., Any] | str] | None, otherwise: t
 
 def _notes(model: nn.Module) -> list[str]:
     if any(getattr(module, "_use_kernels", False) is True for module in model.modules()):
-        return ["The model was loaded with use_kernels=True: Transformers puts its kernels back at each train() and eval(), over these replacements."]
+        return [
+            "The model was loaded with use_kernels=True: Transformers puts its kernels back at each train() and eval(), over these replacements."
+        ]
     return []
 
 

@@ -23,7 +23,7 @@ def causal_lm_loss(
     logits: Any,
     labels: Tensor | None,
     vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
+    num_items_in_batch: Any = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     **options: Any,
@@ -46,7 +46,8 @@ def causal_lm_loss(
     form = scale_and_cap(logits.steps)
     if form is None or not _plain_linear(logits.head):
         return _in_chunks(logits, target, num_items_in_batch, ignore_index)
-    weight, bias, hidden = logits.head.weight, logits.head.bias, logits.hidden
+    head: Any = logits.head
+    weight, bias, hidden = head.weight, head.bias, logits.hidden
     options = {"bias": bias, "logit_scale": form[0], "softcap": form[1]}
     return _mean(linear_cross_entropy, hidden, target, num_items_in_batch, ignore_index, weight, **options)
 
@@ -65,12 +66,18 @@ def _fits(logits: Any, target: Tensor, vocab_size: int) -> bool:
 
 def _plain_linear(head: nn.Module) -> bool:
     """Its weight can be read as it is: a Linear (FSDP renames the class) with a whole, local, unquantised weight."""
-    if not isinstance(head, nn.Linear) or type(head).__name__.removeprefix("FSDP") not in ("Linear", "ParametrizedLinear") or gathered(head):
+    if (
+        not isinstance(head, nn.Linear)
+        or type(head).__name__.removeprefix("FSDP") not in ("Linear", "ParametrizedLinear")
+        or gathered(head)
+    ):
         return False
     return type(head).forward is nn.Linear.forward and type(head.weight) in (nn.Parameter, Tensor)
 
 
-def _mean(op: Any, values: Tensor, target: Tensor, items: Tensor | int | None, ignore_index: int, *weight: Tensor, **options: Any) -> Tensor:
+def _mean(
+    op: Any, values: Tensor, target: Tensor, items: Tensor | int | None, ignore_index: int, *weight: Tensor, **options: Any
+) -> Tensor:
     if isinstance(items, Tensor):
         items = items.to(values.device).reshape(())
     elif items is not None and not items > 0:

@@ -38,7 +38,16 @@ class Cell:
 class LazyLogits:
     """`steps` applied to `head(hidden)`; `materialize()` computes that once."""
 
-    def __init__(self, hidden: Tensor, head: nn.Module, classes: int, dtype: torch.dtype, cell: Cell, steps: tuple[Step, ...] = (), view: bool = False) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: nn.Module,
+        classes: int,
+        dtype: torch.dtype,
+        cell: Cell,
+        steps: tuple[Step, ...] = (),
+        view: bool = False,
+    ) -> None:
         self.hidden = hidden
         self.head = head
         self.classes = classes
@@ -215,9 +224,39 @@ def _operator(name: str) -> Any:
     return apply
 
 
-for _name in (
-    "add radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert eq ne lt le gt ge and rand or ror xor rxor float int"
-).split():
+for _name in [
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "rtruediv",
+    "floordiv",
+    "rfloordiv",
+    "mod",
+    "rmod",
+    "pow",
+    "rpow",
+    "matmul",
+    "rmatmul",
+    "neg",
+    "pos",
+    "abs",
+    "invert",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and",
+    "rand",
+    "or",
+    "ror",
+    "xor",
+    "rxor",
+    "float",
+    "int",
+]:
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -230,7 +269,7 @@ def _plain(value: Any) -> Any:
 def _rows(index: Any, dimensions: int) -> tuple[Any, ...] | None:
     """The index for hidden, if it selects rows by numbers and slices only and takes all of the vocabulary."""
     parts = index if isinstance(index, tuple) else (index,)
-    if any(part is not Ellipsis and not isinstance(part, (int, slice)) or isinstance(part, bool) for part in parts):
+    if any((part is not Ellipsis and not isinstance(part, (int, slice))) or isinstance(part, bool) for part in parts):
         return None
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
@@ -292,7 +331,7 @@ def compute(head: nn.Module, hidden: Tensor, autocast: tuple[str, torch.dtype] |
         with torch.autocast(autocast[0], dtype=autocast[1]):
             return head(hidden) if gathered(head) else head.forward(hidden)
     finally:
-        head.liger_lazy = lazy  # type: ignore[assignment]
+        head.liger_lazy = lazy
 
 
 def version_of(head: nn.Module) -> int | None:

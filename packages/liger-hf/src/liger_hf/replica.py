@@ -14,11 +14,15 @@ from torch.overrides import TorchFunctionMode
 from liger_core import DeviceError
 
 
-def replica(module: nn.Module, *, parameters: Mapping[str, Tensor | None] | None = None, children: Mapping[str, nn.Module] | None = None) -> Any:
+def replica(
+    module: nn.Module, *, parameters: Mapping[str, Tensor | None] | None = None, children: Mapping[str, nn.Module] | None = None
+) -> Any:
     """A module of the same class and attributes, without hooks, with these parameters and children in place of its own."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
-    for name in [n for n in twin.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs") or n.endswith("_hooks_always_called")]:
+    for name in [
+        n for n in twin.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs") or n.endswith("_hooks_always_called")
+    ]:
         twin.__dict__[name] = type(twin.__dict__[name])()
     for name in ("forward", "_old_forward", "_hf_hook"):
         twin.__dict__.pop(name, None)
@@ -87,8 +91,9 @@ def device_of(module: nn.Module) -> torch.device:
         if parameter.device.type != "meta":
             return parameter.device
     hook = module.__dict__.get("_hf_hook")
-    if getattr(hook, "execution_device", None) is not None:
-        return torch.device(hook.execution_device)
+    runs_on = getattr(hook, "execution_device", None)
+    if runs_on is not None:
+        return torch.device(runs_on)
     if next(module.parameters(), None) is not None:
         raise DeviceError(
             f"liger_hf.apply: the weights must be on a device where they can be used, those of {type(module).__name__} are on meta; "

@@ -53,7 +53,14 @@ def look(module: nn.Module) -> Found | None:
     others = tuple((name, type(child)) for name, child in module._modules.items() if name not in linears)
     return Found(
         "swiglu",
-        kind=(type(module), layout, others, _configured(module), weight.dtype if weight is not None else None, str(weight.device) if weight is not None else ""),
+        kind=(
+            type(module),
+            layout,
+            others,
+            _configured(module),
+            weight.dtype if weight is not None else None,
+            str(weight.device) if weight is not None else "",
+        ),
         original=original,
         candidates=tuple(_candidates(original, arguments[0].name, layout)),
         cases=lambda device, dtypes: _cases(module, linears, layout, device, dtypes),
@@ -71,7 +78,7 @@ def _is_linear(child: nn.Module) -> bool:
 
 def _layout(linears: dict[str, nn.Module]) -> Layout | None:
     """((gate and up, in the order of definition, or the packed one), down), by shape alone."""
-    sizes = {name: (child.in_features, child.out_features) for name, child in linears.items()}
+    sizes: dict[str, tuple[Any, Any]] = {name: (child.in_features, child.out_features) for name, child in linears.items()}
     for down, (inner, hidden) in reversed(sizes.items()):
         rest = tuple(name for name in sizes if name != down)
         if len(rest) == 2 and all(sizes[name] == (hidden, inner) for name in rest):

@@ -32,7 +32,7 @@ CLASSES = 97
 def look(module: nn.Module) -> Found | None:
     if not isinstance(module, PreTrainedModel):
         return None
-    head = module.get_output_embeddings()
+    head: nn.Module | None = _head_of(module)
     if head is None or head not in list(module.children()):
         return None
     original, inner = forward_of(module), forward_of(head)
@@ -53,11 +53,16 @@ def look(module: nn.Module) -> Found | None:
         OP,
         kind=(id(module),),
         original=original,
-        candidates=(Candidate(linear_cross_entropy, "", patches, lambda model: patches(model, model.get_output_embeddings())),),
+        candidates=(Candidate(linear_cross_entropy, "", patches, lambda model: patches(model, head)),),
         cases=lambda device, dtypes: _cases(module, head, sizes[0], device, dtypes),
         device=lambda: device_of(head),
         dtype=dtype,
     )
+
+
+def _head_of(model: Any) -> nn.Module | None:
+    head = model.get_output_embeddings()
+    return head if isinstance(head, nn.Module) else None
 
 
 def _sizes(head: nn.Module) -> tuple[int, int] | None:
@@ -203,4 +208,3 @@ def _run(
         return {**results, "evaluated logits": scored["logits"], "gradient of hidden": leaf.grad, **gradients}
 
     return run
-

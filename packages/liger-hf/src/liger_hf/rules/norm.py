@@ -63,7 +63,7 @@ def _candidate(
 ) -> Candidate:
     def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
         (x,) = inputs or (named.pop(argument),)
-        weight = self.weight
+        weight = getattr(self, "weight", None)
         # What a module makes of mixed dtypes differs from class to class, and autocast promotes a plain layer norm.
         if (weight is not None and x.dtype != weight.dtype) or (biased and torch.is_autocast_enabled(x.device.type)):
             return original(self, x)
@@ -85,7 +85,11 @@ def _cases(module: nn.Module, weights: tuple[str, ...], device: torch.device, dt
     x, upstream = draw.normal(3, 7, width), draw.normal(3, 7, width)
     values = {name: draw.positive(width) for name in weights}
     for dtype in dtypes:
-        yield Case(str(dtype).removeprefix("torch."), dtype, _run(module, x.to(dtype), upstream.to(dtype), {n: v.to(dtype) for n, v in values.items()}))
+        yield Case(
+            str(dtype).removeprefix("torch."),
+            dtype,
+            _run(module, x.to(dtype), upstream.to(dtype), {n: v.to(dtype) for n, v in values.items()}),
+        )
 
 
 def _run(module: nn.Module, x: Tensor, upstream: Tensor, values: dict[str, Tensor]) -> Callable[[Callable[..., Any], bool], Results]:

@@ -40,7 +40,13 @@ def look(module: nn.Module) -> Found | None:
     parameter = next(module.parameters(), None)
     return Found(
         "rope",
-        kind=(type(module), function, width, parameter.dtype if parameter is not None else None, str(parameter.device) if parameter is not None else ""),
+        kind=(
+            type(module),
+            function,
+            width,
+            parameter.dtype if parameter is not None else None,
+            str(parameter.device) if parameter is not None else "",
+        ),
         original=function,
         candidates=tuple(_candidate(original, function, interleaved) for interleaved in (False, True)),
         cases=lambda device, dtypes: _cases(function, width, device, dtypes),
@@ -95,7 +101,7 @@ def rebound(function: FunctionType | Any, fused: Callable[..., Any]) -> Function
         space = {name: space[name] for name in _names(function.__code__) if name in space}
         space |= {"__builtins__": function.__globals__["__builtins__"], "__package__": function.__globals__.get("__package__"), NAME: fused}
     else:
-        cells = tuple(CellType(rebound(_content(c), fused)) if _called(_content(c)) else c for c in cells)
+        cells = tuple(CellType(rebound(_content(c), fused)) if _called(_content(c)) else c for c in cells or ())
     twin = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
     twin.__kwdefaults__ = function.__kwdefaults__
     twin.__annotations__ = function.__annotations__
@@ -145,6 +151,6 @@ def _run(inputs: list[Tensor], upstream: list[Tensor]) -> Callable[[Callable[...
         q, k = q.clone().requires_grad_(), k.clone().requires_grad_()
         rotated = function(q, k, cos, sin)
         torch.autograd.backward(list(rotated), [g.to(r.dtype) for g, r in zip(upstream, rotated, strict=True)])
-        return {"q": rotated[0].detach(), "k": rotated[1].detach(), "gradient of q": q.grad, "gradient of k": k.grad}  # type: ignore[dict-item]
+        return {"q": rotated[0].detach(), "k": rotated[1].detach(), "gradient of q": q.grad, "gradient of k": k.grad}
 
     return run
