@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bugs that `nox -s mutants` plants, one entry each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CORE, TRITON = "liger_core", "liger_triton"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replace `old`, which occurs once in `file`, by `new`; the `tests` must then fail, with `seen` in what they print.
+
+    interpreted  run the tests with Triton's interpreter
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    seen: str
+    interpreted: bool = False
+
+
+ACCURACY = "tests/conformance/test_accuracy.py"
+DEFINITION = "tests/conformance/test_definition.py"
+TRACING = "tests/conformance/test_tracing.py"
+SMALL = "float32 and (one_block or odd_width)"
+
+
+def kernel(name: str, file: str, old: str, new: str, which: str, seen: str = "test_outputs_and_gradients_are_as_accurate") -> Mutant:
+    """A bug in a Triton kernel that the accuracy of the samples `which` must show."""
+    return Mutant(name, f"{TRITON}/{file}", old, new, (ACCURACY, "--backend", "triton", "-k", f"accurate and ({which})"), seen, True)
+
+
+def loss(name: str, file: str, old: str, new: str, test: str, seen: str) -> Mutant:
+    """A bug in the mathematics that every backend shares, which only independent formulas can show."""
+    return Mutant(name, f"{CORE}/ops/{file}", old, new, (test,), seen)
+
+
+MUTANTS = (
+    # The definitions.
+    loss(
+        "reference gradient 1 % too large",
+        "_softmax_loss.py",
+        "d = torch.exp(x - lse[:, None]).mul_(share[:, None])",
+        "d = torch.exp(x - lse[:, None]).mul_(1.01 * share[:, None])",
+        "tests/ops/test_cross_entropy.py",
+        "test_cross_entropy_equals_the_function_of_pytorch",
+    ),
+    Mutant(
+        "softcap without its derivative",
+        f"{CORE}/ops/_softmax_loss.py",
+        "        d.mul_(1.0 - (x / options.softcap).square())",
+        "        pass",
+        (DEFINITION, "-k", "derivative and softcap"),
+        "test_gradients_are_the_derivative_of_the_outputs",
+    ),
+    loss(
+        "ignored targets count in the loss",
+        "_softmax_loss.py",
+        "    return torch.where(counted, loss, 0.0)",
+        "    return torch.where(counted, loss, lse)",
+        "tests/ops/test_cross_entropy.py",
+        "test_cross_entropy_equals_the_function_of_pytorch",
+    ),
+    loss(
+        "z-loss gradient without its factor 2",
+        "_softmax_loss.py",
+        "share + 2.0 * options.z_loss * lse",
+        "share + options.z_loss * lse",
+        "tests/ops/test_cross_entropy.py",
+        "test_softcap_and_z_loss_are_their_formulas",
+    ),
+    loss(
+        "mean over all tokens, ignored ones too",
+        "_softmax_loss.py",
+        "    counted = target != ignore_index\n    if class_weight is None:",
+        "    counted = target == target\n    if class_weight is None:",
+        "tests/ops/test_linear_cross_entropy.py",
+        "test_linear_cross_entropy_equals_the_two_functions_of_pytorch",
+    ),
+    loss(
+        "dW summed in bfloat16 across chunks",
+        "_chunked_loss.py",
+        "    return accumulator(weight.dtype)",
+        "    return weight.dtype",
+        "tests/ops/test_linear_cross_entropy.py",
+        "test_weight_gradients_of_many_chunks_are_as_accurate_as_of_one",
+    ),
+    loss(
+        "gradient buffer for a frozen weight",
+        "_chunked_loss.py",
+        "torch.empty(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None",
+        "torch.empty(weight.shape, dtype=dtype, device=weight.device)",
+        "tests/ops/test_linear_cross_entropy_memory.py",
+        "test_a_frozen_weight_gets_no_gradient_buffer",
+    ),
+    loss(
+        "upstream gradient forgotten",
+        "_chunked_loss.py",
+        "        factor = grad_loss * scale",
+        "        factor = scale",
+        "tests/ops/test_linear_cross_entropy.py",
+        "test_linear_cross_entropy_equals_the_two_functions_of_pytorch",
+    ),
+    Mutant(
+        "second backward scales what the first one scaled",
+        f"{CORE}/ops/_chunked_loss.py",
+        "                self.passes.scaled(total, factor, grad)",
+        "                self.passes.scaled(total, factor, total)\n                grad.copy_(total)",
+        (ACCURACY, "-k", "second_backward and linear"),
+        "test_a_second_backward_gives_the_same_gradients",
+    ),
+    Mutant(
+        "logits overwritten by their gradient",
+        f"{CORE}/ops/cross_entropy.py",
+        "passes.gradients(logits, target, lse, grad_loss, options_of(*options), grad_logits)",
+        "passes.gradients(logits, target, lse, grad_loss, options_of(*options), logits)\n            grad_logits.copy_(logits)",
+        (ACCURACY, "-k", "overwritten and cross_entropy"),
+        "test_inputs_are_not_overwritten",
+    ),
+    Mutant(
+        "normaliser read on the host",
+        f"{CORE}/ops/_softmax_loss.py",
+        "    return torch.where(count == 0, 1.0, count)",
+        "    return count if count.item() else torch.ones_like(count)",
+        (TRACING, "-k", "compiling and cross_entropy"),
+        "test_compiling_breaks_no_graph",
+    ),
+    Mutant(
+        "rms_norm mean without eps",
+        f"{CORE}/ops/rms_norm.py",
+        "row.square().mean(-1, keepdim=True) + eps",
+        "row.square().mean(-1, keepdim=True)",
+        ("tests/ops/test_rms_norm.py",),
+        "test_a_row_of_zeros_stays_zero",
+    ),
+    Mutant(
+        "rope turns the other way",
+        f"{CORE}/ops/rope.py",
+        "turned = torch.cat((-part[..., rotary // 2 :], part[..., : rotary // 2]), dim=-1)",
+        "turned = torch.cat((part[..., rotary // 2 :], -part[..., : rotary // 2]), dim=-1)",
+        ("tests/ops/test_rope.py",),
+        "test_rope_is_the_formula_of_transformers",
+    ),
+    # Custom ops, errors and selection.
+    Mutant(
+        "fake outputs of another shape",
+        f"{CORE}/kernels.py",
+        "    def _fake(self, *args: Any) -> Any:\n        outputs = self.allocate(*args)",
+        "    def _fake(self, *args: Any) -> Any:\n        outputs = tuple(o if o is None else o.unsqueeze(0) for o in self.allocate(*args))",
+        (TRACING, "-k", "opcheck and cross_entropy"),
+        "test_every_custom_op_that_a_sample_reaches_passes_opcheck",
+    ),
+    Mutant(
+        "fake outputs of another dtype",
+        f"{CORE}/kernels.py",
+        "    def _fake(self, *args: Any) -> Any:\n        outputs = self.allocate(*args)",
+        "    def _fake(self, *args: Any) -> Any:\n        outputs = tuple(o if o is None else o.half() for o in self.allocate(*args))",
+        (TRACING, "-k", "fake_tensors and cross_entropy"),
+        "test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones",
+    ),
+    Mutant(
+        "reworded error",
+        f"{CORE}/checks.py",
+        "must have shape ({width},) to match {of}",
+        "should have shape ({width},) to match {of}",
+        (DEFINITION, "-k", "wrong_call"),
+        "test_a_wrong_call_raises_its_sentence",
+    ),
+    Mutant(
+        "check forgotten",
+        f"{CORE}/ops/rope.py",
+        '    checks.same_dtype("rope", "q", q, k=k)\n',
+        "",
+        (DEFINITION, "-k", "wrong_call and rope"),
+        "test_a_wrong_call_raises_its_sentence",
+    ),
+    Mutant(
+        "named backend falls back silently",
+        f"{CORE}/selection.py",
+        "_refuse(op, name, source)\n",
+        "_fall_back(op)\n",
+        ("tests/test_selection.py", "-k", "declined"),
+        "test_a_declined_call_is_an_error_under_a_named_backend",
+    ),
+    Mutant(
+        "broken plugin disappears silently",
+        f"{CORE}/plugins.py",
+        "    warnings.warn(",
+        "    str(",
+        ("tests/test_plugins.py", "-k", "fails_to_import"),
+        "test_a_plugin_that_fails_to_import_is_reported",
+    ),
+    Mutant(
+        "compiler imported with core",
+        f"{CORE}/op.py",
+        "import torch\n",
+        "import torch\nimport torch._dynamo\n",
+        ("tests/test_architecture.py", "-k", "loads_no_compiler"),
+        "test_importing_core_loads_no_compiler",
+    ),
+    # The Triton backend.
+    Mutant(
+        "triton: drifted default",
+        f"{TRITON}/rms_norm.py",
+        "eps: float = 1e-6, *, weight_offset",
+        "eps: float = 1e-5, *, weight_offset",
+        (DEFINITION, "-k", "signature"),
+        "the default of eps must be 1e-06, got 1e-05",
+        interpreted=True,
+    ),
+    kernel(
+        "triton: norm gradient 1 % too large",
+        "_norm.py",
+        "(result * scale).to(grad_x",
+        "(result * scale * 1.01).to(grad_x",
+        f"rms_norm and {SMALL}",
+    ),
+    kernel(
+        "triton: tail mask dropped from the variance",
+        "_norm.py",
+        "        value = tl.where(mask, value - average[:, None], 0.0)",
+        "        value = value - average[:, None]",
+        "layer_norm and float32 and odd_width",
+    ),
+    kernel(
+        "triton: empty batch leaves the weight gradient unwritten",
+        "_norm.py",
+        "                grad.zero_()",
+        "                pass",
+        "norm and float32 and empty",
+    ),
+    kernel(
+        "triton: second derivative term of SiLU missing",
+        "_gated.py",
+        "slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))",
+        "slope = sigmoid",
+        f"swiglu and {SMALL}",
+    ),
+    kernel(
+        "triton: tail of a row not written",
+        "_gated.py",
+        "mask = column < width\n    value, _",
+        "mask = column < width - 1\n    value, _",
+        f"swiglu and {SMALL}",
+    ),
+    kernel(
+        "triton: rope backward turns forward",
+        "rope.py",
+        "        upper = sin2\n        lower = -sin1",
+        "        upper = -sin1\n        lower = sin2",
+        "rope and float32",
+    ),
+    kernel(
+        "triton: softcap without its derivative",
+        "_softmax_loss.py",
+        "        d = d * (1.0 - (x / softcap) * (x / softcap))",
+        "        d = d * 1.0",
+        "cross_entropy and float32 and softcap",
+    ),
+    kernel(
+        "triton: one rounding in the middle",
+        "_gated.py",
+        "(grad * factor * slope)",
+        "((grad * factor).to(tl.bfloat16).to(tl.float32) * slope)",
+        f"swiglu and {SMALL}",
+    ),
+    kernel(
+        "triton: masked lanes count in the log-sum-exp",
+        "_softmax_loss.py",
+        'tl.load(base + column, mask=mask, other=float("-inf"))',
+        "tl.load(base + column, mask=mask, other=0.0)",
+        "float32 and cross_entropy and odd",
+    ),
+)
