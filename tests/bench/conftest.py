@@ -28,9 +28,9 @@ def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.fixture(scope="session")
 def tiny_demo(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A demo of two short steps on the CPU."""
+    """A demo of six short steps on the CPU: enough for the loss to fall whatever the text."""
     folder = tmp_path_factory.mktemp("demo")
-    done = run_liger("demo", "--steps", "2", "--batch", "2", "--sequence", "64", "--device", "cpu", "--out", str(folder), "--json")
+    done = run_liger("demo", "--steps", "6", "--batch", "2", "--sequence", "64", "--device", "cpu", "--out", str(folder), "--json")
     return Finished(done.returncode, done.stdout, done.stderr, folder)
 
 
