@@ -19,7 +19,7 @@ MiB = 1 << 20
 # 4096 and nothing in a single chunk, so the budget buys one chunk first, then long ones.
 SINGLE_CHUNK_BYTES = 2150 * MiB
 CHUNK_BYTES = 1074 * MiB
-CPU_BYTES = 16 * MiB
+CPU_BYTES = 64 * MiB
 
 
 def chunk_rows(rows: int, width: int, classes: int, chunk: int, element: int, device: str) -> int:
