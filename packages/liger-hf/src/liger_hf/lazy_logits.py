@@ -307,7 +307,8 @@ def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
                 return None
             capped = True
         elif kind in ("mul", "div"):
-            (after if capped else before)[kind == "div"] *= value[0]
+            # int: the compiler of torch 2.11 takes no bool as an index.
+            (after if capped else before)[int(kind == "div")] *= value[0]
     if not capped:
         return before[0] / before[1], None
     cap = after[0] / after[1]
