@@ -15,4 +15,6 @@ from hf.two_ranks import WAYS, work
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize("patch_last", [False, True], ids=["patched_then_wrapped", "wrapped_then_patched"])
 def test_gradients_of_two_ranks_are_the_mean_of_single_ones(patch_last: bool, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(work, args=(str(tmp_path / "store"), tuple(WAYS), patch_last), nprocs=2)
+    # A model inside DDP is the same object as before it; only sharding changes what apply sees.
+    ways = tuple(way for way in WAYS if way.startswith("fsdp") or not patch_last)
+    torch.multiprocessing.spawn(work, args=(str(tmp_path / "store"), ways, patch_last), nprocs=2)

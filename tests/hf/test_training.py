@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
@@ -254,3 +254,15 @@ def test_a_model_with_accelerate_hooks_is_patched_under_them() -> None:
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
     report.undo()
     step(patched, **inputs)
+
+
+def test_weights_that_accelerate_has_offloaded_are_used_where_its_hooks_bring_them() -> None:
+    plain = make(tie_word_embeddings=False).train()
+    patched = twin(plain)
+    cpu_offload(patched, execution_device=torch.device("cpu"))
+    report = liger_hf.apply(patched)
+    assert report.replaced == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+    outputs, expected = patched(**tokens()), plain(**tokens())
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    with torch.no_grad():
+        torch.testing.assert_close(patched(**tokens()).logits, expected.logits, rtol=1e-5, atol=1e-6)

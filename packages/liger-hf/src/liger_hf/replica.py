@@ -90,10 +90,13 @@ def device_of(module: nn.Module) -> torch.device:
     for parameter in module.parameters():
         if parameter.device.type != "meta":
             return parameter.device
-    hook = module.__dict__.get("_hf_hook")
-    runs_on = getattr(hook, "execution_device", None)
-    if runs_on is not None:
-        return torch.device(runs_on)
+    # Weights that accelerate has offloaded come to where its hooks run the module or its children.
+    for child in module.modules():
+        hook = child.__dict__.get("_hf_hook")
+        for part in getattr(hook, "hooks", (hook,)):
+            runs_on = getattr(part, "execution_device", None)
+            if runs_on is not None:
+                return torch.device(runs_on)
     if next(module.parameters(), None) is not None:
         raise DeviceError(
             f"liger_hf.apply: the weights must be on a device where they can be used, those of {type(module).__name__} are on meta; "
