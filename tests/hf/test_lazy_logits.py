@@ -16,7 +16,7 @@ from torch import Tensor
 import liger_hf
 import liger_hf.causal_loss
 from hf.tiny_models import VOCABULARY, disagreements, make, tokens, twin
-from liger_hf.lazy_logits import scale_and_cap
+from liger_hf.projection import scale_and_cap
 from liger_hf.rules.head import patches
 
 

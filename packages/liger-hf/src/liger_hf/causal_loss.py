@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_core import cross_entropy, linear_cross_entropy
-from liger_hf.lazy_logits import LazyLogits, compute, gathered, replay, scale_and_cap
+from liger_hf.lazy_logits import LazyLogits
+from liger_hf.projection import compute, gathered, replay, scale_and_cap
 
 # Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from liger_hf.errors import LogitsError
-
-Step = tuple[Any, ...]
+from liger_hf.projection import Step, compute, replay, version_of
 
 
 class Cell:
@@ -224,39 +223,11 @@ def _operator(name: str) -> Any:
     return apply
 
 
-for _name in [
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "rtruediv",
-    "floordiv",
-    "rfloordiv",
-    "mod",
-    "rmod",
-    "pow",
-    "rpow",
-    "matmul",
-    "rmatmul",
-    "neg",
-    "pos",
-    "abs",
-    "invert",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "and",
-    "rand",
-    "or",
-    "ror",
-    "xor",
-    "rxor",
-    "float",
-    "int",
-]:
+OPERATORS = (
+    "add radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert "
+    "eq ne lt le gt ge and rand or ror xor rxor float int"
+)
+for _name in OPERATORS.split():  # noqa: SIM905
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -282,65 +253,6 @@ def _rows(index: Any, dimensions: int) -> tuple[Any, ...] | None:
             return None
         parts = parts[:-1]
     return parts
-
-
-def replay(logits: Any, steps: tuple[Step, ...]) -> Any:
-    """The remembered steps, exactly as they were written."""
-    for kind, *value in steps:
-        if kind == "mul":
-            logits = logits * value[0]
-        elif kind == "div":
-            logits = logits / value[0]
-        elif kind == "tanh":
-            logits = torch.tanh(logits)
-        else:
-            logits = logits.to(value[0])
-    return logits
-
-
-def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
-    """(logit_scale, softcap) such that the steps are `softcap · tanh(logit_scale · z / softcap)`; None if they are not."""
-    before, after, capped = [1.0, 1.0], [1.0, 1.0], False
-    for kind, *value in steps:
-        if kind == "tanh":
-            if capped:
-                return None
-            capped = True
-        elif kind in ("mul", "div"):
-            # int: the compiler of torch 2.11 takes no bool as an index.
-            (after if capped else before)[int(kind == "div")] *= value[0]
-    if not capped:
-        return before[0] / before[1], None
-    cap = after[0] / after[1]
-    if cap == 0.0 or before[0] == 0.0:
-        return None
-    # One division: (1 / cap) · cap need not be 1.
-    return (before[0] * after[0]) / (before[1] * after[1]), abs(cap)
-
-
-def gathered(head: nn.Module) -> bool:
-    """The head's weights are whole only while its hooks have gathered them (ZeRO-3, a head sharded or offloaded by itself)."""
-    return any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") or p.is_meta for p in head.parameters())
-
-
-def compute(head: nn.Module, hidden: Tensor, autocast: tuple[str, torch.dtype] | None) -> Tensor:
-    """The head's own projection, under the autocast that its call saw."""
-    lazy, head.liger_lazy = head.liger_lazy, False  # type: ignore[assignment]
-    try:
-        if autocast is None:
-            return head(hidden) if gathered(head) else head.forward(hidden)
-        with torch.autocast(autocast[0], dtype=autocast[1]):
-            return head(hidden) if gathered(head) else head.forward(hidden)
-    finally:
-        head.liger_lazy = lazy
-
-
-def version_of(head: nn.Module) -> int | None:
-    """The version counter of a plain weight, by which a later update is noticed; compiled code carries none."""
-    if torch.compiler.is_compiling() or gathered(head):
-        return None
-    weight = getattr(head, "weight", None)
-    return weight._version if type(weight) is nn.Parameter else None
 
 
 def _still_valid(logits: LazyLogits) -> None:

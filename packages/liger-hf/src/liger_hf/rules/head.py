@@ -19,8 +19,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from liger_core import linear_cross_entropy
 from liger_hf.causal_loss import causal_lm_loss
 from liger_hf.errors import LogitsError
-from liger_hf.lazy_logits import Cell, LazyLogits, version_of
+from liger_hf.lazy_logits import Cell, LazyLogits
 from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.projection import version_of
 from liger_hf.replica import Draw, device_of, replica
 from liger_hf.verification import Candidate, Case, Found, Results
 
