@@ -227,7 +227,7 @@ OPERATORS = (
     "add radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert "
     "eq ne lt le gt ge and rand or ror xor rxor float int"
 )
-for _name in OPERATORS.split():  # noqa: SIM905
+for _name in OPERATORS.split():
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
