@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -84,7 +85,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of these sources, marked if they were changed since; "installed" outside a checkout."""
+    """The commit of these sources, marked if they were changed since; outside a checkout LIGER_COMMIT, else "installed"."""
     source = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:
@@ -96,4 +97,4 @@ def _commit() -> str:
         git("ls-files", "--error-unmatch", source.name)
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
-        return "installed"
+        return os.environ.get("LIGER_COMMIT", "installed")
