@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from liger_core.kernels import Outputs, differentiable
 from torch import Tensor
 
+from liger_core.kernels import Outputs, differentiable
 from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows_of
 
 SILU, GELU_TANH, GELU_ERF = 0, 1, 2
@@ -41,13 +40,13 @@ def _launch(y: Tensor, gate: Tensor, up: Tensor | None, activation: int) -> None
     first, second = _halves(gate, up)
     rows, width, tiles, block = _tiles(first, second, y)
     if rows * width:
-        forward_launch((rows * tiles,), first, second, y, first.stride(0), second.stride(0), width, tiles, ACTIVATION=activation, BLOCK=block)
+        forward_launch(
+            (rows * tiles,), first, second, y, first.stride(0), second.stride(0), width, tiles, ACTIVATION=activation, BLOCK=block
+        )
 
 
 def _allocate_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, needs: list[bool]) -> Outputs:
-    return tuple(
-        t.new_empty(t.shape) if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True)
-    )
+    return tuple(t.new_empty(t.shape) if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))
 
 
 def _launch_backward(
@@ -55,6 +54,8 @@ def _launch_backward(
 ) -> None:
     first, second = _halves(gate, up)
     grad_y = rows_of(grad_y)
+    grad_first: Tensor | None
+    grad_second: Tensor | None
     if up is None and grad_gate is not None:
         grad_first, grad_second = _halves(grad_gate, None)
     else:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from liger_core.ops._softmax_loss import RowOptions, RowResults
 from torch import Tensor
 
+from liger_core.ops._softmax_loss import RowOptions, RowResults
 from liger_triton.launch import Launcher, cdiv, power_of_two, rows_of
-
 
 
 class Shape(NamedTuple):
@@ -37,7 +36,9 @@ SCALE_BLOCK = 4096
 class TritonPasses:
     """One program a row. The second read of a row comes from the L2 cache."""
 
-    def losses(self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool) -> None:
+    def losses(
+        self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool
+    ) -> None:
         rows, width = logits.shape
         if rows == 0:
             return
@@ -255,7 +256,21 @@ def gradient_kernel(
     factor = tl.where(in_range, logit_scale, float("nan")) * tl.load(row_factor + row * factor_stride).to(tl.float32)
     x = capped(tl.load(logits + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     g = row_gradient(
-        x, column, safe, log_total, hard, share, factor, class_weight, label_smoothing, softcap, width, mask, HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING
+        x,
+        column,
+        safe,
+        log_total,
+        hard,
+        share,
+        factor,
+        class_weight,
+        label_smoothing,
+        softcap,
+        width,
+        mask,
+        HAS_WEIGHT,
+        HAS_SOFTCAP,
+        HAS_SMOOTHING,
     )
     tl.store(out + row * out_stride + column, g.to(out.dtype.element_ty), mask=mask)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from liger_core.ops.cross_entropy import per_row, reduced
 from torch import Tensor
 
+from liger_core.ops.cross_entropy import per_row, reduced
 from liger_triton._softmax_loss import TritonPasses
 from liger_triton.launch import TritonKernel, supported
 

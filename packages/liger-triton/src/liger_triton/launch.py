@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import triton
-from liger_core import Unsupported
-from liger_core.kernels import Kernel, Outputs
 from torch import Tensor
 from triton import knobs
 
+from liger_core import Unsupported
+from liger_core.kernels import Kernel, Outputs
 from liger_triton.interpreter import round_to_nearest
 
 if knobs.runtime.interpret:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import torch
-from liger_core.kernels import Outputs, differentiable
 from torch import Tensor
 
+from liger_core.kernels import Outputs, differentiable
 from liger_triton import _norm
 from liger_triton.launch import TritonKernel, supported
 
@@ -30,10 +30,7 @@ def _launch(y: Tensor, mean: Tensor, inverse: Tensor, x: Tensor, weight: Tensor 
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool]
 ) -> Outputs:
-    return tuple(
-        t.new_empty(t.shape) if need and t is not None else None
-        for need, t in zip(needs, (x, weight, bias), strict=True)
-    )
+    return tuple(t.new_empty(t.shape) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True))
 
 
 def _launch_backward(

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from liger_core.ops.linear_cross_entropy import fused
 from torch import Tensor
 
+from liger_core.ops.linear_cross_entropy import fused
 from liger_triton._softmax_loss import TritonPasses
 from liger_triton.launch import TritonKernel, supported
 

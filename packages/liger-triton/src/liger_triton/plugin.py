@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
 from liger_core import Backend, Op, hookimpl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from liger_core.kernels import Outputs, differentiable
 from torch import Tensor
 
+from liger_core.kernels import Outputs, differentiable
 from liger_triton import _norm
 from liger_triton.launch import TritonKernel, supported
 

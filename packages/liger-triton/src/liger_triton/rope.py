@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from liger_core import Unsupported
-from liger_core.kernels import Outputs, differentiable
 from torch import Tensor
 
+from liger_core import Unsupported
+from liger_core.kernels import Outputs, differentiable
 from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, supported
 
 # Pairs of columns that one program turns: tokens × heads × rotary/2.
@@ -49,7 +49,7 @@ class _InPlace(torch.autograd.Function):
         return q, k
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None) -> Any:
         cos, sin = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:2])
         return (*_backward(grad_q, grad_k, cos, sin, ctx.interleaved, needs), None, None, None)
@@ -73,11 +73,20 @@ def _launch_backward(
     grad_q: Tensor | None, grad_k: Tensor | None, grad_out_q: Tensor | None, grad_out_k: Tensor | None, cos: Tensor, sin: Tensor,
     interleaved: bool, needs: list[bool],
 ) -> None:  # fmt: skip
-    _turn(grad_out_q if grad_q is not None else None, grad_out_k if grad_k is not None else None, grad_q, grad_k, cos, sin, interleaved, True)
+    _turn(
+        grad_out_q if grad_q is not None else None, grad_out_k if grad_k is not None else None, grad_q, grad_k, cos, sin, interleaved, True
+    )
 
 
 def _turn(
-    q: Tensor | None, k: Tensor | None, out_q: Tensor | None, out_k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool
+    q: Tensor | None,
+    k: Tensor | None,
+    out_q: Tensor | None,
+    out_k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    backward: bool,
 ) -> None:
     """Launch the kernel for whichever of q and k is there."""
     pairs = [(x, out) for x, out in ((q, out_q), (k, out_k)) if x is not None and out is not None]

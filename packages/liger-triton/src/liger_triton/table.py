@@ -8,7 +8,6 @@ from typing import Any
 
 import liger_core
 from liger_core import Op
-
 from liger_triton.cross_entropy import cross_entropy
 from liger_triton.geglu import geglu
 from liger_triton.layer_norm import layer_norm
