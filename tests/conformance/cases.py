@@ -16,7 +16,8 @@ from torch import Tensor
 from liger_core import BackendError, Op, Sample, Unsupported, use
 from liger_core.plugins import registry
 
-LARGE = 50_000
+# Elements of a sample: past these an interpreter takes minutes for all checks together, past MIDDLE for all dtypes together.
+LARGE, MIDDLE = 100_000, 50_000
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -74,10 +75,17 @@ def sample_names(op: Op[..., Any], device: torch.device, dtype: torch.dtype) -> 
 
 
 @cache
-def large_names(op: Op[..., Any], device: torch.device) -> frozenset[str]:
-    """Samples that take an interpreter seconds."""
-    samples = {s.name: arguments_of(op, s).values() for s in op.samples(device, torch.float32)}
-    return frozenset(name for name, values in samples.items() if max(v.numel() for v in values if isinstance(v, Tensor)) > LARGE)
+def size(op: Op[..., Any], device: torch.device, name: str) -> int:
+    """Elements of the largest tensor of a sample."""
+    sample = next(s for s in op.samples(device, torch.float32) if s.name == name)
+    return max(v.numel() for v in arguments_of(op, sample).values() if isinstance(v, Tensor))
+
+
+def takes_minutes(case: Case) -> bool:
+    """Whether a large sample meets kernels that an interpreter runs: a CPU device type beside other implementations than the definition."""
+    if case.device.type != "cpu" or registry().implementations[case.backend][case.op.name] is case.op.reference:
+        return False
+    return size(case.op, case.device, case.name) > (LARGE if case.dtype == torch.float32 else MIDDLE)
 
 
 @cache
@@ -112,21 +120,19 @@ def output_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case,
 
 
 def cases(device: torch.device, only: str | None, kind: str) -> Iterator[Case]:
-    """The cases of a kind: every dtype ("all"; "light" without large samples past float32), float32 alone, one sample per form
-    of call, or the definitions in float64 ("exact")."""
+    """The cases of a kind: every dtype, float32 alone, one sample per form of call, or the definitions in float64 ("exact")."""
     for op, backend, implementation in implementations(device, only):
         definition = implementation is op.reference
         if kind == "exact":
             dtypes: tuple[torch.dtype, ...] = (torch.float64,) if definition else ()
-        elif kind in ("all", "light"):
+        elif kind == "all":
             dtypes = (torch.float64, *LOW) if definition else LOW
         else:
             dtypes = (torch.float32,)
         for dtype in dtypes:
             names = form_names(op, device) if kind == "form" else sample_names(op, device, dtype)
             for name in names:
-                if kind != "light" or dtype == torch.float32 or name not in large_names(op, device):
-                    yield Case(op, backend, dtype, name, device)
+                yield Case(op, backend, dtype, name, device)
 
 
 def arguments_of(op: Op[..., Any], sample: Sample) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.cases import Case, cases, frozen_cases, implementations, output_cases
+from conformance.cases import Case, cases, frozen_cases, implementations, output_cases, takes_minutes
 from conftest import device_of
 from liger_core.plugins import registry
 
-KINDS = {"case": "all", "light_case": "light", "float32_case": "float32", "form_case": "form", "exact_case": "exact"}
+KINDS = {"case": "all", "light_case": "all", "float32_case": "float32", "form_case": "form", "exact_case": "exact"}
+TAKES_MINUTES = pytest.mark.skip(reason="a large sample takes an interpreter minutes; its accuracy is tested")
 # A value that no kernel computes by accident.
 SENTINEL = -7_777_777
 
@@ -25,7 +26,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for fixture, kind in KINDS.items():
         if fixture in metafunc.fixturenames:
             found = list(cases(device, only, kind))
-            metafunc.parametrize(fixture, found, ids=[case.id for case in found], indirect=True)
+            # Accuracy looks at every case; what else is checked does not change with the size of a sample.
+            slow = [fixture != "case" and takes_minutes(case) for case in found]
+            marked = [pytest.param(c, marks=TAKES_MINUTES) if s else c for c, s in zip(found, slow, strict=True)]
+            metafunc.parametrize(fixture, marked, ids=[case.id for case in found], indirect=True)
     for fixture, pairs in (("frozen_case", frozen_cases), ("output_case", output_cases)):
         if fixture in metafunc.fixturenames:
             chosen = list(pairs(device, only))
