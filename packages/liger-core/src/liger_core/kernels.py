@@ -36,7 +36,9 @@ class Kernel:
         allocate: Callable[..., Outputs],
         launch: Callable[..., None],
     ) -> None:
-        library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
+        if namespace not in _libraries:
+            _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+        library = _libraries[namespace]
         name = library.define(schema, tags=(torch.Tag.pt2_compliant_tag,)).split("(")[0].split("::")[-1]
         self.name = f"{namespace}::{name}"
         self.allocate, self.launch = allocate, launch
