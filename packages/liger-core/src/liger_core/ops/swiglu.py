@@ -33,7 +33,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     gate    (..., width)   any floating dtype; or (..., 2·width) packed, gate first, when up is None
     up      (..., width)   shape and dtype of gate
-    returns (..., width), dtype of gate; only the inputs are kept for the backward pass
+    returns (..., width), dtype of gate; a fused backend keeps only the inputs for the backward pass
 
     Raises ShapeError if the shapes differ or a packed width is odd, DtypeError if the dtypes differ.
     Shazeer 2020, arXiv:2002.05202.
