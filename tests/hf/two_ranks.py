@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ WAYS: dict[str, Callable[[Any], nn.Module]] = {
 def work(rank: int, store: str, ways: tuple[str, ...], patch_last: bool) -> None:
     """One process; raises if a gradient is wrong or if all the logits were made."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    # A rank that waits for one that failed gives up, instead of half an hour later.
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(minutes=2))
     base = make("llama", tie_word_embeddings=False).train()
     single = [step(twin(base), **batch(r)) for r in range(2)]
     liger_hf.LazyLogits.materialize = _refuse  # type: ignore[method-assign]
