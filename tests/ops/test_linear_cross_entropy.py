@@ -232,3 +232,69 @@ def test_any_shape_and_option_is_the_naive_formula(
         return linear_cross_entropy(hidden, weight, target, label_smoothing=smoothing, logit_scale=scale, reduction=reduction, chunk=chunk)
 
     assert disagreements(call, naive, **head(device, rows, width, classes)) == []
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("chunk", [None, 4], ids=["one_chunk", "chunked"])
+def test_main_grad_takes_the_gradient_of_weight(chunk: int | None, reduction: Literal["mean", "none"], device: torch.device) -> None:
+    given = head(device)
+    hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+    target = torch.arange(9, device=device)
+    expected = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, chunk=chunk).mul(3.0), (hidden, weight))
+    main_grad = torch.ones(weight.shape, device=device)
+    loss = linear_cross_entropy(hidden, weight, target, chunk=chunk, reduction=reduction, main_grad=main_grad)
+    loss.mean().mul(3.0).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(main_grad, expected[1] + 1.0)
+    torch.testing.assert_close(hidden.grad, expected[0])
+
+
+def test_two_graphs_may_add_to_one_main_grad_in_any_order(device: torch.device) -> None:
+    given = head(device)
+    hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+    target = torch.arange(9, device=device)
+    (expected,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), weight)
+    main_grad = torch.zeros(weight.shape, device=device)
+    losses = [linear_cross_entropy(hidden, weight, target, main_grad=main_grad) for _ in range(2)]
+    losses[0].backward(retain_graph=True)
+    losses[1].backward()
+    losses[0].backward()
+    torch.testing.assert_close(main_grad, 3 * expected)
+
+
+def test_ignored_rows_are_packed_out_of_large_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU only products that take longer than the wait for their number are packed; here none is too small."""
+    monkeypatch.setattr("liger_core.ops._chunked_loss.PACK_FLOPS", 0)
+    monkeypatch.setattr("liger_core.ops._chunked_loss.PACK_TILE", 4)
+    given = head(device, rows=40)
+    hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+    target = torch.arange(40, device=device) % 30
+    target[torch.arange(40, device=device) % 3 > 0] = -100
+    seen: list[int] = []
+    product = torch.mm
+
+    def watched(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        seen.append(a.shape[0])
+        return product(a, b, **options)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    packed = linear_cross_entropy(hidden, weight, target, budget=8 * 30 * 4)
+    assert sum(seen[::3]) == (14 if device.type == "cpu" else 16)
+    gradients = torch.autograd.grad(packed, (hidden, weight))
+    seen.clear()
+    whole = linear_cross_entropy(hidden, weight, target, pack=False)
+    assert seen[0] == 40
+    torch.testing.assert_close(packed, whole)
+    for got, expected in zip(gradients, torch.autograd.grad(whole, (hidden, weight)), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_main_grad_is_refused_where_the_call_is_traced(device: torch.device) -> None:
+    given, main_grad = head(device), torch.zeros(30, 20, device=device)
+    target = torch.arange(9, device=device)
+
+    def call() -> Tensor:
+        return linear_cross_entropy(**given, target=target, main_grad=main_grad)
+
+    with pytest.raises(Exception, match="main_grad must be given in an eager call, got one that is traced"):
+        torch.compile(call, fullgraph=True, backend="eager")()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_core import linear_cross_entropy
-from liger_core.ops._chunked_loss import chunk_rows
+from liger_core.ops._chunked_loss import Plan, plan
 from ops.agreement import leaf
 from ops.allocations import allocations
 
@@ -87,17 +87,62 @@ def test_chunks_need_less_memory_than_the_logits_of_plain_pytorch(measured_devic
 )
 def test_the_chunk_of_the_report_is_its_formula(rows: int, width: int, classes: int, expected: int) -> None:
     assert expected == 2 ** math.ceil(math.log2(math.ceil(rows / math.ceil(classes / width))))
-    assert chunk_rows(rows, width, classes, -1, 2, "cuda") == expected
+    assert plan(rows, width, classes, torch.bfloat16, "cuda", chunk=-1).rows == expected
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_the_chunk_of_the_budget_covers_all_rows_or_is_long(device_type: str) -> None:
-    assert chunk_rows(64, 4096, 50000, 0, 2, device_type) == 64
-    long = chunk_rows(1_000_000, 4096, 128256, 0, 2, device_type)
-    assert (device_type == "cuda") <= (long >= 2048)
-    assert long * 128256 * 2 <= 2150 << 20
+def test_the_default_chunk_covers_all_rows_or_is_long(device_type: str) -> None:
+    assert plan(64, 4096, 50000, torch.bfloat16, device_type) == Plan(64, torch.bfloat16)
+    long = plan(1_000_000, 4096, 128256, torch.bfloat16, device_type)
+    assert (device_type == "cuda") <= (long.rows >= 2048)
+    assert long.rows * 128256 * 2 <= 2150 << 20
+    assert long.dtype == torch.float32
 
 
 def test_a_given_chunk_is_never_longer_than_the_batch() -> None:
-    assert chunk_rows(10, 8, 100, 4, 4, "cpu") == 4
-    assert chunk_rows(10, 8, 100, 400, 4, "cpu") == 10
+    assert plan(10, 8, 100, torch.float32, "cpu", chunk=4).rows == 4
+    assert plan(10, 8, 100, torch.float32, "cpu", chunk=400).rows == 10
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (300, Plan(1024, torch.bfloat16)),
+        (1900, Plan(4096, torch.bfloat16)),
+        (2100, Plan(4096, torch.float32)),
+        (4096, Plan(8192, torch.float32)),
+        (9000, Plan(32768, torch.bfloat16)),
+    ],
+)
+def test_a_budget_buys_long_chunks_then_a_float32_sum_then_one_chunk(budget: int, expected: Plan) -> None:
+    assert plan(32768, 4096, 128256, torch.bfloat16, "cuda", budget=budget << 20) == expected
+
+
+def test_float16_is_always_summed_in_float32() -> None:
+    assert plan(32768, 4096, 128256, torch.float16, "cuda", budget=300 << 20).dtype == torch.float32
+
+
+def test_a_frozen_weight_leaves_the_whole_budget_to_the_chunks() -> None:
+    assert plan(32768, 4096, 128256, torch.bfloat16, "cuda", budget=2100 << 20, trained=False).rows == 8192
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_call_stays_within_its_budget(reduction: str, measured_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget counts what is held beside the inputs and gradients; losses and log-sum-exps are a few bytes a row."""
+    monkeypatch.setattr("liger_core.ops._softmax_loss.REFERENCE_BLOCK", CLASSES)
+    pair = tensors(measured_device)
+    budget = 32 * CLASSES * 4
+    used = allocations(lambda: step(*pair, budget=budget, reduction=reduction, accumulate_dtype=torch.float32), measured_device)
+    gradients = sum(t.numel() * 4 for t in pair)
+    assert used.peak <= gradients + budget + ROWS * 4 * 16 + CLASSES * 4 * 4
+
+
+def test_a_freed_graph_gives_its_sums_as_gradients(measured_device: torch.device) -> None:
+    pair = tensors(measured_device)
+
+    def backward(keep: bool) -> int:
+        loss = linear_cross_entropy(*pair, torch.arange(ROWS, device=measured_device), chunk=32)
+        return allocations(lambda: torch.autograd.grad(loss, pair, retain_graph=keep), measured_device).peak
+
+    assert backward(True) >= WEIGHT_BYTES
+    assert backward(False) < WEIGHT_BYTES // 4

@@ -18,6 +18,8 @@ from torch import Tensor
 from liger_core.errors import GradientError
 
 _libraries: dict[str, torch.library.Library] = {}
+# Whether the backward pass that is running keeps its graph (retain_graph=True) and may so come back to what was saved.
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, list, tuple})
 
 Outputs = tuple[Tensor | None, ...]
@@ -26,7 +28,8 @@ Outputs = tuple[Tensor | None, ...]
 class Kernel:
     """A custom op `namespace::name` made of `allocate(*args) -> outputs` and `launch(*outputs, *args)`.
 
-    schema  as for `torch.library.define`; results must be named, optional ones are `Tensor?`
+    schema   as for `torch.library.define`; results must be named, optional ones are `Tensor?`
+    recycle  like allocate, but may hand out the arguments themselves: for a backward whose graph is freed behind it
     """
 
     def __init__(
@@ -35,13 +38,14 @@ class Kernel:
         schema: str,
         allocate: Callable[..., Outputs],
         launch: Callable[..., None],
+        recycle: Callable[..., Outputs] | None = None,
     ) -> None:
         if namespace not in _libraries:
             _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
         library = _libraries[namespace]
         name = library.define(schema, tags=(torch.Tag.pt2_compliant_tag,)).split("(")[0].split("::")[-1]
         self.name = f"{namespace}::{name}"
-        self.allocate, self.launch = allocate, launch
+        self.allocate, self.launch, self.recycle = allocate, launch, recycle
         library.impl(name, self._dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(self.name, self._fake, lib=library)
         self.op = getattr(getattr(torch.ops, namespace), name).default
@@ -57,17 +61,19 @@ class Kernel:
         ):
             outputs = self.op(*args)
             return (outputs,) if self.single else outputs
-        return self.execute(args)
+        if self.recycle is not None and torch._C._current_graph_task_id() != -1 and not _keeps_graph():
+            return self.execute(args, self.recycle)
+        return self.execute(args, self.allocate)
 
-    def execute(self, args: tuple[Any, ...]) -> Outputs:
+    def execute(self, args: tuple[Any, ...], allocate: Callable[..., Outputs]) -> Outputs:
         """Allocate and launch; backends override this to put a device guard around it."""
-        outputs = self.allocate(*args)
+        outputs = allocate(*args)
         self.launch(*outputs, *args)
         return outputs
 
     def _dispatched(self, *args: Any) -> Any:
         with torch._C._DisableAutocast():
-            outputs = self.execute(args)
+            outputs = self.execute(args, self.allocate)
         return outputs[0] if self.single else outputs
 
     def _fake(self, *args: Any) -> Any:
@@ -75,9 +81,11 @@ class Kernel:
         return outputs[0] if self.single else outputs
 
 
-def reference_kernel(schema: str, allocate: Callable[..., Outputs], launch: Callable[..., None]) -> Kernel:
+def reference_kernel(
+    schema: str, allocate: Callable[..., Outputs], launch: Callable[..., None], recycle: Callable[..., Outputs] | None = None
+) -> Kernel:
     """A kernel of the pure-PyTorch references."""
-    return Kernel("liger_reference", schema, allocate, launch)
+    return Kernel("liger_reference", schema, allocate, launch, recycle)
 
 
 def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callable[..., Any]:

@@ -68,9 +68,9 @@ class TritonPasses:
             BLOCK=block, num_warps=GRADIENT.warps,
         )  # fmt: skip
 
-    def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor) -> None:
+    def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
         size = tensor.numel()
-        scale_launch((cdiv(size, SCALE_BLOCK),), tensor, scale, out, size, BLOCK=SCALE_BLOCK, num_warps=8)
+        scale_launch((cdiv(size, SCALE_BLOCK),), tensor, scale, out, size, ADD=add, BLOCK=SCALE_BLOCK, num_warps=8)
 
 
 def _dense(options: RowOptions) -> RowOptions:
@@ -276,11 +276,13 @@ def gradient_kernel(
 
 
 @triton.jit
-def scale_kernel(tensor, scale, out, size, BLOCK: tl.constexpr):
-    """One program scales BLOCK elements by the scalar, in float32, and rounds once."""
+def scale_kernel(tensor, scale, out, size, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """One program scales BLOCK elements by the scalar, in float32, and rounds once; with ADD it adds them to out."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < size
     value = tl.load(tensor + index, mask=mask, other=0.0).to(tl.float32) * tl.load(scale)
+    if ADD:
+        value += tl.load(out + index, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + index, value.to(out.dtype.element_ty), mask=mask)
 
 

@@ -27,16 +27,16 @@ INTERPRETER_PROCESSORS = 2
 class TritonKernel(Kernel):
     """A Kernel that launches on the device of its tensors, whichever device is current."""
 
-    def __init__(self, schema: str, allocate: Any, launch: Any) -> None:
-        super().__init__(NAMESPACE, schema, allocate, launch)
+    def __init__(self, schema: str, allocate: Any, launch: Any, recycle: Any = None) -> None:
+        super().__init__(NAMESPACE, schema, allocate, launch, recycle)
         self.anchor = next(i for i, a in enumerate(self.schema.arguments) if str(a.type) == "Tensor")
 
-    def execute(self, args: tuple[Any, ...]) -> Outputs:
+    def execute(self, args: tuple[Any, ...], allocate: Any) -> Outputs:
         device = args[self.anchor].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return super().execute(args)
-        return super().execute(args)
+                return super().execute(args, allocate)
+        return super().execute(args, allocate)
 
 
 class Launcher:

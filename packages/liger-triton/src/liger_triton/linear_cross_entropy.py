@@ -30,6 +30,9 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
     chunk: int | Literal["report"] | None = None,
+    budget: int | None = None,
+    pack: bool = True,
+    main_grad: Tensor | None = None,
     return_metrics: bool = False,
 ) -> Any:
     supported(hidden, weight)
@@ -49,6 +52,9 @@ def linear_cross_entropy(
         token_weight=token_weight,
         accumulate_dtype=accumulate_dtype,
         chunk=chunk,
+        budget=budget,
+        pack=pack,
+        main_grad=main_grad,
         return_metrics=return_metrics,
     )
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,29 +16,63 @@ from liger_core.ops._softmax_loss import RowOptions, RowPasses, RowResults
 MiB = 1 << 20
 
 # One H200, V=128256: chunks of 2048 rows and more run all three products at full rate; a float32 dW costs 20 % at 2048 rows, 5 % at
-# 4096 and nothing in a single chunk, so the budget buys one chunk first, then long ones.
+# 4096 and nothing in a single chunk, so the default budget buys one chunk first, then long ones.
 SINGLE_CHUNK_BYTES = 2150 * MiB
 CHUNK_BYTES = 1074 * MiB
 CPU_BYTES = 64 * MiB
+LONG_CHUNK = 2048
 
 
-def chunk_rows(rows: int, width: int, classes: int, chunk: int, element: int, device: str) -> int:
-    """Rows of logits to hold at a time: chunk itself, the report's formula for -1, by memory budget for 0."""
+class Plan(NamedTuple):
+    """Rows of logits held at a time, and the dtype in which the gradient of weight is summed over the chunks."""
+
+    rows: int
+    dtype: torch.dtype
+
+
+def plan(
+    rows: int,
+    width: int,
+    classes: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    chunk: int = 0,
+    budget: int = 0,
+    accumulate_dtype: torch.dtype | None = None,
+    trained: bool = True,
+) -> Plan:
+    """Chunks of `chunk` rows, by the report's formula for -1, or for 0 those that fit a budget in bytes beyond inputs and gradients.
+
+    A single chunk writes dW in its own dtype, which is exact and takes least. With several, dW is summed in float32 where the budget
+    holds that sum beside a long chunk, else in its own dtype (in float32 always for float16, which overflows before it is scaled).
+    """
+    wide = accumulate_dtype or accumulator(dtype)
+    once = accumulate_dtype or (accumulator(dtype) if dtype == torch.float16 else dtype)
+    count, row = max(rows, 1), classes * dtype.itemsize
     if chunk > 0:
-        return min(chunk, max(rows, 1))
-    if chunk == -1:
-        pieces = -(-rows // max(1, -(-classes // width)))
-        return 1 << max(0, pieces - 1).bit_length()
-    row = classes * element
-    if device == "cpu":
-        return max(1, min(max(rows, 1), CPU_BYTES // row))
-    if rows * row <= SINGLE_CHUNK_BYTES:
-        return max(rows, 1)
-    fitting = max(1, CHUNK_BYTES // row)
-    return 1 << (fitting.bit_length() - 1)
+        length = min(chunk, count)
+    elif chunk == -1:
+        length = 1 << max(0, -(-rows // max(1, -(-classes // width))) - 1).bit_length()
+    elif count * row <= (budget or (CPU_BYTES if device == "cpu" else SINGLE_CHUNK_BYTES)):
+        length = count
+    elif not budget:
+        length = max(1, CPU_BYTES // row) if device == "cpu" else _power_below(CHUNK_BYTES // row)
+    else:
+        # The sum lives beside the chunks, and at the end beside the gradient that is made of it.
+        beside = classes * width * (wide.itemsize - dtype.itemsize) if trained else 0
+        if accumulate_dtype is None and dtype != torch.float16 and budget < max(beside + LONG_CHUNK * row, classes * width * wide.itemsize):
+            wide, beside = once, 0
+        length = _power_below((budget - beside) // row)
+    return Plan(length, once if count <= length else wide)
+
+
+def _power_below(n: int) -> int:
+    return 1 << (max(1, n).bit_length() - 1)
 
 
 SCALARS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
+CHUNKS = "ScalarType? accumulate_dtype, int chunk, int budget, bool pack"
 INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
 RESULTS = "Tensor loss, Tensor lse, Tensor? prediction, Tensor? entropy"
 GRADIENTS = "(Tensor? grad_hidden, Tensor? grad_weight, Tensor? grad_bias)"
@@ -49,27 +83,28 @@ def chunked(passes: RowPasses, kernel: Callable[..., Kernel]) -> tuple[Callable[
     loop = _Loop(passes)
     total = differentiable(
         kernel(
-            f"linear_cross_entropy({INPUTS}, Tensor? token_weight, Tensor? divide, {SCALARS}, ScalarType? accumulate_dtype, int chunk, "
-            f"bool metrics, bool[3] needs) -> ({RESULTS}, Tensor scale, Tensor? sum_hidden, Tensor? sum_weight, Tensor? sum_bias)",
+            f"linear_cross_entropy({INPUTS}, Tensor? token_weight, Tensor? divide, Tensor? main_grad, {SCALARS}, {CHUNKS}, bool metrics, "
+            f"bool[3] needs) -> ({RESULTS}, Tensor scale, Tensor? sum_hidden, Tensor? sum_weight, Tensor? sum_bias)",
             loop.allocate_total,
             loop.total,
         ),
         kernel(
             "linear_cross_entropy_backward(Tensor grad_loss, Tensor weight, Tensor scale, Tensor? sum_hidden, Tensor? sum_weight, "
-            f"Tensor? sum_bias, bool[3] needs) -> {GRADIENTS}",
+            f"Tensor? sum_bias, Tensor? main_grad, bool[3] needs) -> {GRADIENTS}",
             loop.allocate_total_backward,
             loop.total_backward,
+            loop.recycle_total_backward,
         ),
         public=4,
     )
     rows = differentiable(
         kernel(
-            f"linear_cross_entropy_rows({INPUTS}, {SCALARS}, ScalarType? accumulate_dtype, int chunk, bool metrics) -> ({RESULTS})",
+            f"linear_cross_entropy_rows({INPUTS}, Tensor? main_grad, {SCALARS}, {CHUNKS}, bool metrics) -> ({RESULTS})",
             loop.allocate_rows,
             loop.rows,
         ),
         kernel(
-            f"linear_cross_entropy_rows_backward(Tensor grad_loss, {INPUTS}, Tensor lse, {SCALARS}, ScalarType? accumulate_dtype, int chunk, "
+            f"linear_cross_entropy_rows_backward(Tensor grad_loss, {INPUTS}, Tensor lse, {SCALARS}, {CHUNKS}, Tensor? main_grad, "
             f"bool[3] needs) -> {GRADIENTS}",
             loop.allocate_rows_backward,
             loop.rows_backward,
@@ -89,12 +124,11 @@ class _Loop:
 
     def allocate_total(
         self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, token_weight: Tensor | None,
-        divide: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float,
-        accumulate_dtype: torch.dtype | None, chunk: int, metrics: bool, needs: list[bool],
+        divide: Tensor | None, main_grad: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
+        logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int, budget: int, pack: bool, metrics: bool, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         wide = accumulator(hidden.dtype)
-        rows = chunk_rows(hidden.shape[0], hidden.shape[1], weight.shape[0], chunk, hidden.element_size(), hidden.device.type)
-        dtype = _sum_dtype(weight, accumulate_dtype, hidden.shape[0] <= rows)
+        dtype = _plan(hidden, weight, accumulate_dtype, chunk, budget, needs[1]).dtype
         return (
             torch.empty((), dtype=wide, device=hidden.device),
             *_row_results(hidden, metrics)[1:],
@@ -107,17 +141,18 @@ class _Loop:
     def total(
         self, loss: Tensor, lse: Tensor, prediction: Tensor | None, entropy: Tensor | None, scale: Tensor, sum_hidden: Tensor | None,
         sum_weight: Tensor | None, sum_bias: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-        class_weight: Tensor | None, token_weight: Tensor | None, divide: Tensor | None, ignore_index: int, label_smoothing: float,
-        z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int, metrics: bool,
-        needs: list[bool],
+        class_weight: Tensor | None, token_weight: Tensor | None, divide: Tensor | None, main_grad: Tensor | None, ignore_index: int,
+        label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int,
+        budget: int, pack: bool, metrics: bool, needs: list[bool],
     ) -> None:  # fmt: skip
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
-        packed = _Packed(hidden, target, ignore_index, token_weight)
+        rows = _plan(hidden, weight, accumulate_dtype, chunk, budget, needs[1]).rows
+        packed = _Packed(hidden, weight, target, ignore_index, token_weight, None, pack)
         results = RowResults(torch.empty_like(lse), lse, prediction, entropy)
         inner = packed.results(results)
         sums = _Sums(packed.like(sum_hidden), sum_weight, sum_bias)
         gradient = any(needs)
-        for part, logits in _products(packed.hidden, weight, bias, chunk):
+        for part, logits in _products(packed.hidden, weight, bias, rows):
             factor = None if packed.factor is None else packed.factor[part]
             self.passes.losses(logits, packed.target[part], _rows_of(inner, part), options, factor, gradient)
             sums.add(part, logits, packed.hidden, weight)
@@ -133,23 +168,38 @@ class _Loop:
 
     def allocate_total_backward(
         self, grad_loss: Tensor, weight: Tensor, scale: Tensor, sum_hidden: Tensor | None, sum_weight: Tensor | None,
-        sum_bias: Tensor | None, needs: list[bool],
+        sum_bias: Tensor | None, main_grad: Tensor | None, needs: list[bool],
     ) -> Outputs:  # fmt: skip
+        sums = (sum_hidden, sum_weight if main_grad is None else None, sum_bias)
         return tuple(
             torch.empty(total.shape, dtype=weight.dtype, device=weight.device) if need and total is not None else None
-            for need, total in zip(needs, (sum_hidden, sum_weight, sum_bias), strict=True)
+            for need, total in zip(needs, sums, strict=True)
+        )
+
+    def recycle_total_backward(
+        self, grad_loss: Tensor, weight: Tensor, scale: Tensor, sum_hidden: Tensor | None, sum_weight: Tensor | None,
+        sum_bias: Tensor | None, main_grad: Tensor | None, needs: list[bool],
+    ) -> Outputs:  # fmt: skip
+        """The sums themselves, where they have the dtype of the gradient: scaling them in place saves their size once more."""
+        sums = (sum_hidden, sum_weight if main_grad is None else None, sum_bias)
+        return tuple(
+            None if not need or total is None else total if total.dtype == weight.dtype else torch.empty_like(total, dtype=weight.dtype)
+            for need, total in zip(needs, sums, strict=True)
         )
 
     def total_backward(
         self, grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_loss: Tensor, weight: Tensor,
-        scale: Tensor, sum_hidden: Tensor | None, sum_weight: Tensor | None, sum_bias: Tensor | None, needs: list[bool],
+        scale: Tensor, sum_hidden: Tensor | None, sum_weight: Tensor | None, sum_bias: Tensor | None, main_grad: Tensor | None,
+        needs: list[bool],
     ) -> None:  # fmt: skip
-        # Out of place, so that a second backward finds the sums as they were; 1/normaliser waits until here, since in fp16 a
-        # probability divided by the number of tokens underflows.
+        # 1/normaliser waits until here, since in fp16 a probability divided by the number of tokens underflows.
         factor = grad_loss * scale
         for total, grad in ((sum_hidden, grad_hidden), (sum_weight, grad_weight), (sum_bias, grad_bias)):
             if grad is not None and total is not None and grad.numel():
                 self.passes.scaled(total, factor, grad)
+        if main_grad is not None and sum_weight is not None and needs[1]:
+            # .data has a version counter of its own: a kept graph may add once more.
+            self.passes.scaled(sum_weight, factor, main_grad.data, add=True)
 
     # -- the loss of each row: the backward pass recomputes the logits, since only then is the upstream gradient known
 
@@ -158,63 +208,74 @@ class _Loop:
 
     def rows(
         self, loss: Tensor, lse: Tensor, prediction: Tensor | None, entropy: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor,
-        bias: Tensor | None, class_weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
-        softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int, metrics: bool,
+        bias: Tensor | None, class_weight: Tensor | None, main_grad: Tensor | None, ignore_index: int, label_smoothing: float,
+        z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int, budget: int, pack: bool,
+        metrics: bool,
     ) -> None:  # fmt: skip
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
-        packed = _Packed(hidden, target, ignore_index, None)
+        rows = _plan(hidden, weight, accumulate_dtype, chunk, budget, False).rows
+        packed = _Packed(hidden, weight, target, ignore_index, None, None, pack)
         results = RowResults(loss, lse, prediction, entropy)
         inner = packed.results(results)
-        for part, logits in _products(packed.hidden, weight, bias, chunk):
+        for part, logits in _products(packed.hidden, weight, bias, rows):
             self.passes.losses(logits, packed.target[part], _rows_of(inner, part), options, None, False)
         packed.scatter(inner, results)
 
     def allocate_rows_backward(
         self, grad_loss: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
     ) -> Outputs:
-        needs = rest[-1]
+        main_grad, needs = rest[-2:]
+        given = (hidden, weight if main_grad is None else None, bias)
         return tuple(
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
-            for need, t in zip(needs, (hidden, weight, bias), strict=True)
+            for need, t in zip(needs, given, strict=True)
         )
 
     def rows_backward(
         self, grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_loss: Tensor, hidden: Tensor,
         weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, lse: Tensor, ignore_index: int,
         label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None,
-        chunk: int, needs: list[bool],
+        chunk: int, budget: int, pack: bool, main_grad: Tensor | None, needs: list[bool],
     ) -> None:  # fmt: skip
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
         # The largest upstream gradient is factored out and put back at the end: p · grad underflows in fp16 where grad is 1/tokens.
         largest = grad_loss.abs().amax() if grad_loss.numel() else grad_loss.new_ones(())
         largest = torch.where(largest > 0, largest, 1.0)
-        packed = _Packed(hidden, target, ignore_index, grad_loss / largest, lse)
-        count, width = packed.hidden.shape
-        one = count <= chunk_rows(count, width, weight.shape[0], chunk, hidden.element_size(), hidden.device.type)
-        dtype = _sum_dtype(weight, accumulate_dtype, one)
-        sum_weight = None if grad_weight is None else torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        packed = _Packed(hidden, weight, target, ignore_index, grad_loss / largest, lse, pack)
+        rows, dtype = _plan(packed.hidden, weight, accumulate_dtype, chunk, budget, needs[1])
+        sum_weight = grad_weight
+        if needs[1] and (grad_weight is None or grad_weight.dtype != dtype):
+            sum_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
         sum_bias = None if grad_bias is None else torch.empty(grad_bias.shape, dtype=accumulator(weight.dtype), device=weight.device)
-        sum_hidden = None if grad_hidden is None else torch.empty_like(packed.hidden)
+        sum_hidden = packed.like(grad_hidden)
         sums = _Sums(sum_hidden, sum_weight, sum_bias)
         assert packed.factor is not None and packed.lse is not None
-        for part, logits in _products(packed.hidden, weight, bias, chunk):
+        for part, logits in _products(packed.hidden, weight, bias, rows):
             self.passes.gradients(logits, packed.target[part], packed.lse[part], packed.factor[part], options, logits)
             sums.add(part, logits, packed.hidden, weight)
         sums.finish()
         largest = largest.to(accumulator(weight.dtype))
-        for total, grad in ((sum_weight, grad_weight), (sum_bias, grad_bias), (sum_hidden, None)):
-            if total is not None and total.numel():
-                self.passes.scaled(total, largest, total if grad is None else grad)
+        for total, grad in ((sum_weight, grad_weight), (sum_bias, grad_bias), (sum_hidden, sum_hidden)):
+            if total is not None and grad is not None and total.numel():
+                self.passes.scaled(total, largest, grad)
+        if main_grad is not None and sum_weight is not None:
+            self.passes.scaled(sum_weight, largest, main_grad.data, add=True)
         packed.scatter_rows(sum_hidden, grad_hidden)
 
 
-def _sum_dtype(weight: Tensor, accumulate_dtype: torch.dtype | None, single: bool) -> torch.dtype:
-    """Of the summed dW: as asked, else the weight's own for a single chunk (fp16 could overflow before it is scaled), else float32."""
-    if accumulate_dtype is not None:
-        return accumulate_dtype
-    if single and weight.dtype != torch.float16:
-        return weight.dtype
-    return accumulator(weight.dtype)
+def _plan(hidden: Tensor, weight: Tensor, accumulate_dtype: torch.dtype | None, chunk: int, budget: int, trained: bool) -> Plan:
+    rows, width = hidden.shape
+    return plan(
+        rows,
+        width,
+        weight.shape[0],
+        hidden.dtype,
+        hidden.device.type,
+        chunk=chunk,
+        budget=budget,
+        accumulate_dtype=accumulate_dtype,
+        trained=trained,
+    )
 
 
 def _row_results(hidden: Tensor, metrics: bool) -> RowResults:
@@ -229,10 +290,9 @@ def _rows_of(results: RowResults, part: slice) -> RowResults:
     return RowResults(*(None if r is None else r[part] for r in results))  # type: ignore[arg-type]
 
 
-def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Any:
+def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Any:
     """(rows, logits) chunk by chunk, in one reused buffer."""
     count, classes = hidden.shape[0], weight.shape[0]
-    rows = chunk_rows(count, hidden.shape[1], classes, chunk, hidden.element_size(), hidden.device.type)
     buffer = torch.empty(min(rows, count), classes, dtype=hidden.dtype, device=hidden.device)
     for start in range(0, count, rows):
         part = slice(start, min(start + rows, count))
@@ -284,16 +344,23 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         _ = torch.mm(a, b, out=total) if first else total.addmm_(a, b)
 
 
-class _Packed:
-    """The rows that count: on the CPU, where looking costs nothing, ignored ones are left out of every product."""
+# Where a product takes less than this, about 0.15 ms on an H200, waiting for the number of ignored rows costs more than they do.
+PACK_FLOPS = 10**11
+# Packed rows come in whole tiles of a matrix product, and copying the others' rows pays from 1/32 of ignored ones on.
+PACK_TILE = 128
+PACK_SHARE = 32
 
-    def __init__(self, hidden: Tensor, target: Tensor, ignore_index: int, factor: Tensor | None, lse: Tensor | None = None) -> None:
+
+class _Packed:
+    """The rows that count: those of ignored targets are left out of every product."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, factor: Tensor | None, lse: Tensor | None, pack: bool
+    ) -> None:
         self.index: Tensor | None = None
         self.hidden, self.target, self.factor, self.lse = hidden, target, factor, lse
-        if hidden.device.type != "cpu":
-            return
-        index = (target != ignore_index).nonzero()[:, 0]
-        if index.shape[0] < target.shape[0]:
+        index = _counted(target, ignore_index, hidden.numel() * weight.shape[0]) if pack else None
+        if index is not None:
             self.index = index
             self.hidden, self.target = hidden[index], target[index]
             self.factor = None if factor is None else factor[index]
@@ -318,8 +385,21 @@ class _Packed:
 
     def scatter_rows(self, inner: Tensor | None, full: Tensor | None) -> None:
         """Put packed gradients in their rows; the others get zero."""
-        if inner is not None and full is not None:
-            if self.index is not None:
-                full.zero_().index_copy_(0, self.index, inner)
-            elif inner is not full:
-                full.copy_(inner)
+        if inner is not None and full is not None and self.index is not None:
+            full.zero_().index_copy_(0, self.index, inner)
+
+
+def _counted(target: Tensor, ignore_index: int, products: int) -> Tensor | None:
+    """The rows to keep, or None for all of them. On a device this waits for their number; a CUDA graph cannot, so it keeps all."""
+    counted = target != ignore_index
+    if target.device.type == "cpu":
+        index = counted.nonzero()[:, 0]
+        return index if index.shape[0] < target.shape[0] else None
+    if 2 * products < PACK_FLOPS or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    rows = target.shape[0]
+    kept = -(-int(counted.sum()) // PACK_TILE) * PACK_TILE
+    if kept > rows - rows // PACK_SHARE:
+        return None
+    # Ignored rows fill the last tile; they have neither loss nor gradient.
+    return counted.to(torch.uint8).argsort(descending=True, stable=True)[:kept]

@@ -72,8 +72,8 @@ class RowPasses(Protocol):
     def gradients(self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
         """Write row_factor · d loss / d a into out (which may be logits), given the log-sum-exp of each row."""
 
-    def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor) -> None:
-        """out = tensor · scale, a float32 scalar on the device, rounded once."""
+    def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
+        """out = tensor · scale, or out += tensor · scale; a float32 scalar on the device, rounded once. out may be tensor."""
 
 
 class TorchPasses:
@@ -100,12 +100,11 @@ class TorchPasses:
             x = _capped(logits[rows], options)
             out[rows] = _gradients(x, target[rows], lse[rows], row_factor[rows], options).to(out.dtype)
 
-    def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor) -> None:
-        if tensor.dim() < 2:
-            out.copy_(tensor.to(scale.dtype) * scale)
-            return
-        for rows in _blocks(tensor):
-            out[rows] = (tensor[rows].to(scale.dtype) * scale).to(out.dtype)
+    def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
+        for rows in [...] if tensor.dim() < 2 else _blocks(tensor):
+            value = tensor[rows].to(scale.dtype)
+            value = value.mul_(scale) if value.data_ptr() == out[rows].data_ptr() else value * scale
+            out[rows] = value.add_(out[rows]) if add else value
 
 
 def _blocks(tensor: Tensor) -> list[slice]:

@@ -39,6 +39,9 @@ def check(
     token_weight: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
     chunk: Chunk = None,
+    budget: int | None = None,
+    pack: bool = True,
+    main_grad: Tensor | None = None,
     return_metrics: bool = False,
 ) -> None:
     name = "linear_cross_entropy"
@@ -55,16 +58,44 @@ def check(
             )
     checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
     checks.same_device(
-        name, "hidden", hidden, weight=weight, target=target, bias=bias, class_weight=class_weight, token_weight=token_weight
+        name,
+        "hidden",
+        hidden,
+        weight=weight,
+        target=target,
+        bias=bias,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        main_grad=main_grad,
     )
     if not torch.is_autocast_enabled(hidden.device.type):
         checks.same_dtype(name, "hidden", hidden, weight=weight, bias=bias)
     check_loss_options(name, target, weight.shape[0], class_weight, label_smoothing, z_loss, softcap, reduction, normalizer, "class_weight")
-    checks.constant(name, token_weight=token_weight)
+    checks.constant(name, token_weight=token_weight, main_grad=main_grad)
     if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
         checks.fail(DtypeError, name, f"accumulate_dtype must be a floating dtype, got {accumulate_dtype}")
     if chunk is not None and chunk != "report" and not (isinstance(chunk, int) and chunk > 0):
         checks.fail(OptionError, name, f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}")
+    if budget is not None:
+        row = weight.shape[0] * hidden.element_size()
+        if chunk is not None:
+            checks.fail(
+                OptionError, name, f"budget and chunk both say how many rows to hold, got budget={budget} and chunk={chunk!r}; give one"
+            )
+        if not isinstance(budget, int) or budget < row:
+            checks.fail(OptionError, name, f"budget must hold at least one row of logits, {row} bytes, got {budget!r}")
+    if main_grad is not None:
+        wanted = checks.shape(weight)
+        if main_grad.shape != weight.shape or not main_grad.is_contiguous():
+            got = checks.shape(main_grad) + ("" if main_grad.is_contiguous() else " with other strides")
+            checks.fail(ShapeError, name, f"main_grad must be contiguous and have shape {wanted} like weight, got {got}")
+        if main_grad.dtype != torch.float32:
+            checks.fail(DtypeError, name, f"main_grad must have dtype torch.float32, got {main_grad.dtype}")
+        # The kernels' schemas do not declare the addition: functionalization of an op that both mutates and returns optionals fails.
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            checks.fail(
+                OptionError, name, "main_grad must be given in an eager call, got one that is traced; add weight.grad to it instead"
+            )
     checks.targets(name, target, weight.shape[0], ignore_index)
 
 
@@ -111,6 +142,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield sample(name, (*call((9,), 20, 70), some(70, 9)), options, why=why)
     chunked_rows = {"reduction": "none", "chunk": 4}
     yield sample("none_chunks", (*call((9,), 20, 70), some(70, 9)), chunked_rows, why="logits are recomputed by chunks in the backward")
+    row = 70 * dtype.itemsize
+    yield sample("budget", (*call((9,), 20, 70), some(70, 9)), {"budget": 2 * row + 20 * 70 * 4}, why="chunks of 2 rows")
+    yield sample("no_packing", (*call((9,), 20, 70), some(70, 9)), {"pack": False, "chunk": 4}, why="ignored rows stay in the products")
     for frozen in ("hidden", "weight"):
         why = f"no work and no memory for the gradient of {frozen}"
         yield sample(f"frozen_{frozen}", (*call((9,), 20, 70), some(70, 9)), {"chunk": 4}, why=why, frozen=(frozen,))
@@ -155,6 +189,14 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     options = {"token_weight": torch.ones(3, device=device, requires_grad=True)}
     message = "token_weight must not require a gradient, since the op does not define one; pass token_weight.detach()"
     yield misuse("trainable_token_weight", (x, w, t), options, OptionError, message)
+    message = "budget and chunk both say how many rows to hold, got budget=4096 and chunk=2; give one"
+    yield misuse("budget_and_chunk", (x, w, t), {"budget": 4096, "chunk": 2}, OptionError, message)
+    message = "budget must hold at least one row of logits, 40 bytes, got 39"
+    yield misuse("budget", (x, w, t), {"budget": 39}, OptionError, message)
+    message = "main_grad must be contiguous and have shape (10, 8) like weight, got (10, 7)"
+    yield misuse("main_grad_shape", (x, w, t), {"main_grad": torch.zeros(10, 7, device=device)}, ShapeError, message)
+    options = {"main_grad": torch.zeros(10, 8, device=device, dtype=torch.float64)}
+    yield misuse("main_grad_dtype", (x, w, t), options, DtypeError, "main_grad must have dtype torch.float32, got torch.float64")
     yield misuse("normalizer", (x, w, t), {"normalizer": 0.0}, OptionError, "normalizer must be > 0, got 0.0")
     yield misuse("z_loss", (x, w, t), {"z_loss": -1.0}, OptionError, "z_loss must be ≥ 0, got -1.0")
     elsewhere = torch.zeros(10, 8, device="meta")
@@ -204,6 +246,9 @@ def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any
         token_weight: Tensor | None,
         accumulate_dtype: torch.dtype | None,
         chunk: Chunk,
+        budget: int | None,
+        pack: bool,
+        main_grad: Tensor | None,
         return_metrics: bool,
     ) -> Any:
         device = hidden.device.type
@@ -214,11 +259,10 @@ def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any
         factor = None if token_weight is None else token_weight.reshape(-1)
         options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale)
         size = 0 if chunk is None else -1 if chunk == "report" else chunk
+        row_options = (*options, accumulate_dtype, size, budget or 0, pack, return_metrics)
         divide: Tensor | None = None
         if reduction == "none":
-            loss, lse, prediction, entropy = rows(
-                flat, weight, labels, bias, class_weight, *options, accumulate_dtype, size, return_metrics
-            )
+            loss, lse, prediction, entropy = rows(flat, weight, labels, bias, class_weight, main_grad, *row_options)
             if factor is not None:
                 loss = loss * factor
             loss = loss.reshape(target.shape)
@@ -226,8 +270,7 @@ def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any
             if reduction == "mean":
                 wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
                 divide = denominator(labels, class_weight, ignore_index, normalizer, wide)
-            row_options = (*options, accumulate_dtype, size, return_metrics)
-            loss, lse, prediction, entropy = total(flat, weight, labels, bias, class_weight, factor, divide, *row_options)
+            loss, lse, prediction, entropy = total(flat, weight, labels, bias, class_weight, factor, divide, main_grad, *row_options)
         if not return_metrics:
             return loss
         return loss, metrics_of(target, ignore_index, z_loss, lse, prediction, entropy, reduction, divide, factor)
@@ -256,6 +299,9 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None,
     accumulate_dtype: torch.dtype | None = None,
     chunk: Chunk = None,
+    budget: int | None = None,
+    pack: bool = True,
+    main_grad: Tensor | None = None,
     return_metrics: bool = False,
 ) -> Any:
     """Cross entropy of `logit_scale · (hidden @ weightᵀ + bias)` and target, a chunk of rows at a time.
@@ -274,7 +320,12 @@ def linear_cross_entropy(
     normalizer        number or scalar tensor on the device, for instance the tokens of all accumulation steps
     accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A single chunk
                       writes it directly, rounded once
-    chunk             rows of logits held at a time; None fits a memory budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
+    chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
+    budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A small one sums the
+                      gradient of weight in its own dtype, with one more rounding a chunk
+    pack              leave rows of ignored targets out of the products. On a GPU this waits once for their number where the products
+                      are large enough to pay for it, never while a CUDA graph is captured
+    main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
     return_metrics    also return `LossMetrics`
     returns           float32 (float64 for float64): a scalar, or (...) for "none"
 
@@ -300,5 +351,8 @@ def linear_cross_entropy(
         token_weight=token_weight,
         accumulate_dtype=accumulate_dtype,
         chunk=chunk,
+        budget=budget,
+        pack=pack,
+        main_grad=main_grad,
         return_metrics=return_metrics,
     )
