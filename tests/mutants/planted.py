@@ -101,8 +101,8 @@ MUTANTS = (
     loss(
         "upstream gradient forgotten",
         "_chunked_loss.py",
-        "        factor = grad_loss * scale",
-        "        factor = scale",
+        "        factor = grad_loss if scale is None else grad_loss * scale",
+        "        factor = torch.ones_like(grad_loss) if scale is None else scale",
         "tests/ops/test_linear_cross_entropy.py",
         "test_linear_cross_entropy_equals_the_two_functions_of_pytorch",
     ),
@@ -280,8 +280,8 @@ MUTANTS = (
     kernel(
         "triton: masked lanes count in the log-sum-exp",
         "_softmax_loss.py",
-        'tl.load(base + column, mask=mask, other=float("-inf"))',
-        "tl.load(base + column, mask=mask, other=0.0)",
+        'mask=mask, other=float("-inf"), eviction_policy',
+        "mask=mask, other=0.0, eviction_policy",
         "float32 and cross_entropy and odd",
     ),
 )

@@ -110,7 +110,7 @@ def _turn(
         *_table_strides(cos, batch), *_table_strides(sin, batch),
         batch * tokens, tokens, x1.shape[1], x2.shape[1], rotary // 2, width,
         INTERLEAVED=interleaved, BACKWARD=backward, BOTH=len(pairs) == 2, REST=width > rotary and x1 is not out1,
-        TOKENS=per_program, HEADS=heads, HALF=half, BLOCK=power_of_two(max(1, width - rotary)), num_warps=4,
+        TOKENS=per_program, HEADS=heads, K_HEADS=power_of_two(cdiv(x2.shape[1], grid[1])), HALF=half, BLOCK=power_of_two(max(1, width - rotary)), num_warps=4,
     )  # fmt: skip
 
 
@@ -122,30 +122,22 @@ def _table_strides(table: Tensor, batch: int) -> tuple[int, int]:
 
 
 @triton.jit
-def turn(
-    x, out, cos1, cos2, sin1, sin2, batch, token, head, token_mask, heads, x_batch, x_head, x_token, out_batch, out_head, out_token, out_column,
-    half, width, INTERLEAVED: tl.constexpr, REST: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+def rows_at(x, batch, token, head, x_batch, x_head, x_token):
+    """Where the rows of a tile (tokens, heads) begin."""
+    return x + (batch * x_batch + token * x_token)[:, None, None] + (head.to(tl.int64) * x_head)[None, :, None]
+
+
+@triton.jit
+def store_turned(
+    row, out_row, out_column, a, b, first, second, cos1, cos2, sin1, sin2, mask, row_mask, half, width, REST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Turn the pairs of a tile (tokens, heads, HALF) of one tensor."""
-    lane = tl.arange(0, HALF)
-    if INTERLEAVED:
-        first = 2 * lane
-        second = 2 * lane + 1
-    else:
-        first = lane
-        second = lane + half
-    row_mask = token_mask[:, None, None] & (head < heads)[None, :, None]
-    mask = row_mask & (lane < half)[None, None, :]
-    row = x + (batch * x_batch + token * x_token)[:, None, None] + (head.to(tl.int64) * x_head)[None, :, None]
-    out_row = out + (batch * out_batch + token * out_token)[:, None, None] + (head.to(tl.int64) * out_head)[None, :, None]
-    a = tl.load(row + first[None, None, :], mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(row + second[None, None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_row + first[None, None, :] * out_column, (a * cos1 + b * sin1).to(out.dtype.element_ty), mask=mask)
-    tl.store(out_row + second[None, None, :] * out_column, (b * cos2 + a * sin2).to(out.dtype.element_ty), mask=mask)
+    """Store the turned pairs (a, b) of a tile (tokens, heads, HALF), and the columns that are not turned."""
+    tl.store(out_row + first * out_column, (a * cos1 + b * sin1).to(out_row.dtype.element_ty), mask=mask)
+    tl.store(out_row + second * out_column, (b * cos2 + a * sin2).to(out_row.dtype.element_ty), mask=mask)
     if REST:
-        column = 2 * half + tl.arange(0, BLOCK)
-        rest_mask = row_mask & (column < width)[None, None, :]
-        tl.store(out_row + column[None, None, :] * out_column, tl.load(row + column[None, None, :], mask=rest_mask), mask=rest_mask)
+        column = (2 * half + tl.arange(0, BLOCK))[None, None, :]
+        rest_mask = row_mask & (column < width)
+        tl.store(out_row + column * out_column, tl.load(row + column, mask=rest_mask), mask=rest_mask)
 
 
 @triton.jit
@@ -156,9 +148,9 @@ def rope_kernel(
     cos_batch, cos_token, sin_batch, sin_token,
     rows, tokens, q_heads, k_heads, half, width,
     INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, BOTH: tl.constexpr, REST: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program turns HEADS heads of q and of k at TOKENS tokens.
+    """One program turns HEADS heads of q and K_HEADS of k at TOKENS tokens.
 
     forward   y1 = x1·cos1 - x2·sin1,  y2 = x2·cos2 + x1·sin2
     backward  d1 = g1·cos1 + g2·sin2,  d2 = g2·cos2 - g1·sin1
@@ -188,14 +180,28 @@ def rope_kernel(
     else:
         upper = -sin1
         lower = sin2
-    turn(
-        q, out_q, cos1, cos2, upper, lower, batch, token, head, token_mask, q_heads, q_batch, q_head, q_token,
-        out_q_batch, out_q_head, out_q_token, out_q_column, half, width, INTERLEAVED, REST, HALF, BLOCK,
+    first = first[None, None, :]
+    second = second[None, None, :]
+    inside = (lane < half)[None, None, :]
+    row = rows_at(q, batch, token, head, q_batch, q_head, q_token)
+    row_mask = token_mask[:, None, None] & (head < q_heads)[None, :, None]
+    a = tl.load(row + first, mask=row_mask & inside, other=0.0).to(tl.float32)
+    b = tl.load(row + second, mask=row_mask & inside, other=0.0).to(tl.float32)
+    if BOTH:
+        # Loaded before the first store: the compiler must not move a load past a store that it might read from.
+        head_of_k = tl.program_id(1) * K_HEADS + tl.arange(0, K_HEADS)
+        k_row = rows_at(k, batch, token, head_of_k, k_batch, k_head, k_token)
+        k_mask = token_mask[:, None, None] & (head_of_k < k_heads)[None, :, None]
+        k_a = tl.load(k_row + first, mask=k_mask & inside, other=0.0).to(tl.float32)
+        k_b = tl.load(k_row + second, mask=k_mask & inside, other=0.0).to(tl.float32)
+    store_turned(
+        row, rows_at(out_q, batch, token, head, out_q_batch, out_q_head, out_q_token), out_q_column, a, b, first, second,
+        cos1, cos2, upper, lower, row_mask & inside, row_mask, half, width, REST, BLOCK,
     )  # fmt: skip
     if BOTH:
-        turn(
-            k, out_k, cos1, cos2, upper, lower, batch, token, head, token_mask, k_heads, k_batch, k_head, k_token,
-            out_k_batch, out_k_head, out_k_token, out_k_column, half, width, INTERLEAVED, REST, HALF, BLOCK,
+        store_turned(
+            k_row, rows_at(out_k, batch, token, head_of_k, out_k_batch, out_k_head, out_k_token), out_k_column, k_a, k_b, first, second,
+            cos1, cos2, upper, lower, k_mask & inside, k_mask, half, width, REST, BLOCK,
         )  # fmt: skip
 
 

@@ -84,12 +84,12 @@ def chunked(passes: RowPasses, kernel: Callable[..., Kernel]) -> tuple[Callable[
     total = differentiable(
         kernel(
             f"linear_cross_entropy({INPUTS}, Tensor? token_weight, Tensor? divide, Tensor? main_grad, {SCALARS}, {CHUNKS}, bool metrics, "
-            f"bool[3] needs) -> ({RESULTS}, Tensor scale, Tensor? sum_hidden, Tensor? sum_weight, Tensor? sum_bias)",
+            f"bool[3] needs) -> ({RESULTS}, Tensor? scale, Tensor? sum_hidden, Tensor? sum_weight, Tensor? sum_bias)",
             loop.allocate_total,
             loop.total,
         ),
         kernel(
-            "linear_cross_entropy_backward(Tensor grad_loss, Tensor weight, Tensor scale, Tensor? sum_hidden, Tensor? sum_weight, "
+            "linear_cross_entropy_backward(Tensor grad_loss, Tensor weight, Tensor? scale, Tensor? sum_hidden, Tensor? sum_weight, "
             f"Tensor? sum_bias, Tensor? main_grad, bool[3] needs) -> {GRADIENTS}",
             loop.allocate_total_backward,
             loop.total_backward,
@@ -132,26 +132,31 @@ class _Loop:
         return (
             torch.empty((), dtype=wide, device=hidden.device),
             *_row_results(hidden, metrics)[1:],
-            torch.empty((), dtype=wide, device=hidden.device),
+            torch.empty((), dtype=wide, device=hidden.device) if _divides_late(hidden, divide) else None,
             torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None,
             torch.empty(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None,
             torch.empty(weight.shape[0], dtype=wide, device=weight.device) if needs[2] else None,
         )
 
     def total(
-        self, loss: Tensor, lse: Tensor, prediction: Tensor | None, entropy: Tensor | None, scale: Tensor, sum_hidden: Tensor | None,
+        self, loss: Tensor, lse: Tensor, prediction: Tensor | None, entropy: Tensor | None, scale: Tensor | None, sum_hidden: Tensor | None,
         sum_weight: Tensor | None, sum_bias: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
         class_weight: Tensor | None, token_weight: Tensor | None, divide: Tensor | None, main_grad: Tensor | None, ignore_index: int,
         label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int,
         budget: int, pack: bool, metrics: bool, needs: list[bool],
     ) -> None:  # fmt: skip
+        counted = _Counted(hidden, weight, target, ignore_index, pack)
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
         rows = _plan(hidden, weight, accumulate_dtype, chunk, budget, needs[1]).rows
-        packed = _Packed(hidden, weight, target, ignore_index, token_weight, None, pack)
+        gradient = any(needs)
+        inverse = None if divide is None else divide.reciprocal()
+        factors = token_weight
+        if inverse is not None and scale is None and gradient:
+            factors = inverse.expand(hidden.shape[0]) if token_weight is None else token_weight * inverse
         results = RowResults(torch.empty_like(lse), lse, prediction, entropy)
+        packed = _Packed(hidden, target, factors, None, counted.index())
         inner = packed.results(results)
         sums = _Sums(packed.like(sum_hidden), sum_weight, sum_bias)
-        gradient = any(needs)
         for part, logits in _products(packed.hidden, weight, bias, rows):
             factor = None if packed.factor is None else packed.factor[part]
             self.passes.losses(logits, packed.target[part], _rows_of(inner, part), options, factor, gradient)
@@ -160,14 +165,13 @@ class _Loop:
         packed.scatter(inner, results)
         packed.scatter_rows(sums.hidden, sum_hidden)
         torch.sum(results.loss if token_weight is None else results.loss * token_weight, dim=0, out=loss)
-        if divide is None:
-            scale.fill_(1.0)
-        else:
-            torch.reciprocal(divide, out=scale)
-            loss.mul_(scale)
+        if inverse is not None:
+            loss.mul_(inverse)
+            if scale is not None:
+                scale.copy_(inverse)
 
     def allocate_total_backward(
-        self, grad_loss: Tensor, weight: Tensor, scale: Tensor, sum_hidden: Tensor | None, sum_weight: Tensor | None,
+        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sum_hidden: Tensor | None, sum_weight: Tensor | None,
         sum_bias: Tensor | None, main_grad: Tensor | None, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         sums = (sum_hidden, sum_weight if main_grad is None else None, sum_bias)
@@ -177,7 +181,7 @@ class _Loop:
         )
 
     def recycle_total_backward(
-        self, grad_loss: Tensor, weight: Tensor, scale: Tensor, sum_hidden: Tensor | None, sum_weight: Tensor | None,
+        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sum_hidden: Tensor | None, sum_weight: Tensor | None,
         sum_bias: Tensor | None, main_grad: Tensor | None, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         """The sums themselves, where they have the dtype of the gradient: scaling them in place saves their size once more."""
@@ -189,11 +193,10 @@ class _Loop:
 
     def total_backward(
         self, grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_loss: Tensor, weight: Tensor,
-        scale: Tensor, sum_hidden: Tensor | None, sum_weight: Tensor | None, sum_bias: Tensor | None, main_grad: Tensor | None,
+        scale: Tensor | None, sum_hidden: Tensor | None, sum_weight: Tensor | None, sum_bias: Tensor | None, main_grad: Tensor | None,
         needs: list[bool],
     ) -> None:  # fmt: skip
-        # 1/normaliser waits until here, since in fp16 a probability divided by the number of tokens underflows.
-        factor = grad_loss * scale
+        factor = grad_loss if scale is None else grad_loss * scale
         for total, grad in ((sum_hidden, grad_hidden), (sum_weight, grad_weight), (sum_bias, grad_bias)):
             if grad is not None and total is not None and grad.numel():
                 self.passes.scaled(total, factor, grad)
@@ -212,9 +215,10 @@ class _Loop:
         z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int, budget: int, pack: bool,
         metrics: bool,
     ) -> None:  # fmt: skip
+        counted = _Counted(hidden, weight, target, ignore_index, pack)
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
         rows = _plan(hidden, weight, accumulate_dtype, chunk, budget, False).rows
-        packed = _Packed(hidden, weight, target, ignore_index, None, None, pack)
+        packed = _Packed(hidden, target, None, None, counted.index())
         results = RowResults(loss, lse, prediction, entropy)
         inner = packed.results(results)
         for part, logits in _products(packed.hidden, weight, bias, rows):
@@ -237,11 +241,12 @@ class _Loop:
         label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None,
         chunk: int, budget: int, pack: bool, main_grad: Tensor | None, needs: list[bool],
     ) -> None:  # fmt: skip
+        counted = _Counted(hidden, weight, target, ignore_index, pack)
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
         # The largest upstream gradient is factored out and put back at the end: p · grad underflows in fp16 where grad is 1/tokens.
         largest = grad_loss.abs().amax() if grad_loss.numel() else grad_loss.new_ones(())
         largest = torch.where(largest > 0, largest, 1.0)
-        packed = _Packed(hidden, weight, target, ignore_index, grad_loss / largest, lse, pack)
+        packed = _Packed(hidden, target, grad_loss / largest, lse, counted.index())
         rows, dtype = _plan(packed.hidden, weight, accumulate_dtype, chunk, budget, needs[1])
         sum_weight = grad_weight
         if needs[1] and (grad_weight is None or grad_weight.dtype != dtype):
@@ -261,6 +266,11 @@ class _Loop:
         if main_grad is not None and sum_weight is not None:
             self.passes.scaled(sum_weight, largest, main_grad.data, add=True)
         packed.scatter_rows(sum_hidden, grad_hidden)
+
+
+def _divides_late(hidden: Tensor, divide: Tensor | None) -> bool:
+    """1/normaliser waits for the backward pass in float16, where a probability divided by the number of tokens underflows."""
+    return divide is not None and hidden.dtype == torch.float16
 
 
 def _plan(hidden: Tensor, weight: Tensor, accumulate_dtype: torch.dtype | None, chunk: int, budget: int, trained: bool) -> Plan:
@@ -351,17 +361,46 @@ PACK_TILE = 128
 PACK_SHARE = 32
 
 
+class _Counted:
+    """Which rows have a target that counts. The number of them is asked for at once and waited for as late as can be."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, pack: bool) -> None:
+        self.mask: Tensor | None = None
+        if not pack:
+            return
+        if target.is_cuda:
+            # A CUDA graph cannot wait, so it keeps all rows.
+            if 2 * hidden.numel() * weight.shape[0] < PACK_FLOPS or torch.cuda.is_current_stream_capturing():
+                return
+            self.mask = target != ignore_index
+            self.number = self.mask.sum().to("cpu", non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+        elif target.device.type == "cpu":
+            self.mask = target != ignore_index
+
+    def index(self) -> Tensor | None:
+        """The rows to keep, or None for all of them."""
+        if self.mask is None:
+            return None
+        rows = self.mask.shape[0]
+        if not self.mask.is_cuda:
+            index = self.mask.nonzero()[:, 0]
+            return index if index.shape[0] < rows else None
+        self.arrived.synchronize()
+        kept = -(-int(self.number) // PACK_TILE) * PACK_TILE
+        if kept > rows - rows // PACK_SHARE:
+            return None
+        # Ignored rows fill the last tile; they have neither loss nor gradient.
+        return self.mask.to(torch.uint8).argsort(descending=True, stable=True)[:kept]
+
+
 class _Packed:
     """The rows that count: those of ignored targets are left out of every product."""
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, factor: Tensor | None, lse: Tensor | None, pack: bool
-    ) -> None:
-        self.index: Tensor | None = None
-        self.hidden, self.target, self.factor, self.lse = hidden, target, factor, lse
-        index = _counted(target, ignore_index, hidden.numel() * weight.shape[0]) if pack else None
+    def __init__(self, hidden: Tensor, target: Tensor, factor: Tensor | None, lse: Tensor | None, index: Tensor | None) -> None:
+        self.hidden, self.target, self.factor, self.lse, self.index = hidden, target, factor, lse, index
         if index is not None:
-            self.index = index
             self.hidden, self.target = hidden[index], target[index]
             self.factor = None if factor is None else factor[index]
             self.lse = None if lse is None else lse[index]
@@ -387,19 +426,3 @@ class _Packed:
         """Put packed gradients in their rows; the others get zero."""
         if inner is not None and full is not None and self.index is not None:
             full.zero_().index_copy_(0, self.index, inner)
-
-
-def _counted(target: Tensor, ignore_index: int, products: int) -> Tensor | None:
-    """The rows to keep, or None for all of them. On a device this waits for their number; a CUDA graph cannot, so it keeps all."""
-    counted = target != ignore_index
-    if target.device.type == "cpu":
-        index = counted.nonzero()[:, 0]
-        return index if index.shape[0] < target.shape[0] else None
-    if 2 * products < PACK_FLOPS or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None
-    rows = target.shape[0]
-    kept = -(-int(counted.sum()) // PACK_TILE) * PACK_TILE
-    if kept > rows - rows // PACK_SHARE:
-        return None
-    # Ignored rows fill the last tile; they have neither loss nor gradient.
-    return counted.to(torch.uint8).argsort(descending=True, stable=True)[:kept]
