@@ -110,7 +110,7 @@ def _turn(
         *_table_strides(cos, batch), *_table_strides(sin, batch),
         batch * tokens, tokens, x1.shape[1], x2.shape[1], rotary // 2, width,
         INTERLEAVED=interleaved, BACKWARD=backward, BOTH=len(pairs) == 2, REST=width > rotary and x1 is not out1,
-        TOKENS=per_program, HEADS=heads, K_HEADS=power_of_two(cdiv(x2.shape[1], grid[1])), HALF=half, BLOCK=power_of_two(max(1, width - rotary)), num_warps=4,
+        TOKENS=per_program, HEADS=heads, HALF=half, BLOCK=power_of_two(max(1, width - rotary)), num_warps=4,
     )  # fmt: skip
 
 
@@ -148,9 +148,9 @@ def rope_kernel(
     cos_batch, cos_token, sin_batch, sin_token,
     rows, tokens, q_heads, k_heads, half, width,
     INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, BOTH: tl.constexpr, REST: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program turns HEADS heads of q and K_HEADS of k at TOKENS tokens.
+    """One program turns HEADS heads of q and of k at TOKENS tokens.
 
     forward   y1 = x1·cos1 - x2·sin1,  y2 = x2·cos2 + x1·sin2
     backward  d1 = g1·cos1 + g2·sin2,  d2 = g2·cos2 - g1·sin1
@@ -189,9 +189,8 @@ def rope_kernel(
     b = tl.load(row + second, mask=row_mask & inside, other=0.0).to(tl.float32)
     if BOTH:
         # Loaded before the first store: the compiler must not move a load past a store that it might read from.
-        head_of_k = tl.program_id(1) * K_HEADS + tl.arange(0, K_HEADS)
-        k_row = rows_at(k, batch, token, head_of_k, k_batch, k_head, k_token)
-        k_mask = token_mask[:, None, None] & (head_of_k < k_heads)[None, :, None]
+        k_row = rows_at(k, batch, token, head, k_batch, k_head, k_token)
+        k_mask = token_mask[:, None, None] & (head < k_heads)[None, :, None]
         k_a = tl.load(k_row + first, mask=k_mask & inside, other=0.0).to(tl.float32)
         k_b = tl.load(k_row + second, mask=k_mask & inside, other=0.0).to(tl.float32)
     store_turned(
@@ -200,7 +199,7 @@ def rope_kernel(
     )  # fmt: skip
     if BOTH:
         store_turned(
-            k_row, rows_at(out_k, batch, token, head_of_k, out_k_batch, out_k_head, out_k_token), out_k_column, k_a, k_b, first, second,
+            k_row, rows_at(out_k, batch, token, head, out_k_batch, out_k_head, out_k_token), out_k_column, k_a, k_b, first, second,
             cos1, cos2, upper, lower, k_mask & inside, k_mask, half, width, REST, BLOCK,
         )  # fmt: skip
 

@@ -16,9 +16,8 @@ from liger_core.ops._softmax_loss import RowOptions, RowPasses, RowResults
 MiB = 1 << 20
 
 # One H200, V=128256: chunks of 2048 rows and more run all three products at full rate; a float32 dW costs 20 % at 2048 rows, 5 % at
-# 4096 and nothing in a single chunk, so the default budget buys one chunk first, then long ones.
-SINGLE_CHUNK_BYTES = 2150 * MiB
-CHUNK_BYTES = 1074 * MiB
+# 4096 and nothing in a single chunk or at 8192, so the default buys one chunk, or several as long.
+CHUNK_BYTES = 2150 * MiB
 CPU_BYTES = 64 * MiB
 LONG_CHUNK = 2048
 
@@ -54,7 +53,7 @@ def plan(
         length = min(chunk, count)
     elif chunk == -1:
         length = 1 << max(0, -(-rows // max(1, -(-classes // width))) - 1).bit_length()
-    elif count * row <= (budget or (CPU_BYTES if device == "cpu" else SINGLE_CHUNK_BYTES)):
+    elif count * row <= (budget or (CPU_BYTES if device == "cpu" else CHUNK_BYTES)):
         length = count
     elif not budget:
         length = max(1, CPU_BYTES // row) if device == "cpu" else _power_below(CHUNK_BYTES // row)
