@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row passes of the two losses in Triton: statistics and gradient of one row of logits by one program."""
+"""The row passes of the losses in Triton: statistics and gradient of one row of logits by one program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.ops._softmax_loss import RowOptions, RowResults
+from liger_core.ops._softmax_loss import EntropyTerm, RowOptions, RowResults
 from liger_triton.launch import Launcher, cdiv, power_of_two, processors, rows_of
 
 
@@ -64,21 +64,25 @@ class TritonPasses:
             (rows,), logits, target, options.class_weight, row_factor, results.loss, results.lse, results.prediction, results.entropy,
             logits.stride(0), row_factor.stride(0) if row_factor is not None else 0, width, *_scalars(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_FACTOR=row_factor is not None, HAS_SOFTCAP=options.softcap is not None,
-            HAS_SMOOTHING=options.label_smoothing > 0, METRICS=results.prediction is not None, GRADIENT=gradient, BLOCK=block, VECTOR=min(VECTOR, block),
-            STAGES=shape.stages, num_warps=shape.warps,
+            HAS_SMOOTHING=options.label_smoothing > 0, PREDICTION=results.prediction is not None, ENTROPY=results.entropy is not None,
+            GRADIENT=gradient, BLOCK=block, VECTOR=min(VECTOR, block), STAGES=shape.stages, num_warps=shape.warps,
         )  # fmt: skip
 
-    def gradients(self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
+    def gradients(
+        self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
+        term: EntropyTerm | None = None,
+    ) -> None:  # fmt: skip
         rows, width = logits.shape
         if rows == 0:
             return
         logits, target, options = rows_of(logits), target.contiguous(), _dense(options)
         block = min(GRADIENT.block, power_of_two(width))
+        factor, entropy = (None, None) if term is None else term
         gradient_launch(
-            (rows, cdiv(width, block)), logits, target, options.class_weight, row_factor, lse, out,
+            (rows, cdiv(width, block)), logits, target, options.class_weight, row_factor, lse, factor, entropy, out,
             logits.stride(0), out.stride(0), row_factor.stride(0), width, *_scalars(options), _weight_sum(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_SOFTCAP=options.softcap is not None, HAS_SMOOTHING=options.label_smoothing > 0,
-            BLOCK=block, num_warps=GRADIENT.warps,
+            ENTROPY=term is not None, BLOCK=block, num_warps=GRADIENT.warps,
         )  # fmt: skip
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
@@ -117,28 +121,38 @@ def capped(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def row_gradient(
-    x, column, label, lse, hard, share, factor, class_weight, label_smoothing, softcap, width, mask,
-    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    x, column, label, lse, hard, share, factor, entropy_factor, entropy, class_weight, label_smoothing, softcap, width, mask,
+    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """factor · d loss / d logits for a block of columns: softmax · share, less `hard` at the label, less the smoothed weights."""
-    d = tl.exp2((x - lse) * 1.4426950408889634) * share
+    """factor · d loss / d logits for a block of columns: softmax · share, less `hard` at the label, less the smoothed weights.
+
+    With ENTROPY also entropy_factor · d entropy / d logits: -p · (log p + entropy).
+    """
+    p = tl.exp2((x - lse) * 1.4426950408889634)
+    d = p * share
     d = tl.where(column == label, d - hard, d)
     if HAS_SMOOTHING:
         if HAS_WEIGHT:
             d -= label_smoothing / width * tl.load(class_weight + column, mask=mask, other=0.0).to(tl.float32)
         else:
             d -= label_smoothing / width
+    d = d * factor
+    if ENTROPY:
+        # e^-1000 is 0, so that the cut changes nothing but 0·∞.
+        log_p = tl.where(x - lse < -1000.0, -1000.0, x - lse)
+        d -= entropy_factor * p * (log_p + entropy)
     if HAS_SOFTCAP:
         d = d * (1.0 - (x / softcap) * (x / softcap))
-    return d * factor
+    return d
 
 
 @triton.jit
 def loss_kernel(
     logits, target, class_weight, row_factor, loss, lse, prediction, entropy,
     row_stride, factor_stride, width, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
-    HAS_WEIGHT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, METRICS: tl.constexpr,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    PREDICTION: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program takes one row: its log-sum-exp, loss and metrics, and, if asked, its gradient over the logits.
 
@@ -152,8 +166,9 @@ def loss_kernel(
     if label == ignore_index:
         tl.store(loss + row, 0.0)
         tl.store(lse + row, 0.0)
-        if METRICS:
+        if PREDICTION:
             tl.store(prediction + row, -1)
+        if ENTROPY:
             tl.store(entropy + row, 0.0)
         if GRADIENT:
             for start in tl.range(0, width, BLOCK, num_stages=STAGES):
@@ -194,11 +209,12 @@ def loss_kernel(
         shrink = tl.exp2(step)
         behind = x - top[:, None]
         e = tl.exp2(behind)
-        if METRICS:
+        if ENTROPY:
             # Σ (x - m)·2^(x - m), moved along with m; 2^-1000 is 0, so that the cut changes nothing but ∞·0.
             step = tl.where(step < -1000.0, -1000.0, step)
             behind = tl.where(behind < -1000.0, -1000.0, behind)
             distance = (distance + d * step) * shrink + tl.sum(e * behind, 1)
+        if PREDICTION:
             best = tl.where(above, start + tl.arange(0, BLOCK // VECTOR) * VECTOR + tl.argmax(x, 1), best)
         d = d * shrink + tl.sum(e, 1)
         m = top
@@ -225,8 +241,9 @@ def loss_kernel(
     value = tl.where(in_range, value, float("nan"))
     tl.store(loss + row, value)
     tl.store(lse + row, log_total)
-    if METRICS:
+    if PREDICTION:
         tl.store(prediction + row, tl.min(tl.where(m == top, best, width), 0).to(tl.int64))
+    if ENTROPY:
         behind = m - top
         behind = tl.where(behind < -1000.0, -1000.0, behind)
         mean_distance = tl.sum((distance + d * behind) * lane_share, 0) / total
@@ -241,17 +258,18 @@ def loss_kernel(
             loaded = tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first")
             x = capped(loaded, logit_scale, softcap, HAS_SOFTCAP)
             g = row_gradient(
-                x, column, safe, log_total, hard, share, factor, class_weight, label_smoothing, softcap, width, mask,
-                HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING,
+                x, column, safe, log_total, hard, share, factor, 0.0, 0.0, class_weight, label_smoothing, softcap, width, mask,
+                HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING, False,
             )  # fmt: skip
             tl.store(base + column, g.to(logits.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
 def gradient_kernel(
-    logits, target, class_weight, row_factor, lse, out, row_stride, out_stride, factor_stride, width,
+    logits, target, class_weight, row_factor, lse, entropy_factor, entropy, out, row_stride, out_stride, factor_stride, width,
     ignore_index, label_smoothing, z_loss, softcap, logit_scale, weight_sum,
-    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes one block of one row's gradient, from the log-sum-exp that the forward pass kept."""
     row = tl.program_id(0).to(tl.int64)
@@ -274,24 +292,17 @@ def gradient_kernel(
         else:
             share += label_smoothing
     factor = tl.where(in_range, logit_scale, float("nan")) * tl.load(row_factor + row * factor_stride).to(tl.float32)
+    if ENTROPY:
+        by_entropy = tl.load(entropy_factor + row) * logit_scale
+        level = tl.load(entropy + row)
+    else:
+        by_entropy = 0.0
+        level = 0.0
     x = capped(tl.load(logits + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     g = row_gradient(
-        x,
-        column,
-        safe,
-        log_total,
-        hard,
-        share,
-        factor,
-        class_weight,
-        label_smoothing,
-        softcap,
-        width,
-        mask,
-        HAS_WEIGHT,
-        HAS_SOFTCAP,
-        HAS_SMOOTHING,
-    )
+        x, column, safe, log_total, hard, share, factor, by_entropy, level, class_weight, label_smoothing, softcap, width, mask,
+        HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING, ENTROPY,
+    )  # fmt: skip
     tl.store(out + row * out_stride + column, g.to(out.dtype.element_ty), mask=mask)
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row mathematics that cross_entropy and linear_cross_entropy share, and its pure-PyTorch implementation.
+"""The row mathematics that the losses share, and its pure-PyTorch implementation.
 
 For one row of logits a (after bias) and target t, with class weights w (1 by default), V classes:
 
     x    = logit_scale · a, then softcap · tanh(x / softcap) if a softcap is given
     lse  = log Σ exp(x)
     loss = (1 - smoothing) · w_t · (lse - x_t) + smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²
+
+    p = exp(x - lse);   entropy = -Σ p log p;   d entropy / d x = -p · (log p + entropy)
 
 A row whose target is `ignore_index` has loss 0 and no gradient; one whose target is out of range has loss and gradient NaN,
 since no implementation may wait for the device to find out.
@@ -53,7 +55,7 @@ class RowOptions:
 
 
 class RowResults(NamedTuple):
-    """Per-row outputs of a pass: float32 loss and log-sum-exp, and, where metrics are asked for, arg-max and entropy."""
+    """Per-row outputs of a pass: float32 loss and log-sum-exp, and, where they are asked for, arg-max and entropy."""
 
     loss: Tensor
     lse: Tensor
@@ -61,16 +63,26 @@ class RowResults(NamedTuple):
     entropy: Tensor | None
 
 
+class EntropyTerm(NamedTuple):
+    """What adds factor · d entropy / d a to a gradient, row by row: factor, and the entropy that the forward pass found."""
+
+    factor: Tensor
+    entropy: Tensor
+
+
 class RowPasses(Protocol):
-    """What a backend provides; everything else about the two losses is written once in core."""
+    """What a backend provides; everything else about the losses is written once in core."""
 
     def losses(
         self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool
     ) -> None:
         """Fill results; with gradient also overwrite logits by row_factor · d loss / d a (row_factor is 1 if None)."""
 
-    def gradients(self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
-        """Write row_factor · d loss / d a into out (which may be logits), given the log-sum-exp of each row."""
+    def gradients(
+        self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
+        term: EntropyTerm | None = None,
+    ) -> None:  # fmt: skip
+        """Write row_factor · d loss / d a, plus the term, into out (which may be logits), given the log-sum-exp of each row."""
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
         """out = tensor · scale, or out += tensor · scale; a float32 scalar on the device, rounded once. out may be tensor."""
@@ -87,18 +99,23 @@ class TorchPasses:
             lse = x.logsumexp(-1)
             results.lse[rows] = lse
             results.loss[rows] = _losses(x, lse, target[rows], options)
-            if results.prediction is not None and results.entropy is not None:
-                counted = target[rows] != options.ignore_index
+            counted = target[rows] != options.ignore_index
+            if results.prediction is not None:
                 results.prediction[rows] = torch.where(counted, x.argmax(-1), -1)
+            if results.entropy is not None:
                 results.entropy[rows] = torch.where(counted, _entropy(x), 0.0)
             if gradient:
                 factor = None if row_factor is None else row_factor[rows]
                 logits[rows] = _gradients(x, target[rows], lse, factor, options).to(logits.dtype)
 
-    def gradients(self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
+    def gradients(
+        self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
+        term: EntropyTerm | None = None,
+    ) -> None:  # fmt: skip
         for rows in _blocks(logits):
             x = _capped(logits[rows], options)
-            out[rows] = _gradients(x, target[rows], lse[rows], row_factor[rows], options).to(out.dtype)
+            part = None if term is None else EntropyTerm(*(t[rows] for t in term))
+            out[rows] = _gradients(x, target[rows], lse[rows], row_factor[rows], options, part).to(out.dtype)
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
         if tensor is out and scale.device.type == "cpu" and scale == 1.0:
@@ -152,7 +169,9 @@ def _entropy(x: Tensor) -> Tensor:
     return total.log() - torch.where(weight > 0, weight * distance, 0.0).sum(-1) / total
 
 
-def _gradients(x: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor | None, options: RowOptions) -> Tensor:
+def _gradients(
+    x: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor | None, options: RowOptions, term: EntropyTerm | None = None
+) -> Tensor:
     classes = x.shape[-1]
     counted = target != options.ignore_index
     index = target.clamp(0, classes - 1)
@@ -170,10 +189,20 @@ def _gradients(x: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor | None
         d.sub_(options.label_smoothing / classes * (1.0 if weight is None else weight))
     factor = torch.full_like(lse, options.logit_scale) if row_factor is None else row_factor.to(lse.dtype) * options.logit_scale
     factor = torch.where((target < 0) | (target >= classes), float("nan"), factor)
+    d.mul_(factor[:, None])
+    if term is not None:
+        d.add_(_entropy_gradients(x, lse, term.entropy).mul_((term.factor * options.logit_scale)[:, None]))
     if options.softcap is not None:
         d.mul_(1.0 - (x / options.softcap).square())
     # A row that is not counted gets zeros even where its own logits are infinite or NaN.
-    return torch.where(counted[:, None], d.mul_(factor[:, None]), 0.0)
+    return torch.where(counted[:, None], d, 0.0)
+
+
+def _entropy_gradients(x: Tensor, lse: Tensor, entropy: Tensor) -> Tensor:
+    """-p · (log p + entropy)."""
+    # e^-1000 is 0, so that the cut changes nothing but 0·∞.
+    log_p = (x - lse[:, None]).clamp(min=-1000.0)
+    return -log_p.exp() * (log_p + entropy[:, None])
 
 
 def denominator(
