@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunk loop of linear_cross_entropy: the products around a backend's row passes."""
+"""The chunk loop of linear_cross_entropy and linear_log_prob: the products around a backend's row passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._inputs import accumulator
-from liger_core.ops._softmax_loss import RowOptions, RowPasses, RowResults
+from liger_core.ops._softmax_loss import EntropyTerm, RowOptions, RowPasses, RowResults
+
+Chunk = int | Literal["report"] | None
 
 MiB = 1 << 20
 
@@ -70,6 +72,20 @@ def _power_below(n: int) -> int:
     return 1 << (max(1, n).bit_length() - 1)
 
 
+def chunk_code(chunk: Chunk) -> int:
+    """The option as custom ops take it: rows, -1 for the report's formula, 0 for the budget."""
+    return 0 if chunk is None else -1 if chunk == "report" else chunk
+
+
+def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands of the product in autocast's dtype, where it is on."""
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return hidden, weight, bias
+    low = torch.get_autocast_dtype(device)
+    return hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
+
+
 SCALARS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
 CHUNKS = "ScalarType? accumulate_dtype, int chunk, int budget, bool pack"
 INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
@@ -79,7 +95,7 @@ GRADIENTS = "(Tensor? grad_hidden, Tensor? grad_weight, Tensor? grad_bias)"
 
 def chunked(passes: RowPasses, kernel: Callable[..., Kernel]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(total, rows): the summed loss with its gradients from the forward pass, and the per-row loss that recomputes."""
-    loop = _Loop(passes)
+    loop = ChunkLoop(passes)
     total = differentiable(
         kernel(
             f"linear_cross_entropy({INPUTS}, Tensor? token_weight, Tensor? divide, Tensor? main_grad, {SCALARS}, {CHUNKS}, bool metrics, "
@@ -113,7 +129,7 @@ def chunked(passes: RowPasses, kernel: Callable[..., Kernel]) -> tuple[Callable[
     return total, rows
 
 
-class _Loop:
+class ChunkLoop:
     """Allocators and launchers of the four kernels."""
 
     def __init__(self, passes: RowPasses) -> None:
@@ -238,14 +254,16 @@ class _Loop:
         self, grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_loss: Tensor, hidden: Tensor,
         weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, lse: Tensor, ignore_index: int,
         label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None,
-        chunk: int, budget: int, pack: bool, main_grad: Tensor | None, needs: list[bool],
+        chunk: int, budget: int, pack: bool, main_grad: Tensor | None, needs: list[bool], term: EntropyTerm | None = None,
     ) -> None:  # fmt: skip
         counted = _Counted(hidden, weight, target, ignore_index, pack)
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
         # The largest upstream gradient is factored out and put back at the end: p · grad underflows in fp16 where grad is 1/tokens.
-        largest = grad_loss.abs().amax() if grad_loss.numel() else grad_loss.new_ones(())
+        largest = _largest(grad_loss) if term is None else torch.maximum(_largest(grad_loss), _largest(term.factor))
         largest = torch.where(largest > 0, largest, 1.0)
         packed = _Packed(hidden, target, grad_loss / largest, lse, counted.index())
+        if term is not None:
+            term = EntropyTerm(packed.take(term.factor / largest), packed.take(term.entropy))
         rows, dtype = _plan(packed.hidden, weight, accumulate_dtype, chunk, budget, needs[1])
         sum_weight = grad_weight
         if needs[1] and (grad_weight is None or grad_weight.dtype != dtype):
@@ -255,7 +273,8 @@ class _Loop:
         sums = _Sums(sum_hidden, sum_weight, sum_bias)
         assert packed.factor is not None and packed.lse is not None
         for part, logits in _products(packed.hidden, weight, bias, rows):
-            self.passes.gradients(logits, packed.target[part], packed.lse[part], packed.factor[part], options, logits)
+            entropy = None if term is None else EntropyTerm(*(t[part] for t in term))
+            self.passes.gradients(logits, packed.target[part], packed.lse[part], packed.factor[part], options, logits, entropy)
             sums.add(part, logits, packed.hidden, weight)
         sums.finish()
         largest = largest.to(accumulator(weight.dtype))
@@ -270,6 +289,11 @@ class _Loop:
 def _divides_late(hidden: Tensor, divide: Tensor | None) -> bool:
     """1/normaliser waits for the backward pass in float16, where a probability divided by the number of tokens underflows."""
     return divide is not None and hidden.dtype == torch.float16
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude, 1 of nothing."""
+    return tensor.abs().amax() if tensor.numel() else tensor.new_ones(())
 
 
 def _plan(hidden: Tensor, weight: Tensor, accumulate_dtype: torch.dtype | None, chunk: int, budget: int, trained: bool) -> Plan:
@@ -403,6 +427,10 @@ class _Packed:
             self.hidden, self.target = hidden[index], target[index]
             self.factor = None if factor is None else factor[index]
             self.lse = None if lse is None else lse[index]
+
+    def take(self, full: Tensor) -> Tensor:
+        """The packed rows of a tensor that has all."""
+        return full if self.index is None else full[self.index]
 
     def like(self, full: Tensor | None) -> Tensor | None:
         """A tensor for the packed rows: the given one itself when nothing was left out."""

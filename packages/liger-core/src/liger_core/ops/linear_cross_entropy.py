@@ -13,13 +13,70 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._chunked_loss import chunked
+from liger_core.ops._chunked_loss import Chunk, autocast_inputs, chunk_code, chunked
 from liger_core.ops._inputs import integers, normal
 from liger_core.ops._softmax_loss import RowPasses, TorchPasses, denominator
 from liger_core.ops.cross_entropy import check_loss_options, loss_option_samples, metrics_of, targets_with_ignored
 
 Reduction = Literal["mean", "sum", "none"]
-Chunk = int | Literal["report"] | None
+
+
+def check_head(
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    accumulate_dtype: torch.dtype | None,
+    chunk: Chunk,
+    budget: int | None,
+    main_grad: Tensor | None,
+) -> None:
+    """The checks of an op that multiplies hidden by weight, a chunk of rows at a time, and looks at one target a row."""
+    checks.floating(name, hidden=hidden, weight=weight, bias=bias)
+    checks.at_least_one_dimension(name, "hidden", hidden)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        wanted = f"(classes, {hidden.shape[-1]})"
+        checks.fail(ShapeError, name, f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}")
+    check_rows(name, "target", target, hidden)
+    checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
+    checks.same_device(name, "hidden", hidden, weight=weight, target=target, bias=bias, main_grad=main_grad)
+    if not torch.is_autocast_enabled(hidden.device.type):
+        checks.same_dtype(name, "hidden", hidden, weight=weight, bias=bias)
+    checks.constant(name, main_grad=main_grad)
+    if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
+        checks.fail(DtypeError, name, f"accumulate_dtype must be a floating dtype, got {accumulate_dtype}")
+    if chunk is not None and chunk != "report" and not (isinstance(chunk, int) and chunk > 0):
+        checks.fail(OptionError, name, f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}")
+    if budget is not None:
+        row = weight.shape[0] * hidden.element_size()
+        if chunk is not None:
+            checks.fail(
+                OptionError, name, f"budget and chunk both say how many rows to hold, got budget={budget} and chunk={chunk!r}; give one"
+            )
+        if not isinstance(budget, int) or budget < row:
+            checks.fail(OptionError, name, f"budget must hold at least one row of logits, {row} bytes, got {budget!r}")
+    if main_grad is not None:
+        wanted = checks.shape(weight)
+        if main_grad.shape != weight.shape or not main_grad.is_contiguous():
+            got = checks.shape(main_grad) + ("" if main_grad.is_contiguous() else " with other strides")
+            checks.fail(ShapeError, name, f"main_grad must be contiguous and have shape {wanted} like weight, got {got}")
+        if main_grad.dtype != torch.float32:
+            checks.fail(DtypeError, name, f"main_grad must have dtype torch.float32, got {main_grad.dtype}")
+        # The kernels' schemas do not declare the addition: functionalization of an op that both mutates and returns optionals fails.
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            checks.fail(
+                OptionError, name, "main_grad must be given in an eager call, got one that is traced; add weight.grad to it instead"
+            )
+
+
+def check_rows(name: str, label: str, tensor: Tensor, hidden: Tensor) -> None:
+    """One number for each row of hidden."""
+    if tensor.shape != hidden.shape[:-1]:
+        wanted = str(tuple(hidden.shape[:-1]))
+        checks.fail(
+            ShapeError, name, f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}"
+        )
 
 
 def check(
@@ -45,57 +102,13 @@ def check(
     return_metrics: bool = False,
 ) -> None:
     name = "linear_cross_entropy"
-    checks.floating(name, hidden=hidden, weight=weight, bias=bias, token_weight=token_weight)
-    checks.at_least_one_dimension(name, "hidden", hidden)
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-        wanted = f"(classes, {hidden.shape[-1]})"
-        checks.fail(ShapeError, name, f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}")
-    for label, tensor in (("target", target), ("token_weight", token_weight)):
-        if tensor is not None and tensor.shape != hidden.shape[:-1]:
-            wanted = str(tuple(hidden.shape[:-1]))
-            checks.fail(
-                ShapeError, name, f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}"
-            )
-    checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
-    checks.same_device(
-        name,
-        "hidden",
-        hidden,
-        weight=weight,
-        target=target,
-        bias=bias,
-        class_weight=class_weight,
-        token_weight=token_weight,
-        main_grad=main_grad,
-    )
-    if not torch.is_autocast_enabled(hidden.device.type):
-        checks.same_dtype(name, "hidden", hidden, weight=weight, bias=bias)
+    check_head(name, hidden, weight, target, bias, accumulate_dtype, chunk, budget, main_grad)
+    if token_weight is not None:
+        checks.floating(name, token_weight=token_weight)
+        check_rows(name, "token_weight", token_weight, hidden)
+    checks.same_device(name, "hidden", hidden, class_weight=class_weight, token_weight=token_weight)
     check_loss_options(name, target, weight.shape[0], class_weight, label_smoothing, z_loss, softcap, reduction, normalizer, "class_weight")
-    checks.constant(name, token_weight=token_weight, main_grad=main_grad)
-    if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
-        checks.fail(DtypeError, name, f"accumulate_dtype must be a floating dtype, got {accumulate_dtype}")
-    if chunk is not None and chunk != "report" and not (isinstance(chunk, int) and chunk > 0):
-        checks.fail(OptionError, name, f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}")
-    if budget is not None:
-        row = weight.shape[0] * hidden.element_size()
-        if chunk is not None:
-            checks.fail(
-                OptionError, name, f"budget and chunk both say how many rows to hold, got budget={budget} and chunk={chunk!r}; give one"
-            )
-        if not isinstance(budget, int) or budget < row:
-            checks.fail(OptionError, name, f"budget must hold at least one row of logits, {row} bytes, got {budget!r}")
-    if main_grad is not None:
-        wanted = checks.shape(weight)
-        if main_grad.shape != weight.shape or not main_grad.is_contiguous():
-            got = checks.shape(main_grad) + ("" if main_grad.is_contiguous() else " with other strides")
-            checks.fail(ShapeError, name, f"main_grad must be contiguous and have shape {wanted} like weight, got {got}")
-        if main_grad.dtype != torch.float32:
-            checks.fail(DtypeError, name, f"main_grad must have dtype torch.float32, got {main_grad.dtype}")
-        # The kernels' schemas do not declare the addition: functionalization of an op that both mutates and returns optionals fails.
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-            checks.fail(
-                OptionError, name, "main_grad must be given in an eager call, got one that is traced; add weight.grad to it instead"
-            )
+    checks.constant(name, token_weight=token_weight)
     checks.targets(name, target, weight.shape[0], ignore_index)
 
 
@@ -251,15 +264,11 @@ def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any
         main_grad: Tensor | None,
         return_metrics: bool,
     ) -> Any:
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device):
-            low = torch.get_autocast_dtype(device)
-            hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
+        hidden, weight, bias = autocast_inputs(hidden, weight, bias)
         flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
         factor = None if token_weight is None else token_weight.reshape(-1)
         options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-        size = 0 if chunk is None else -1 if chunk == "report" else chunk
-        row_options = (*options, accumulate_dtype, size, budget or 0, pack, return_metrics)
+        row_options = (*options, accumulate_dtype, chunk_code(chunk), budget or 0, pack, return_metrics)
         divide: Tensor | None = None
         if reduction == "none":
             loss, lse, prediction, entropy = rows(flat, weight, labels, bias, class_weight, main_grad, *row_options)
