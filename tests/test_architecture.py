@@ -45,6 +45,7 @@ PUBLIC = {
         "hookimpl",
         "layer_norm",
         "linear_cross_entropy",
+        "linear_log_prob",
         "op",
         "rms_norm",
         "rope",

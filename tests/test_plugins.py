@@ -33,7 +33,7 @@ THIRD = """
         return [Backend({name!r}, {devices!r}, {priority}, {{liger_core.rms_norm: rms_norm}})]
 """
 HOOKS = "liger_backends, liger_commands, liger_ops"
-OPS = "cross_entropy, geglu, layer_norm, linear_cross_entropy, rms_norm, rope, swiglu"
+OPS = "cross_entropy, geglu, layer_norm, linear_cross_entropy, linear_log_prob, rms_norm, rope, swiglu"
 
 
 def third(name: str = "third", devices: tuple[str, ...] = ("cpu",), priority: int = 50) -> str:

@@ -181,7 +181,7 @@ def test_use_takes_exceptions_by_op(third: None) -> None:
         ),
         pytest.param(
             "third,rms_nrm=third",
-            "SOURCE: no op named 'rms_nrm'; known: cross_entropy, geglu, layer_norm, linear_cross_entropy, rms_norm, rope, swiglu. "
+            "SOURCE: no op named 'rms_nrm'; known: cross_entropy, geglu, layer_norm, linear_cross_entropy, linear_log_prob, rms_norm, rope, swiglu. "
             "Did you mean 'rms_norm'?",
             id="unknown_op",
         ),

@@ -106,6 +106,22 @@ MUTANTS = (
         "tests/ops/test_linear_cross_entropy.py",
         "test_linear_cross_entropy_equals_the_two_functions_of_pytorch",
     ),
+    loss(
+        "entropy gradient without the entropy itself",
+        "_softmax_loss.py",
+        "    return -log_p.exp() * (log_p + entropy[:, None])",
+        "    return -log_p.exp() * log_p",
+        "tests/ops/test_linear_log_prob.py",
+        "test_linear_log_prob_is_gathered_from_the_log_softmax",
+    ),
+    loss(
+        "temperature forgotten in the softcap",
+        "linear_log_prob.py",
+        "None if softcap is None else softcap / temperature",
+        "softcap",
+        "tests/ops/test_linear_log_prob.py",
+        "test_the_temperature_divides_what_scale_and_softcap_left",
+    ),
     Mutant(
         "second backward scales what the first one scaled",
         f"{CORE}/ops/_chunked_loss.py",
@@ -269,6 +285,13 @@ MUTANTS = (
         "        d = d * (1.0 - (x / softcap) * (x / softcap))",
         "        d = d * 1.0",
         "cross_entropy and float32 and softcap",
+    ),
+    kernel(
+        "triton: entropy gradient without the logit scale",
+        "_softmax_loss.py",
+        "tl.load(entropy_factor + row) * logit_scale",
+        "tl.load(entropy_factor + row)",
+        "linear_log_prob and float32 and entropy",
     ),
     kernel(
         "triton: one rounding in the middle",

@@ -16,7 +16,7 @@ from liger_core.errors import (
 )
 from liger_core.hookspecs import hookimpl
 from liger_core.op import Misuse, Op, Sample, Work, Workload, op
-from liger_core.ops import cross_entropy, geglu, layer_norm, linear_cross_entropy, rms_norm, rope, swiglu
+from liger_core.ops import cross_entropy, geglu, layer_norm, linear_cross_entropy, linear_log_prob, rms_norm, rope, swiglu
 from liger_core.ops._softmax_loss import LossMetrics
 from liger_core.selection import explain, use
 
@@ -46,6 +46,7 @@ __all__ = [
     "hookimpl",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_log_prob",
     "op",
     "rms_norm",
     "rope",

@@ -12,6 +12,7 @@ from liger_triton.cross_entropy import cross_entropy
 from liger_triton.geglu import geglu
 from liger_triton.layer_norm import layer_norm
 from liger_triton.linear_cross_entropy import linear_cross_entropy
+from liger_triton.linear_log_prob import linear_log_prob
 from liger_triton.rms_norm import rms_norm
 from liger_triton.rope import rope
 from liger_triton.swiglu import swiglu
@@ -24,4 +25,5 @@ TABLE: dict[Op[..., Any], Callable[..., Any]] = {
     liger_core.geglu: geglu,
     liger_core.cross_entropy: cross_entropy,
     liger_core.linear_cross_entropy: linear_cross_entropy,
+    liger_core.linear_log_prob: linear_log_prob,
 }

@@ -10,8 +10,9 @@ from liger_core.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_core.ops.geglu import geglu as geglu
 from liger_core.ops.layer_norm import layer_norm as layer_norm
 from liger_core.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from liger_core.ops.linear_log_prob import linear_log_prob as linear_log_prob
 from liger_core.ops.rms_norm import rms_norm as rms_norm
 from liger_core.ops.rope import rope as rope
 from liger_core.ops.swiglu import swiglu as swiglu
 
-CATALOGUE: tuple[Op[..., Any], ...] = (rms_norm, layer_norm, rope, swiglu, geglu, cross_entropy, linear_cross_entropy)
+CATALOGUE: tuple[Op[..., Any], ...] = (rms_norm, layer_norm, rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob)

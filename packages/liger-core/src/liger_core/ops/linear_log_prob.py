@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linear_log_prob: what a language model's head gives each target token, without ever holding all the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
+from liger_core.kernels import Kernel, Outputs, differentiable, reference_kernel
+from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._chunked_loss import CHUNKS, GRADIENTS, Chunk, ChunkLoop, autocast_inputs, chunk_code
+from liger_core.ops._inputs import accumulator, integers, normal
+from liger_core.ops._softmax_loss import EntropyTerm, RowPasses, TorchPasses
+from liger_core.ops.cross_entropy import check_loss_options, targets_with_ignored
+from liger_core.ops.linear_cross_entropy import check_head
+
+
+def check(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk: Chunk = None,
+    budget: int | None = None,
+    pack: bool = True,
+    main_grad: Tensor | None = None,
+) -> None:
+    name = "linear_log_prob"
+    check_head(name, hidden, weight, target, bias, accumulate_dtype, chunk, budget, main_grad)
+    checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
+    check_loss_options(name, target, weight.shape[0], None, 0.0, 0.0, softcap, "none", None, "class_weight")
+    checks.targets(name, target, weight.shape[0], ignore_index)
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def call(rows: tuple[int, ...], width: int, classes: int, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight = normal(device, dtype, *rows, width), normal(device, dtype, classes, width, scale=scale)
+        return hidden, weight, targets_with_ignored(device, classes, *rows)
+
+    def biased(classes: int, **options: Any) -> dict[str, Any]:
+        return {"bias": normal(device, dtype, classes), "chunk": 3, **options}
+
+    yield Sample("one_chunk", call((6,), 32, 64), why="one chunk: dW is written directly")
+    yield Sample("odd_sizes", call((7,), 33, 101), why="nothing is a power of two")
+    yield Sample("leading_shape", call((2, 3), 16, 40), why="any leading shape")
+    yield Sample("one_token", (*call((), 16, 40)[:2], integers(device, 40)), {"return_entropy": True}, why="no leading shape")
+    yield Sample("several_chunks", call((11,), 24, 50), {"chunk": 4}, why="dW is summed over chunks, the last one is short")
+    options = {"chunk": 4, "accumulate_dtype": torch.float64 if dtype == torch.float64 else torch.float32}
+    yield Sample("accumulate_float32", call((11,), 24, 50), options, why="the accumulator's dtype is named")
+    yield Sample("report_chunk", call((40,), 16, 128), {"chunk": "report"}, why="the chunk formula of the report")
+    yield Sample("several_blocks", call((3,), 16, 9000), {"return_entropy": True}, why="a row of logits is longer than one block")
+    yield Sample("bias", call((7,), 24, 50), biased(50), why="the head has a bias, with a gradient")
+    yield Sample("logit_scale", call((7,), 24, 50), {"logit_scale": 0.25}, why="scaled logits (Granite, Cohere)")
+    yield Sample("temperature", call((7,), 24, 50), {"temperature": 0.7}, why="logits divided by a temperature, as they were sampled")
+    order = {"logit_scale": 2.0, "softcap": 5.0, "temperature": 0.7}
+    yield Sample("scale_softcap_temperature", call((7,), 24, 50), order, why="first the scale, then the cap, last the temperature")
+    target = targets_with_ignored(device, 50, 7, ignore_index=3)
+    yield Sample("ignore_index", (*call((7,), 24, 50)[:2], target), {"ignore_index": 3}, why="a class can be the ignored one")
+    yield Sample("entropy", call((7,), 24, 50), {"return_entropy": True}, why="entropy and log-probability have a gradient each")
+    everything = biased(50, return_entropy=True, **order)
+    yield Sample("entropy_everything", call((9,), 24, 50), everything, why="all options together, with entropy")
+    # Two classes more than the tokeniser knows, switched off in the bias.
+    padding = torch.zeros(50, device=device, dtype=dtype)
+    padding[48:] = -torch.inf
+    hidden, weight, target = call((7,), 24, 50)
+    options = {"bias": padding, "return_entropy": True}
+    why = "classes of probability 0 add no entropy and get no gradient"
+    yield Sample("impossible_classes", (hidden, weight, target.clamp(max=47)), options, why=why, frozen=("bias",))
+    options = {"budget": 2 * 70 * dtype.itemsize + 20 * 70 * 4, "return_entropy": True}
+    yield Sample("budget", call((9,), 20, 70), options, why="chunks of 2 rows")
+    options = {"pack": False, "chunk": 4, "return_entropy": True}
+    yield Sample("no_packing", call((9,), 20, 70), options, why="ignored rows stay in the products")
+    for frozen in ("hidden", "weight"):
+        why = f"no work and no memory for the gradient of {frozen}"
+        yield Sample(f"frozen_{frozen}", call((9,), 20, 70), {"chunk": 4, "return_entropy": True}, why=why, frozen=(frozen,))
+    all_ignored = torch.full((5,), -100, device=device)
+    yield Sample("all_ignored", (*call((5,), 16, 30)[:2], all_ignored), {"return_entropy": True}, why="zeros, with zero gradients")
+    yield Sample("empty", call((0,), 16, 30), {"return_entropy": True}, why="no rows: nothing is launched")
+    yield Sample("one_row", (*call((1,), 16, 30)[:2], integers(device, 30, 1)), why="a single row")
+    yield Sample("one_class", call((4,), 16, 1), {"return_entropy": True}, why="a single class: probability 1, entropy 0")
+    yield Sample("peaked", call((6,), 32, 60, scale=2.0), {"return_entropy": True}, why="softmax close to one class")
+    hidden, (_, weight, target) = normal(device, dtype, 16, 6).t(), call((6,), 16, 30)
+    yield Sample("transposed", (hidden, weight, target), why="hidden is a transposed view")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    name = "linear_log_prob"
+    x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+
+    def misuse(case: str, args: tuple[Tensor, ...], options: dict[str, Any], error: Any, message: str) -> Misuse:
+        return Misuse(case, args, options, error, f"{name}: {message}")
+
+    yield misuse(
+        "weight_shape", (x, w[:, :7], t), {}, ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
+    )
+    yield misuse("target_shape", (x, w, t[:2]), {}, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
+    yield misuse("bias_shape", (x, w, t), {"bias": x[0]}, ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)")
+    message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
+    yield misuse("dtypes", (x, w.bfloat16(), t), {}, DtypeError, message)
+    yield misuse("target_dtype", (x, w, t.float()), {}, DtypeError, "target must have dtype torch.int64, got torch.float32")
+    message = "temperature must be > 0, since the logits are divided by it, got 0.0"
+    yield misuse("temperature", (x, w, t), {"temperature": 0.0}, OptionError, message)
+    yield misuse("softcap", (x, w, t), {"softcap": -1.0}, OptionError, "softcap must be > 0, got -1.0")
+    yield misuse("chunk", (x, w, t), {"chunk": 0}, OptionError, "chunk must be a positive number of rows, 'report' or None, got 0")
+    yield misuse("budget", (x, w, t), {"budget": 39}, OptionError, "budget must hold at least one row of logits, 40 bytes, got 39")
+    options = {"accumulate_dtype": torch.int32}
+    yield misuse("accumulate_dtype", (x, w, t), options, DtypeError, "accumulate_dtype must be a floating dtype, got torch.int32")
+    elsewhere = torch.zeros(10, 8, device="meta")
+    yield misuse("device", (x, elsewhere, t), {}, DeviceError, f"weight must be on {x.device} like hidden, got meta")
+    if device.type == "cpu":
+        wrong = torch.tensor([0, 1, 10])
+        yield misuse("target_range", (x, w, wrong), {}, TargetError, "every target must be in [0, 10) or ignore_index=-100, got 10")
+
+
+def workloads() -> Iterator[Workload]:
+    def shape(rows: int, width: int, classes: int, quick: bool = False, **options: Any) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            hidden = normal(device, dtype, rows, width)
+            return (hidden, normal(device, dtype, classes, width, scale=width**-0.5), integers(device, classes, rows)), dict(options)
+
+        return Workload("-".join([f"{rows}x{width}x{classes}", *options]), make, quick)
+
+    yield shape(512, 128, 8192, quick=True)
+    for rows, width in ((8192, 2048), (8192, 4096), (32768, 4096)):
+        yield shape(rows, width, 128256)
+    yield shape(8192, 4096, 128256, return_entropy=True)
+
+
+def work(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Work:
+    # The logits are multiplied out twice, since the upstream gradient comes after they are gone.
+    product = 2 * target.numel() * weight.numel()
+    size = (hidden.numel() + weight.numel()) * hidden.element_size()
+    return Work(size, 2 * size, product, 4 * product)
+
+
+INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias"
+OPTIONS = f"int ignore_index, float? softcap, float logit_scale, {CHUNKS}"
+
+
+def per_token(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any]:
+    """(log_prob, entropy) of flat rows for a backend's row passes: the loss of each row with its sign changed."""
+    loop = ChunkLoop(passes)
+
+    def allocate(hidden: Tensor, *rest: Any) -> Outputs:
+        *_, with_entropy = rest
+        log_prob = torch.empty(hidden.shape[0], dtype=accumulator(hidden.dtype), device=hidden.device)
+        return log_prob, torch.empty_like(log_prob) if with_entropy else None, torch.empty_like(log_prob)
+
+    def launch(
+        log_prob: Tensor, entropy: Tensor | None, lse: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+        main_grad: Tensor | None, ignore_index: int, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None,
+        chunk: int, budget: int, pack: bool, with_entropy: bool,
+    ) -> None:  # fmt: skip
+        loop.rows(
+            log_prob, lse, None, entropy, hidden, weight, target, bias, None, main_grad, ignore_index, 0.0, 0.0, softcap, logit_scale,
+            accumulate_dtype, chunk, budget, pack, with_entropy,
+        )  # fmt: skip
+        # The sum makes the -0.0 of an ignored row a 0.0.
+        log_prob.neg_().add_(0.0)
+
+    def launch_backward(
+        grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_log_prob: Tensor | None,
+        grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, entropy: Tensor | None,
+        lse: Tensor, ignore_index: int, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int,
+        budget: int, pack: bool, main_grad: Tensor | None, needs: list[bool],
+    ) -> None:  # fmt: skip
+        # The gradient at an ignored token may be infinite, as that of a ratio to a log-probability of -∞; it counts for nothing.
+        counted = target != ignore_index
+        grad_loss = torch.zeros_like(lse) if grad_log_prob is None else torch.where(counted, -grad_log_prob, 0.0)
+        term = None
+        if grad_entropy is not None and entropy is not None:
+            term = EntropyTerm(torch.where(counted, grad_entropy, 0.0), entropy)
+        loop.rows_backward(
+            grad_hidden, grad_weight, grad_bias, grad_loss, hidden, weight, target, bias, None, lse, ignore_index, 0.0, 0.0, softcap,
+            logit_scale, accumulate_dtype, chunk, budget, pack, main_grad, needs, term,
+        )  # fmt: skip
+
+    def allocate_backward(
+        grad_log_prob: Tensor | None, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor,
+        bias: Tensor | None, *rest: Any,
+    ) -> Outputs:  # fmt: skip
+        return loop.allocate_rows_backward(hidden, hidden, weight, target, bias, *rest)
+
+    return differentiable(
+        kernel(
+            f"linear_log_prob({INPUTS}, Tensor? main_grad, {OPTIONS}, bool with_entropy) -> (Tensor log_prob, Tensor? entropy, Tensor lse)",
+            allocate,
+            launch,
+        ),
+        kernel(
+            f"linear_log_prob_backward(Tensor? grad_log_prob, Tensor? grad_entropy, {INPUTS}, Tensor? entropy, Tensor lse, {OPTIONS}, "
+            f"Tensor? main_grad, bool[3] needs) -> {GRADIENTS}",
+            allocate_backward,
+            launch_backward,
+        ),
+        public=2,
+    )
+
+
+def fused(passes: RowPasses, kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None) -> Callable[..., Any]:
+    """linear_log_prob for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
+    rows = per_token(passes, kernel)
+
+    def linear_log_prob(
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        bias: Tensor | None = None,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        ignore_index: int = -100,
+        return_entropy: bool = False,
+        accumulate_dtype: torch.dtype | None = None,
+        chunk: Chunk = None,
+        budget: int | None = None,
+        pack: bool = True,
+        main_grad: Tensor | None = None,
+    ) -> Any:
+        if supported is not None:
+            supported(hidden, weight)
+        hidden, weight, bias = autocast_inputs(hidden, weight, bias)
+        # softcap · tanh(s·a / softcap) / T = (softcap/T) · tanh((s/T)·a / (softcap/T)): the row passes need no temperature.
+        scale, cap = logit_scale / temperature, None if softcap is None else softcap / temperature
+        flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+        options = (ignore_index, cap, scale, accumulate_dtype, chunk_code(chunk), budget or 0, pack)
+        log_prob, entropy = rows(flat, weight, labels, bias, main_grad, *options, return_entropy)
+        log_prob = log_prob.reshape(target.shape)
+        return (log_prob, entropy.reshape(target.shape)) if return_entropy else log_prob
+
+    return linear_log_prob
+
+
+_reference = fused(TorchPasses(), reference_kernel)
+
+
+@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk: Chunk = None,
+    budget: int | None = None,
+    pack: bool = True,
+    main_grad: Tensor | None = None,
+) -> Any:
+    """Log-probability of each target under the softmax of a head's logits, and that softmax's entropy, a chunk of rows at a time.
+
+        x        = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap), then x / temperature
+        lse      = log Σ exp(x)
+        log_prob = x_t - lse
+        entropy  = -Σ p log p,   p = exp(x - lse)
+
+    hidden            (..., H)   any floating dtype
+    weight            (V, H)     dtype of hidden (under autocast both are cast to its dtype)
+    target            (...)      int64 class indices, or ignore_index: log_prob and entropy 0, no gradient
+    bias              (V,)       dtype of hidden
+    temperature       the one that the tokens were sampled with; applied after scale and softcap
+    return_entropy    also return the entropy, in nats
+    accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A single chunk
+                      writes it directly, rounded once
+    chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
+    budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A small one sums the
+                      gradient of weight in its own dtype, with one more rounding a chunk
+    pack              leave rows of ignored targets out of the products. On a GPU this waits once a pass for their number where the
+                      products are large enough to pay for it, never while a CUDA graph is captured
+    main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
+    returns           log_prob (...), float32 (float64 for float64), or (log_prob, entropy)
+
+    Both results have a gradient, whatever arrives from upstream; over x it is 1 - p at the target and -p elsewhere for log_prob, and
+    -p · (log p + entropy) for entropy. Kept until then are the inputs, lse and entropy; the logits are computed again, and only
+    gradients asked for. Without gradients only the product with weight is computed.
+
+    So preference and policy losses (DPO, ORPO, SimPO, KTO, GRPO, PPO) are plain arithmetic on log_prob. DPO, chosen answers first:
+
+        policy = linear_log_prob(hidden, weight, target).sum(-1)
+        chosen, rejected = (policy - reference).chunk(2)
+        loss = -logsigmoid(beta * (chosen - rejected)).mean()
+
+    The target of a row is the token after it: shift first, and give prompt and padding the ignore_index.
+    A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its log_prob is NaN.
+    Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    Rafailov et al. 2023, arXiv:2305.18290 (DPO); Shao et al. 2024, arXiv:2402.03300 (GRPO).
+    """
+    return _reference(
+        hidden,
+        weight,
+        target,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        ignore_index=ignore_index,
+        return_entropy=return_entropy,
+        accumulate_dtype=accumulate_dtype,
+        chunk=chunk,
+        budget=budget,
+        pack=pack,
+        main_grad=main_grad,
+    )

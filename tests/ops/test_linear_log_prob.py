@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about linear_log_prob that its samples do not say: other formulas for it, losses built from it, what it allocates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_core import GradientError, explain, linear_cross_entropy, linear_log_prob
+from liger_core.plugins import registry
+from ops.agreement import disagreements, leaf
+from ops.allocations import allocations
+from ops.test_cross_entropy import some_targets
+from ops.test_linear_cross_entropy import CHUNKS, head
+from ops.test_linear_cross_entropy_memory import LOGITS_BYTES, ROWS, WEIGHT_BYTES, tensors
+
+README = Path(__file__).parents[2] / "packages" / "liger-core" / "README.md"
+
+
+def plain(logits: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy from logits that exist."""
+    every = logits.log_softmax(-1)
+    counted = target != ignore_index
+    chosen = every.gather(-1, torch.where(counted, target, 0)[..., None])[..., 0]
+    return torch.where(counted, chosen, 0.0), torch.where(counted, -(every.exp() * every).sum(-1), 0.0)
+
+
+@pytest.fixture
+def documented() -> dict[str, Callable[..., Tensor]]:
+    """The functions of the README's examples, each from its own source there."""
+    found: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
+        exec(block, found)
+    return found
+
+
+def answers(device: torch.device, rows: int = 4, tokens: int = 5) -> tuple[dict[str, Tensor], Tensor]:
+    """Hidden states of whole answers with a head, and targets whose first tokens are prompt and whose last are padding."""
+    given = {"hidden": leaf(rows, tokens, 20, device=device), "weight": leaf(30, 20, device=device, scale=0.3)}
+    target = torch.randint(30, (rows, tokens), device=device)
+    target[:, 0] = -100
+    target[1, 3:] = -100
+    return given, target
+
+
+@CHUNKS
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("ignore_index", [-100, 5])
+def test_linear_log_prob_is_gathered_from_the_log_softmax(chunk: Any, has_bias: bool, ignore_index: int, device: torch.device) -> None:
+    target = some_targets(30, 9, device=device, ignored=ignore_index)
+    bias = leaf(30, device=device) if has_bias else None
+
+    def formula(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        return plain(F.linear(hidden, weight, bias), target, ignore_index)
+
+    def call(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        return linear_log_prob(hidden, weight, target, bias=bias, ignore_index=ignore_index, chunk=chunk, return_entropy=True)
+
+    assert disagreements(call, formula, **head(device), bias=bias) == []
+
+
+@CHUNKS
+def test_the_temperature_divides_what_scale_and_softcap_left(chunk: Any, device: torch.device) -> None:
+    target = some_targets(30, 9, device=device)
+
+    def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return plain(2.0 * torch.tanh(0.5 * (hidden @ weight.t()) / 2.0) / 0.4, target)
+
+    def call(hidden: Tensor, weight: Tensor) -> Any:
+        options = {"logit_scale": 0.5, "softcap": 2.0, "temperature": 0.4}
+        return linear_log_prob(hidden, weight, target, chunk=chunk, return_entropy=True, **options)
+
+    assert disagreements(call, formula, **head(device)) == []
+
+
+def test_log_prob_is_minus_the_loss_of_each_token(device: torch.device) -> None:
+    given, target = head(device), some_targets(30, 9, device=device)
+    torch.testing.assert_close(
+        linear_log_prob(**given, target=target), -linear_cross_entropy(**given, target=target, reduction="none"), rtol=0, atol=0
+    )
+
+
+def test_asking_for_entropy_does_not_change_the_log_prob(device: torch.device) -> None:
+    given, target = head(device), some_targets(30, 9, device=device)
+    with_entropy, _ = linear_log_prob(**given, target=target, return_entropy=True)
+    torch.testing.assert_close(linear_log_prob(**given, target=target), with_entropy, rtol=0, atol=0)
+
+
+def test_the_gradient_of_the_entropy_is_its_derivative(device: torch.device) -> None:
+    target = some_targets(12, 5, device=device)
+    hidden, weight = leaf(5, 8, device=device, dtype=torch.float64), leaf(12, 8, device=device, dtype=torch.float64)
+    bias = leaf(12, device=device, dtype=torch.float64)
+
+    def entropy(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        options = {"temperature": 1.3, "softcap": 4.0, "chunk": 2}
+        return linear_log_prob.reference(hidden, weight, target, bias=bias, return_entropy=True, **options)[1]
+
+    assert torch.autograd.gradcheck(entropy, (hidden, weight, bias))
+
+
+def test_the_entropy_of_equal_logits_is_at_its_maximum(device: torch.device) -> None:
+    weight, target = head(device)["weight"], torch.randint(30, (9,), device=device)
+    hidden = torch.zeros(9, 20, device=device, requires_grad=True)
+    log_prob, entropy = linear_log_prob(hidden, weight, target, return_entropy=True)
+    torch.testing.assert_close(entropy, torch.full_like(entropy, 30).log())
+    steep, flat = (torch.autograd.grad(result.sum(), hidden, retain_graph=True)[0] for result in (log_prob, entropy))
+    assert flat.norm() < 1e-5 * steep.norm()
+
+
+def test_an_ignored_token_has_zeros_and_no_gradient_whatever_arrives(device: torch.device) -> None:
+    given, target = head(device), torch.randint(30, (9,), device=device)
+    target[4] = -100
+    results = linear_log_prob(**given, target=target, return_entropy=True)
+    assert [bool(r[4] == 0.0) and not bool(r[4].signbit()) for r in results] == [True, True]
+    cotangents = [torch.randn_like(r) for r in results]
+    expected = torch.autograd.grad(results, list(given.values()), cotangents, retain_graph=True)
+    for value in (torch.inf, torch.nan):
+        for cotangent in cotangents:
+            cotangent[4] = value
+        got = torch.autograd.grad(results, list(given.values()), cotangents, retain_graph=True)
+        assert not got[0][4].any()
+        assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+
+
+def test_an_implementation_gives_nan_for_a_target_out_of_range(device: torch.device) -> None:
+    given, target = head(device), torch.tensor([4, 30, 2] * 3, device=device)
+    name = explain(linear_log_prob, **given, target=torch.zeros_like(target)).backend
+    log_prob = registry().implementations[name]["linear_log_prob"](**given, target=target)
+    assert log_prob.isnan().tolist() == [False, True, False] * 3
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["log_prob", "entropy"])
+def test_gradients_do_not_underflow_in_float16(which: int, device: torch.device) -> None:
+    """A mean over many tokens sends 1e-6 upstream, and a probability times that is below what float16 resolves."""
+    target = torch.randint(30, (9,), device=device)
+    # The same logits from long hidden rows and short weights, so that the gradient of weight is a number that float16 can hold.
+    hidden, weight = (
+        (leaf(9, 20, device=device) * 256).half(),
+        (leaf(30, 20, device=device, scale=0.3) / 256).half().detach().requires_grad_(),
+    )
+
+    def gradient(function: Callable[..., Any], hidden: Tensor, weight: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad((function(hidden, weight)[which] * 1e-6).sum(), weight)
+        return found.double()
+
+    got = gradient(lambda hidden, weight: linear_log_prob(hidden, weight, target, return_entropy=True), hidden, weight)
+    wide = weight.detach().double().requires_grad_()
+    exact = gradient(lambda hidden, weight: plain(hidden @ weight.t(), target), hidden.double(), wide)
+    # Rounding the logits to float16 costs 2⁻¹¹ a product; rounding p · 1e-6 costs all of it.
+    assert (got - exact).norm() < 0.01 * exact.norm()
+
+
+def test_a_second_derivative_is_refused(device: torch.device) -> None:
+    given, target = head(device), some_targets(30, 9, device=device)
+    log_prob = linear_log_prob(**given, target=target)
+    with pytest.raises(GradientError, match="must not be differentiated again"):
+        torch.autograd.grad(log_prob.sum(), given["hidden"], create_graph=True)
+
+
+@CHUNKS
+def test_dpo_as_documented_has_the_gradients_of_the_plain_computation(chunk: Any, device: torch.device, documented: dict[str, Any]) -> None:
+    given, target = answers(device)
+    documented["linear_log_prob"] = lambda *args: linear_log_prob(*args, chunk=chunk)
+    frozen = leaf(30, 20, device=device, scale=0.3)
+    reference = documented["summed_log_prob"](given["hidden"], frozen, target)
+    assert not reference.requires_grad
+
+    def formula(hidden: Tensor, weight: Tensor) -> Tensor:
+        ours, theirs = (plain(hidden.detach() @ frozen.to(hidden).t() if w is None else hidden @ w.t(), target)[0] for w in (weight, None))
+        chosen, rejected = (ours.sum(-1) - theirs.sum(-1)).chunk(2)
+        return -torch.log(torch.sigmoid(0.1 * (chosen - rejected))).mean()
+
+    def call(hidden: Tensor, weight: Tensor) -> Tensor:
+        return documented["dpo_loss"](hidden, weight, target, reference)
+
+    assert disagreements(call, formula, **given) == []
+
+
+@CHUNKS
+def test_grpo_as_documented_has_the_gradients_of_the_plain_computation(
+    chunk: Any, device: torch.device, documented: dict[str, Any]
+) -> None:
+    given, target = answers(device)
+    documented["linear_log_prob"] = lambda *args, **options: linear_log_prob(*args, chunk=chunk, **options)
+    advantage = torch.tensor([1.0, -0.5, 0.3, -2.0], device=device)
+    with torch.no_grad():
+        # Ratios on both sides of the clip; what stands at ignored tokens must not matter.
+        old = plain(given["hidden"] @ given["weight"].t() / 0.7, target)[0] + 0.4 * torch.randn(target.shape, device=device)
+        old[target == -100] = 3.0
+
+    def formula(hidden: Tensor, weight: Tensor) -> Tensor:
+        log_prob, entropy = plain(hidden @ weight.t() / 0.7, target)
+        rows, columns = (target != -100).nonzero(as_tuple=True)
+        ratio = torch.exp(log_prob - old.to(log_prob))[rows, columns]
+        gain = advantage.to(ratio)[rows]
+        return -(torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.01 * entropy[rows, columns]).mean()
+
+    def call(hidden: Tensor, weight: Tensor) -> Tensor:
+        return documented["grpo_loss"](hidden, weight, target, old, advantage, temperature=0.7)
+
+    assert disagreements(call, formula, **given) == []
+
+
+def test_ignored_rows_are_packed_out_of_large_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU only products that take longer than the wait for their number are packed; here none is too small."""
+    monkeypatch.setattr("liger_core.ops._chunked_loss.PACK_FLOPS", 0)
+    monkeypatch.setattr("liger_core.ops._chunked_loss.PACK_TILE", 4)
+    target = torch.arange(40, device=device) % 30
+    target[torch.arange(40, device=device) % 3 > 0] = -100
+    given = head(device, rows=40)
+
+    def both(pack: bool) -> tuple[Tensor, ...]:
+        results = linear_log_prob(**given, target=target, chunk=8, return_entropy=True, pack=pack)
+        cotangents = [torch.linspace(-1, 1, 40, device=device), torch.linspace(0, 1, 40, device=device)]
+        return (*results, *torch.autograd.grad(results, list(given.values()), cotangents))
+
+    for packed, whole in zip(both(True), both(False), strict=True):
+        torch.testing.assert_close(packed, whole)
+
+
+def test_main_grad_takes_the_gradient_of_weight(device: torch.device) -> None:
+    given, target = head(device), some_targets(30, 9, device=device)
+    hidden, weight = given.values()
+    expected = torch.autograd.grad(linear_log_prob(hidden, weight, target).sum(), (hidden, weight))
+    main_grad = torch.ones(weight.shape, device=device)
+    linear_log_prob(hidden, weight, target, main_grad=main_grad).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(main_grad, expected[1] + 1.0)
+    torch.testing.assert_close(hidden.grad, expected[0])
+
+
+def step(hidden: Tensor, weight: Tensor, **options: Any) -> None:
+    results = linear_log_prob(hidden, weight, torch.arange(ROWS, device=hidden.device), return_entropy=True, **options)
+    inputs = [t for t in (hidden, weight) if t.requires_grad]
+    if inputs:
+        torch.autograd.grad(results, inputs, [torch.ones_like(r) for r in results])
+
+
+def test_chunks_never_hold_all_the_logits(measured_device: torch.device) -> None:
+    pair = tensors(measured_device)
+    assert allocations(lambda: step(*pair, chunk=32), measured_device).largest < LOGITS_BYTES // 4
+
+
+def test_one_chunk_holds_them_as_the_measurement_must_notice(measured_device: torch.device) -> None:
+    pair = tensors(measured_device)
+    assert allocations(lambda: step(*pair, chunk=ROWS), measured_device).largest >= LOGITS_BYTES
+
+
+def test_the_backward_pass_keeps_only_inputs_and_two_numbers_a_row(measured_device: torch.device) -> None:
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    pair, target = tensors(measured_device), torch.arange(ROWS, device=measured_device)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        linear_log_prob(*pair, target, return_entropy=True)
+    inputs = {t.data_ptr() for t in (*pair, target)}
+    assert [t.shape for t in kept if t.data_ptr() not in inputs] == [(ROWS,), (ROWS,)]
+
+
+def test_a_frozen_weight_gets_no_gradient_buffer(measured_device: torch.device) -> None:
+    frozen, trained = tensors(measured_device, weight=False), tensors(measured_device)
+    assert allocations(lambda: step(*trained, chunk=8), measured_device).largest >= WEIGHT_BYTES
+    assert allocations(lambda: step(*frozen, chunk=8), measured_device).largest < WEIGHT_BYTES
+
+
+def test_without_gradients_there_are_no_gradient_buffers(measured_device: torch.device) -> None:
+    pair = tensors(measured_device, hidden=False, weight=False)
+    assert allocations(lambda: step(*pair, chunk=8), measured_device).peak < WEIGHT_BYTES
