@@ -33,6 +33,7 @@ PUBLIC = {
         "Op",
         "OptionError",
         "PluginError",
+        "Product",
         "Sample",
         "ShapeError",
         "TargetError",

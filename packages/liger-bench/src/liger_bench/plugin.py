@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin that liger-bench is: the commands `liger demo` and `liger bench`."""
+"""The plugin that liger-bench is: the commands `liger demo` and `liger bench …`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 @hookimpl
 def liger_commands(app: typer.Typer) -> None:
-    from liger_bench.bench.command import bench
+    from liger_bench.bench.command import ops
+    from liger_bench.bench.group import DEFAULT, bench_group
     from liger_bench.demo.command import demo
 
     app.command()(demo)
-    app.command()(bench)
+    bench = bench_group()
+    bench.command(DEFAULT)(ops)
+    app.add_typer(bench, name="bench")

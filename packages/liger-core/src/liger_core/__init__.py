@@ -15,7 +15,7 @@ from liger_core.errors import (
     Unsupported,
 )
 from liger_core.hookspecs import hookimpl
-from liger_core.op import Misuse, Op, Sample, Work, Workload, op
+from liger_core.op import Misuse, Op, Product, Sample, Work, Workload, op
 from liger_core.ops import cross_entropy, geglu, layer_norm, linear_cross_entropy, linear_log_prob, rms_norm, rope, swiglu
 from liger_core.ops._softmax_loss import LossMetrics
 from liger_core.selection import explain, use
@@ -34,6 +34,7 @@ __all__ = [
     "Op",
     "OptionError",
     "PluginError",
+    "Product",
     "Sample",
     "ShapeError",
     "TargetError",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -43,24 +43,48 @@ class Misuse:
 
 @dataclass(frozen=True)
 class Workload:
-    """One benchmark shape: `make(device, dtype)` gives (args, kwargs). `quick` ones run on a laptop CPU."""
+    """One benchmark shape: `make(device, dtype)` gives (args, kwargs). `quick` ones run on a laptop CPU.
+
+    frozen  tensor arguments that get no gradient although they are floating point
+    axis    the size that a series of workloads varies and its value here, ("N", 4096); such a workload belongs to the scaling
+            benchmark only
+    """
 
     name: str
     make: Callable[[torch.device, torch.dtype], tuple[tuple[Any, ...], dict[str, Any]]]
     quick: bool = False
+    frozen: tuple[str, ...] = ()
+    axis: tuple[str, int] | None = None
+
+
+class Product(NamedTuple):
+    """A matrix product (rows, inner) @ (inner, columns) that a call cannot avoid.
+
+    transposed  which operand lies in memory transposed: "", "left" or "right"
+    gradient    the argument for whose gradient alone it is needed, if there is one
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    transposed: str = ""
+    gradient: str = ""
 
 
 @dataclass(frozen=True)
 class Work:
     """The least that a call must do: bytes to move through device memory and floating-point operations to run.
 
-    `forward_*` is one forward without gradients, `full_*` is forward and backward.
+    `forward_*` is one forward without gradients, `full_*` is forward and backward. Products, where there are any, count for the
+    measured time of exactly these products instead of the operations.
     """
 
     forward_bytes: int
     full_bytes: int
     forward_flops: int = 0
     full_flops: int = 0
+    forward_products: tuple[Product, ...] = ()
+    full_products: tuple[Product, ...] = ()
 
 
 Table = dict[str, Callable[..., Any]]

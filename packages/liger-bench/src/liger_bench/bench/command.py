@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger bench`."""
+"""`liger bench [OP]…`: the benchmark of the ops."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from liger_core.selection import use
 Plan = list[tuple[Op[..., Any], Workload, list[str]]]
 
 
-def bench(
-    ops: Annotated[
+def ops(
+    names: Annotated[
         list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to measure; all of them by default.", show_default=False)
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -44,7 +44,7 @@ def bench(
     """Measure time, peak memory, accuracy and share of the machine's limit of every op; exit code 1 if an implementation fails."""
     place = machine.measurable_device("bench", device)
     precision = machine.named_dtype("bench", dtype, place)
-    plan = _plan(registry(), ops or [], backend or [], place, quick)
+    plan = _plan(registry(), names or [], backend or [], place, quick)
     files = [path for path in (csv, out / "results.csv" if out else None) if path]
     for path in files:
         check_csv(path)

@@ -25,29 +25,47 @@ from liger_core.selection import use
 class Row:
     """One pass of one implementation on one workload, with where and how it was measured.
 
-    implementation  the backend's name; the reference is plain eager PyTorch
-    share           least time by the measured limits over the median; may pass 1 where the data fits a cache. None for the backward
-                    pass, whose least work depends on what the forward pass left to do
-    error_*         largest relative error among outputs and among gradients against the reference in float64
+    op, workload    what was called; `axis` and `axis_value` name the one size that a scaling workload varies, for instance N and 4096
+    implementation  a backend or a peer, which `kind` tells apart ("backend", "peer"); the backend `reference` is pure PyTorch
+    pass_           forward (inputs require gradients), backward, full (both), evaluation (no gradients, only for ops whose forward pass
+                    may do the work of the backward one); dispatch is what choosing an implementation costs a call
+    median_ms …     over `repetitions` calls taken in turns with the other implementations; low and high are the 0.2 and 0.8 quantiles
+    enqueue_ms      what the host takes until the call is on its way; None on a CPU, but for dispatch
+    graph_ms        median of replaying the same call as a CUDA graph; `graph_reason` says why there is none
+    limit_ms        least time by the limits of this run: bytes at copy bandwidth, operations at the rate of a large product, or the
+                    measured time of the very products that the call cannot avoid. None for the backward pass, whose least work
+                    depends on what the forward pass left to do
+    share           limit_ms over median_ms; may pass 1 where the data fits a cache
     peak_extra_bytes  beyond inputs (and, for the backward pass, what the forward pass kept); results count
-    reason          why there are no figures, else empty
+    peak_beyond_gradients_bytes  the same without the gradients that the call returned
+    error_*         largest relative error among outputs and among gradients against the reference in float64
+    error_eager_ratio  largest ratio, among gradients, of that error to the error of plain eager PyTorch in the same dtype
+    reason          why there are no figures, else empty; `failed` if that is a defect and not a limit of the implementation
     """
 
     op: str
     workload: str
+    axis: str | None
+    axis_value: int | None
     implementation: str
+    kind: str
     pass_: str
     device: str
     dtype: str
     median_ms: float | None
     low_ms: float | None
     high_ms: float | None
-    enqueue_ms: float | None
     repetitions: int | None
-    peak_extra_bytes: int | None
+    enqueue_ms: float | None
+    graph_ms: float | None
+    graph_reason: str
+    limit_ms: float | None
     share: float | None
+    peak_extra_bytes: int | None
+    peak_beyond_gradients_bytes: int | None
     error_outputs: float | None
     error_gradients: float | None
+    error_eager_ratio: float | None
     reason: str
     failed: bool
     copy_bytes_per_second: float
@@ -104,13 +122,19 @@ class Bench:
             enqueue_ms=timing.enqueue_ms,
             repetitions=timing.repetitions,
             peak_extra_bytes=peak_bytes(call, self.device),
+            limit_ms=None if least is None else least * 1e3,
             share=None if least is None else least / (timing.median_ms / 1e3),
             error_outputs=errors.get("outputs"),
             error_gradients=errors.get("gradients"),
         )
 
     def _row(self, case: Case, implementation: str, name: str, **measured: Any) -> Row:
-        empty: dict[str, Any] = {field.name: None for field in fields(Row)} | {"reason": "", "failed": False}
+        empty: dict[str, Any] = {field.name: None for field in fields(Row)} | {
+            "kind": "backend",
+            "graph_reason": "",
+            "reason": "",
+            "failed": False,
+        }
         known = {
             "op": case.op.name,
             "workload": case.workload,

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger bench` as a group of commands, of which the benchmark of the ops is the default one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+DEFAULT = "ops"
+
+
+class _OpsByDefault(TyperGroup):
+    """A first argument that is no sub-command belongs to the benchmark of the ops: `liger bench rope` is `liger bench ops rope`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = [DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+
+def bench_group() -> typer.Typer:
+    """The group without commands; `liger_bench/plugin.py` registers them."""
+    help = f"Measurements. Without the name of a command: `{DEFAULT}`, the benchmark of every op."
+    return typer.Typer(cls=_OpsByDefault, help=help, subcommand_metavar="[COMMAND] [ARGS]...")
