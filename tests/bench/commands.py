@@ -13,6 +13,13 @@ from typing import Any
 
 InProcess = Callable[..., tuple[int, str]]
 START = "from liger_core.commands import main; main()"
+TWICE = f"""
+try:
+    {START}
+except SystemExit:
+    print("BETWEEN")
+    main()
+"""
 
 
 @dataclass(frozen=True)
@@ -29,5 +36,5 @@ class Finished:
         return dict(json.loads(self.printed))
 
 
-def run_liger(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", START, *arguments], capture_output=True, text=True, timeout=300)
+def run_liger(*arguments: str, start: str = START) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", start, *arguments], capture_output=True, text=True, timeout=300)

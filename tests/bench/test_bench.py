@@ -14,12 +14,24 @@ import torch
 
 from bench.commands import Finished, InProcess
 from liger_bench.bench.case import constants, make_case
+from liger_bench.bench.implementations import backend
 from liger_bench.bench.limits import Limits
-from liger_bench.bench.rows import Bench, Row, append_csv
-from liger_core import Backend, OptionError, Unsupported, rope, selection, swiglu
+from liger_bench.bench.measure import Bench
+from liger_bench.bench.rows import Row, append
+from liger_core import Backend, OptionError, Unsupported, Workload, rope, selection, swiglu
 from liger_core.plugins import registry
 
-FIGURES = ("median_ms", "low_ms", "high_ms", "repetitions", "peak_extra_bytes", "error_outputs", "error_gradients")
+FIGURES = (
+    "median_ms",
+    "low_ms",
+    "high_ms",
+    "repetitions",
+    "peak_extra_bytes",
+    "peak_beyond_gradients_bytes",
+    "error_outputs",
+    "error_gradients",
+    "error_eager_ratio",
+)
 CPU = torch.device("cpu")
 
 
@@ -40,6 +52,20 @@ def test_every_row_carries(quick_bench: Finished, figure: str) -> None:
     assert all(row[figure] is not None for row in reference_rows(quick_bench))
 
 
+@pytest.mark.parametrize("figure", ["limit_ms", "share"])
+def test_passes_whose_work_is_known_carry(quick_bench: Finished, figure: str) -> None:
+    assert [row["pass"] for row in reference_rows(quick_bench) if row[figure] is not None] == ["forward", "full"]
+
+
+def test_a_row_without_a_graph_says_why(quick_bench: Finished) -> None:
+    assert {row["graph_reason"] for row in reference_rows(quick_bench)} == {"there are no CUDA graphs on cpu"}
+
+
+def test_dispatch_is_a_row_of_its_own_with_the_cost_to_the_host(quick_bench: Finished) -> None:
+    (row,) = [row for row in quick_bench.result["rows"] if row["pass"] == "dispatch"]
+    assert 0 < row["enqueue_ms"] < 1
+
+
 @pytest.mark.parametrize("figure", ["machine", "versions", "commit", "date", "copy_bytes_per_second", "product_flops_per_second"])
 def test_every_row_tells_where_and_how(quick_bench: Finished, figure: str) -> None:
     assert all(row[figure] for row in reference_rows(quick_bench))
@@ -49,7 +75,13 @@ def test_every_row_tells_where_and_how(quick_bench: Finished, figure: str) -> No
 def test_share_is_least_time_over_median(quick_bench: Finished, name: str) -> None:
     row = next(row for row in reference_rows(quick_bench) if row["pass"] == name)
     size = {"forward": 3, "full": 8}[name] * 512 * 1024 * 4
-    assert row["share"] == pytest.approx(size / row["copy_bytes_per_second"] / (row["median_ms"] / 1e3))
+    assert row["limit_ms"] == pytest.approx(size / row["copy_bytes_per_second"] * 1e3)
+    assert row["share"] == pytest.approx(row["limit_ms"] / row["median_ms"])
+
+
+def test_gradients_that_are_returned_do_not_count_as_memory_beyond_them(quick_bench: Finished) -> None:
+    row = next(row for row in reference_rows(quick_bench) if row["pass"] == "full")
+    assert row["peak_extra_bytes"] - row["peak_beyond_gradients_bytes"] == 2 * 512 * 1024 * 4
 
 
 def test_peak_of_forward_is_the_activation_and_the_result(quick_bench: Finished) -> None:
@@ -75,6 +107,61 @@ def test_json_file_keeps_the_rows_of_both_runs(quick_bench: Finished) -> None:
     assert rows[len(rows) // 2 :] == quick_bench.result["rows"]
 
 
+QUICK = ("--quick", "--device", "cpu", "--seconds", "0.001", "--pass", "forward", "--json")
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    return list(json.loads((folder / "results.json").read_text()))
+
+
+def test_resuming_measures_only_what_is_not_there(liger: InProcess, tmp_path: Path) -> None:
+    liger("bench", "swiglu", *QUICK, "--out", str(tmp_path))
+    before = rows_in(tmp_path)
+    liger("bench", "swiglu", "geglu", *QUICK, "--peer", "eager", "--out", str(tmp_path), "--resume")
+    added = rows_in(tmp_path)[len(before) :]
+    assert [(row["op"], row["implementation"]) for row in before] == [("swiglu", "reference")]
+    assert [(row["op"], row["implementation"]) for row in added] == [("swiglu", "eager"), ("geglu", "reference"), ("geglu", "eager")]
+
+
+def test_resuming_at_another_commit_measures_all_again(liger: InProcess, tmp_path: Path) -> None:
+    liger("bench", "swiglu", *QUICK, "--out", str(tmp_path))
+    (row,) = rows_in(tmp_path)
+    (tmp_path / "results.json").write_text(json.dumps([row | {"commit": "another"}]))
+    liger("bench", "swiglu", *QUICK, "--out", str(tmp_path), "--resume")
+    assert len(rows_in(tmp_path)) == 2
+
+
+def test_resuming_needs_a_folder(liger: InProcess) -> None:
+    assert liger("bench", "swiglu", "--resume") == (2, "OptionError: bench: --resume needs --out, the folder of the run to go on with")
+
+
+def test_an_option_first_is_one_of_the_benchmark_of_the_ops(liger: InProcess) -> None:
+    code, errors = liger("bench", "--quik")
+    assert code == 2
+    assert "--quick" in errors
+
+
+def test_a_pattern_that_no_workload_has_is_an_error(liger: InProcess) -> None:
+    code, errors = liger("bench", "swiglu", "--workload", "3x3*")
+    assert code == 2
+    assert "bench: something must be left to measure, got no workload for 3x3*" in errors
+
+
+def test_an_unknown_pass_ends_with_2_and_the_known_ones(liger: InProcess) -> None:
+    code, errors = liger("bench", "swiglu", "--quick", "--pass", "sideways")
+    assert code == 2
+    assert "bench: --pass must be one of forward, backward, full, evaluation, dispatch, got 'sideways'" in errors
+
+
+def test_inputs_that_do_not_fit_are_a_reason_for_every_implementation() -> None:
+    def make(device: torch.device, dtype: torch.dtype) -> Any:
+        raise torch.OutOfMemoryError("no 3 PiB left")
+
+    run = Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.01, {"machine": "m", "versions": "v", "commit": "c", "date": "d"})
+    (row,) = run.measured(swiglu, Workload("huge", make), [backend(swiglu, "reference")], lambda _: None)
+    assert (row.reason, row.failed) == ("out of memory for the inputs: no 3 PiB left", False)
+
+
 def test_unknown_op_ends_with_2_and_the_nearest_name(liger: InProcess) -> None:
     code, errors = liger("bench", "rms_nrom", "--quick")
     assert code == 2
@@ -92,7 +179,7 @@ def test_a_csv_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(OptionError, match="must have the columns of this version"):
-        append_csv([], path)
+        append([], [path], [])
     assert path.read_text() == "a,b\n1,2\n"
 
 
@@ -124,7 +211,7 @@ def measured(implementation: str) -> list[Row]:
     run = Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.01, where)
     case = make_case(swiglu, next(w for w in swiglu.workloads() if w.quick), CPU, torch.float32)
     case.set_exact()
-    return run.rows(case, implementation)
+    return run.rows(case, [backend(swiglu, implementation)])
 
 
 @pytest.mark.usefixtures("with_backends")

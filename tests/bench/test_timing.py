@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from liger_bench.bench.limits import Limits
+from liger_bench.bench.limits import Limits, measure_limits
 from liger_bench.bench.timing import time_call
-from liger_core import Work
+from liger_core import Product, Work
 
 CPU = torch.device("cpu")
 
@@ -32,4 +32,30 @@ def test_a_slow_call_is_still_repeated_five_times() -> None:
 @pytest.mark.parametrize(("size", "operations", "seconds"), [(200, 10, 2.0), (100, 30, 3.0)], ids=["memory_bound", "compute_bound"])
 def test_least_time_is_that_of_the_tighter_limit(size: int, operations: int, seconds: float) -> None:
     least = Limits(bandwidth=100.0, rate=10.0).least_seconds(Work(size, 2 * size, operations, 2 * operations))
-    assert least == {"forward": seconds, "full": 2 * seconds}
+    assert least == {"forward": seconds, "evaluation": seconds, "full": 2 * seconds}
+
+
+def with_products(measured: list[Product]) -> tuple[Limits, Work]:
+    """Limits that note what they measure as one second each, and work of three products."""
+    limits = Limits(100.0, 10.0, lambda product: float(len(measured.append(product) or [1])))
+    forward = Product(2, 3, 4, "right")
+    products = (forward, Product(2, 4, 3, "", "hidden"), Product(4, 2, 3, "left", "weight"))
+    return limits, Work(10, 20, forward_products=(forward,), full_products=products)
+
+
+def test_products_count_with_the_time_that_they_take_alone() -> None:
+    measured: list[Product] = []
+    limits, work = with_products(measured)
+    assert limits.least_seconds(work, ("hidden", "weight")) == {"forward": 1.0, "evaluation": 1.0, "full": 3.0}
+    assert {product.gradient for product in measured} == {""}
+
+
+def test_a_product_for_a_frozen_argument_does_not_count() -> None:
+    limits, work = with_products([])
+    assert limits.least_seconds(work, ("hidden",))["full"] == 2.0
+
+
+def test_a_shape_is_measured_once_in_a_run() -> None:
+    limits = measure_limits(CPU, torch.float32, 0.0)
+    product = Product(30, 20, 40, "left", "weight")
+    assert limits.product_seconds(product) == limits.product_seconds(product._replace(gradient="hidden")) > 0

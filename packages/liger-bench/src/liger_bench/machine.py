@@ -15,6 +15,7 @@ import torch
 from liger_core.errors import DeviceError, DtypeError
 
 PACKAGES = ("liger-core", "liger-triton", "liger-hf", "liger-bench", "torch", "triton", "transformers")
+PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -74,7 +75,7 @@ def _processor() -> str:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in PACKAGES + PEERS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 @hookimpl
 def liger_commands(app: typer.Typer) -> None:
-    from liger_bench.bench.command import ops
+    from liger_bench.bench.command import ops, scaling
     from liger_bench.bench.group import DEFAULT, bench_group
     from liger_bench.demo.command import demo
 
     app.command()(demo)
     bench = bench_group()
     bench.command(DEFAULT)(ops)
+    bench.command("scaling")(scaling)
     app.add_typer(bench, name="bench")

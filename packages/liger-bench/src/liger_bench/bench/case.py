@@ -1,19 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One workload of one op as calls that can be timed: forward, backward, and both."""
+"""One workload of one op, and the calls of one implementation on it that can be timed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from liger_bench.bench.implementations import Arguments, Implementation
 from liger_core import accuracy
 from liger_core.op import Op, Work, Workload
 
-Results = dict[str, list[Tensor]]
+GRADIENTS = "gradients"
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Results:
+    """What a forward and backward pass gave."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The relative error (Frobenius norm) of each floating-point output and gradient."""
+
+    outputs: list[float]
+    gradients: list[float]
+
+    @property
+    def worst_output(self) -> float:
+        return max(self.outputs, default=0.0)
+
+    @property
+    def worst_gradient(self) -> float:
+        return max(self.gradients, default=0.0)
+
+    def ratio(self, other: Errors) -> float | None:
+        """The largest ratio of a gradient's error to another's; None where the other has none."""
+        return max((mine / its for mine, its in zip(self.gradients, other.gradients, strict=True) if its), default=None)
 
 
 @dataclass
@@ -21,9 +52,10 @@ class Case:
     """The arguments of one workload, which of them get a gradient, and the gradients that arrive at the outputs."""
 
     op: Op[..., Any]
-    workload: str
-    arguments: dict[str, Any]
+    workload: Workload
+    arguments: Arguments
     trained: tuple[str, ...]
+    dtype: torch.dtype
     grad_outputs: list[Tensor] = field(default_factory=list)
     exact: Results | None = None
 
@@ -31,56 +63,120 @@ class Case:
         bound = self.op.signature.bind(**self.arguments)
         return self.op.work(*bound.args, **bound.kwargs)
 
-    def forward(self) -> list[Tensor]:
-        """One call without gradients."""
-        with torch.no_grad():
-            return self._call(self.op, self.arguments)
-
-    def backward(self) -> Callable[[], object]:
-        """Build the graph; the function that is returned runs backward through it, again and again."""
-        leaves = self._leaves(self.arguments)
-        outputs = self._differentiable(self._call(self.op, leaves))
-        return lambda: self._gradients(outputs, leaves, retain=True)
-
-    def full(self) -> Results:
-        """Forward and backward."""
-        return self._both(self.op, self.arguments)
+    @property
+    def evaluates(self) -> bool:
+        """Whether a forward pass may do other work when gradients are asked for: that of a loss, whose results are small."""
+        tensors = [v.numel() for v in self.arguments.values() if isinstance(v, Tensor)]
+        return sum(o.numel() for o in self.grad_outputs) < max(tensors) // 2
 
     def set_exact(self) -> None:
         """Compute the exact outputs and gradients: the reference in float64."""
         wide = {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in self.arguments.items()}
-        self.exact = self._both(self.op.reference, wide)
+        bound = self.op.signature.bind(**trainable(wide, self.trained))
+        outputs = as_list(self.op.reference(*bound.args, **bound.kwargs))
+        leaves = [bound.arguments[name] for name in self.trained]
+        self.exact = Results([o.detach() for o in outputs], gradients_of(outputs, leaves, self.grad_outputs))
 
-    def errors(self, results: Results) -> dict[str, float]:
-        """The largest relative error (Frobenius norm) among the outputs and among the gradients, against the exact ones."""
+    def errors(self, results: Results) -> Errors | None:
+        """How far results are from the exact ones, if those are known."""
         if self.exact is None:
-            return {}
-        found: dict[str, float] = {}
-        for kind, tensors in results.items():
-            pairs = [(r, e) for r, e in zip(tensors, self.exact[kind], strict=True) if r.is_floating_point()]
-            found[kind] = max((accuracy.error(r, e).frobenius for r, e in pairs), default=0.0)
-        return found
+            return None
+        return Errors(_errors(results.outputs, self.exact.outputs), _errors(results.gradients, self.exact.gradients))
 
-    def _both(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Results:
-        leaves = self._leaves(arguments)
-        outputs = self._call(function, leaves)
-        gradients = self._gradients(self._differentiable(outputs), leaves, retain=False)
-        return {"outputs": [o.detach() for o in outputs], "gradients": list(gradients)}
+    def fingerprints(self) -> dict[str, list[int]]:
+        """A sum over the bits of every tensor that implementations share, which changes when one is written to."""
+        tensors = {name: [v] for name, v in self.arguments.items() if isinstance(v, Tensor)} | {GRADIENTS: self.grad_outputs}
+        return {name: [int(t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64)) for t in group] for name, group in tensors.items()}
 
-    def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> list[Tensor]:
-        bound = self.op.signature.bind(**arguments)
-        result = function(*bound.args, **bound.kwargs)
-        return list(result) if isinstance(result, tuple) else [result]
+    def refill(self) -> None:
+        """Give every tensor its first values again."""
+        device = next(v.device for v in self.arguments.values() if isinstance(v, Tensor))
+        fresh = make_case(self.op, self.workload, device, self.dtype)
+        for name, value in self.arguments.items():
+            if isinstance(value, Tensor):
+                value.copy_(fresh.arguments[name])
+        for given, again in zip(self.grad_outputs, fresh.grad_outputs, strict=True):
+            given.copy_(again)
 
-    def _leaves(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return {name: v.detach().requires_grad_() if name in self.trained else v for name, v in arguments.items()}
 
-    def _differentiable(self, outputs: list[Tensor]) -> list[Tensor]:
-        return [o for o in outputs if o.requires_grad]
+class Repeatable(NamedTuple):
+    """A call, and what has to run ahead of each."""
 
-    def _gradients(self, outputs: list[Tensor], leaves: dict[str, Any], *, retain: bool) -> tuple[Tensor, ...]:
-        given = [g.to(o.dtype) for g, o in zip(self.grad_outputs, outputs, strict=True)]
-        return torch.autograd.grad(outputs, [leaves[name] for name in self.trained], given, retain_graph=retain)
+    call: Callable[[], Results]
+    before: Callable[[], None]
+
+
+class Run:
+    """The calls of one implementation on a case. What it overwrites it gets as copies of its own.
+
+    Raises Unsupported if it cannot take the arguments.
+    """
+
+    def __init__(self, case: Case, implementation: Implementation) -> None:
+        self.case, self.implementation = case, implementation
+        arguments = implementation.taken(case.arguments)
+        self._function = implementation.prepared()
+        self._positional, self._keywords = implementation.order(arguments)
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self.arguments = {name: self._own(v) if name in implementation.overwrites else v for name, v in arguments.items()}
+        self.given = [self._own(g) if GRADIENTS in implementation.overwrites else g for g in case.grad_outputs]
+        self._leaves = trainable(self.arguments, case.trained)
+        self._trained = [self._leaves[name] for name in case.trained]
+
+    def restore(self) -> None:
+        """Give what is overwritten its first values again."""
+        for copy, value in self._copies:
+            # Behind the back of autograd, which would call what it kept modified.
+            copy.data.copy_(value)
+
+    @property
+    def passes(self) -> dict[str, Callable[[], Repeatable]]:
+        """Pass → what builds its call, which can then be repeated."""
+        return {
+            "forward": lambda: Repeatable(self.forward, self.restore),
+            "backward": self.backward,
+            "full": lambda: Repeatable(self.full, self.restore),
+            "evaluation": lambda: Repeatable(self.evaluation, self.restore),
+        }
+
+    def forward(self) -> Results:
+        """One call whose inputs require gradients."""
+        return Results(self._call(self._leaves), [])
+
+    def evaluation(self) -> Results:
+        """One call without gradients."""
+        with torch.no_grad():
+            return Results(self._call(self.arguments), [])
+
+    def backward(self) -> Repeatable:
+        """Build the graph, once or, where a backward pass consumes it, ahead of every call."""
+        self.restore()
+        outputs = self._call(self._leaves)
+        if not self.implementation.consumes:
+            return Repeatable(lambda: Results([], gradients_of(outputs, self._trained, self.given, retain=True)), self.restore)
+
+        def again() -> None:
+            self.restore()
+            outputs.clear()
+            outputs.extend(self._call(self._leaves))
+
+        return Repeatable(lambda: Results([], gradients_of(outputs, self._trained, self.given)), again)
+
+    def full(self) -> Results:
+        """Forward and backward."""
+        outputs = self._call(self._leaves)
+        return Results(outputs, gradients_of(outputs, self._trained, self.given))
+
+    def _call(self, arguments: Arguments) -> list[Tensor]:
+        given = [arguments[name] for name in self._positional]
+        return as_list(self._function(*given, **{name: arguments[name] for name in self._keywords}))
+
+    def _own(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        copy = value.clone()
+        self._copies.append((copy, value))
+        return copy
 
 
 def make_case(op: Op[..., Any], workload: Workload, device: torch.device, dtype: torch.dtype) -> Case:
@@ -88,13 +184,13 @@ def make_case(op: Op[..., Any], workload: Workload, device: torch.device, dtype:
     torch.manual_seed(0)
     args, kwargs = workload.make(device, dtype)
     arguments = dict(op.signature.bind(*args, **kwargs).arguments)
-    fixed = constants(op)
+    fixed = constants(op) | set(workload.frozen)
     trained = tuple(n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point() and n not in fixed)
-    case = Case(op, workload.name, arguments, trained)
-    # The gradients at the outputs have the dtype of the outputs, so they are drawn before anything runs in float64.
-    with torch.enable_grad():
-        outputs = case._differentiable(case._call(op.reference, case._leaves(arguments)))
-    case.grad_outputs = [torch.ones_like(o) if o.dim() == 0 else torch.randn_like(o) for o in outputs]
+    case = Case(op, workload, arguments, trained, dtype)
+    for shape, stride, kind in _differentiable_outputs(case):
+        given = torch.empty_strided(shape, stride, dtype=kind, device=device)
+        # Rounded to the dtype of the inputs, so that all see the same ones, the float64 reference too.
+        case.grad_outputs.append(given.copy_(torch.randn(shape, device=device, dtype=dtype)) if shape else given.fill_(1.0))
     return case
 
 
@@ -102,3 +198,32 @@ def constants(op: Op[..., Any]) -> frozenset[str]:
     """The arguments that never get a gradient: those that are frozen in every sample."""
     names = [frozenset(sample.frozen) for sample in op.samples(torch.device("cpu"), torch.float32)]
     return frozenset.intersection(*names) if names else frozenset()
+
+
+def trainable(arguments: Arguments, trained: tuple[str, ...]) -> Arguments:
+    """The arguments, those that are trained as leaves of their own."""
+    return {name: v.detach().requires_grad_() if name in trained else v for name, v in arguments.items()}
+
+
+def as_list(result: Any) -> list[Tensor]:
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def gradients_of(outputs: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, retain: bool = False) -> list[Tensor]:
+    ends = [o for o in outputs if o.requires_grad]
+    arriving = [g if g.dtype == o.dtype else g.to(o.dtype) for g, o in zip(given, ends, strict=True)]
+    return list(torch.autograd.grad(ends, leaves, arriving, retain_graph=retain))
+
+
+def _differentiable_outputs(case: Case) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+    """Shape, stride and dtype of the outputs that have a gradient, from a call on fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+        fakes = tree_map_only(Tensor, mode.from_tensor, trainable(case.arguments, case.trained))
+        outputs = as_list(case.op.reference(**fakes))
+        return [(o.shape, o.stride(), o.dtype) for o in outputs if o.requires_grad]
+
+
+def _errors(results: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [accuracy.error(r, e).frobenius for r, e in zip(results, exact, strict=True) if e.is_floating_point()]

@@ -1,78 +1,175 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger bench [OP]…`: the benchmark of the ops."""
+"""`liger bench [OP]…`: the benchmark of the ops, and `liger bench scaling`, the same over one size."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from liger_bench import machine
-from liger_bench.bench.case import make_case
+from liger_bench import machine, peers
+from liger_bench.bench.implementations import Implementation, backend, peer
 from liger_bench.bench.limits import measure_limits
-from liger_bench.bench.rows import Bench, Row, append_csv, append_json, check_csv
+from liger_bench.bench.measure import PASSES, ROUNDS, Bench
+from liger_bench.bench.rows import Row, append, check_files, measured
+from liger_bench.bench.table import print_rows
 from liger_bench.progress import progress_bar
 from liger_core.errors import BackendError, OptionError, nearest
 from liger_core.op import Op, Workload
 from liger_core.plugins import Registry, registry
 from liger_core.selection import use
 
-Plan = list[tuple[Op[..., Any], Workload, list[str]]]
+Names = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to measure; all of them by default.", show_default=False)]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Dtype = Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")]
+Backends = Annotated[
+    list[str] | None, typer.Option("--backend", help="A backend to measure beside the eager reference; repeatable; all by default.")
+]
+AllPeers = Annotated[bool, typer.Option("--peers", help="Measure all peers that are installed too.")]
+SomePeers = Annotated[list[str] | None, typer.Option("--peer", help=f"A peer to measure too; repeatable: {', '.join(peers.FILES)}.")]
+Passes = Annotated[list[str] | None, typer.Option("--pass", help=f"A pass to measure; repeatable; {', '.join(PASSES)}.")]
+Patterns = Annotated[list[str] | None, typer.Option("--workload", help="A workload by name, or several by a pattern; repeatable.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Only the small workloads, briefly.")]
+Seconds = Annotated[float, typer.Option(help="How long each pass of an implementation is timed.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Csv = Annotated[Path | None, typer.Option(help="File to append the rows to.")]
+Out = Annotated[Path | None, typer.Option(help="Folder whose results.csv and results.json the rows are appended to.")]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Leave out what --out has already of this commit, machine and dtype, for instance after an interruption."
+    ),
+]
+# Nine ops with their peers take about six minutes on a GPU then.
+SECONDS = 0.1
+DISPATCH = "dispatch"
 
 
-def ops(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to measure; all of them by default.", show_default=False)
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")] = None,
-    backend: Annotated[
-        list[str] | None, typer.Option(help="A backend to measure beside the eager reference; repeatable; all by default.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only the small workloads, briefly.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    csv: Annotated[Path | None, typer.Option(help="File to append the rows to.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder whose results.csv and results.json the rows are appended to.")] = None,
-) -> None:
-    """Measure time, peak memory, accuracy and share of the machine's limit of every op; exit code 1 if an implementation fails."""
-    place = machine.measurable_device("bench", device)
-    precision = machine.named_dtype("bench", dtype, place)
-    plan = _plan(registry(), names or [], backend or [], place, quick)
-    files = [path for path in (csv, out / "results.csv" if out else None) if path]
-    for path in files:
-        check_csv(path)
-    with progress_bar() as bar:
-        rows = list(_rows(plan, place, precision, quick, bar))
-    for path in files:
-        append_csv(rows, path)
-    if out:
-        append_json(rows, out / "results.json")
-    if as_json:
-        print(json.dumps({"device": place.type, "rows": [row.columns() for row in rows]}))
-    else:
-        _print(rows)
-    if any(row.failed for row in rows):
-        raise typer.Exit(1)
+@dataclass(frozen=True)
+class Asked:
+    """What shall be measured, and where the rows go."""
+
+    names: list[str]
+    backends: list[str]
+    peers: list[str]
+    passes: list[str]
+    patterns: list[str]
+    quick: bool
+    scaling: bool
+    csv: list[Path]
+    json: list[Path]
+    resume: bool
 
 
-def _plan(found: Registry, names: list[str], backends: list[str], device: torch.device, quick: bool) -> Plan:
+@dataclass(frozen=True)
+class Part:
+    """One workload and what is measured on it."""
+
+    op: Op[..., Any]
+    workload: Workload
+    implementations: list[Implementation]
+    dispatch: bool
+
+
+def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> Callable[..., None]:
+    """The two commands differ in their workloads and in the passes that they take by default."""
+
+    def command(
+        names: Names = None,
+        device: Device = "auto",
+        dtype: Dtype = None,
+        backends: Backends = None,
+        all_peers: AllPeers = False,
+        some_peers: SomePeers = None,
+        passes: Passes = None,
+        patterns: Patterns = None,
+        quick: Quick = False,
+        seconds: Seconds = SECONDS,
+        as_json: AsJson = False,
+        csv: Csv = None,
+        out: Out = None,
+        resume: Resume = False,
+    ) -> None:
+        place = machine.measurable_device("bench", device)
+        precision = machine.named_dtype("bench", dtype, place)
+        if resume and out is None:
+            raise OptionError("bench: --resume needs --out, the folder of the run to go on with")
+        tables = [path for path in (csv, out / "results.csv" if out else None) if path]
+        lists = [out / "results.json"] if out else []
+        wanted = list(peers.FILES) if all_peers else some_peers or []
+        shape = (names or [], backends or [], wanted, passes or list(default_passes), patterns or [], quick, scaling)
+        asked = Asked(*shape, tables, lists, resume)
+        check_files(tables)
+        found, absent = _peers(asked.peers, place, optional=all_peers)
+        plan = _plan(registry(), asked, found, place)
+        with progress_bar() as bar:
+            rows = list(_rows(plan, asked, place, precision, seconds, bar))
+        if as_json:
+            print(json.dumps({"device": place.type, "rows": [row.columns() for row in rows], "unavailable": absent}))
+        else:
+            print_rows(rows, absent)
+        if any(row.failed for row in rows):
+            raise typer.Exit(1)
+
+    command.__doc__ = f"{about}; exit code 1 if an implementation fails."
+    return command
+
+
+ops = _command((*PASSES, DISPATCH), "Measure time, peak memory, accuracy and share of the machine's limit of every op", scaling=False)
+scaling = _command(("full",), "Measure how forward and backward (or the passes asked for) grow with each size of an op", scaling=True)
+
+
+def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[list[peers.Peer], dict[str, str]]:
+    """The variants of the peers of these names, and why others are missing; only optional ones may be."""
+    found: list[peers.Peer] = []
+    absent: dict[str, str] = {}
     for name in names:
+        if name not in peers.FILES:
+            raise OptionError(f"bench: no peer named {name!r}; known: {', '.join(peers.FILES)}.{nearest(name, peers.FILES)}")
+        reason = peers.unavailable(name, device)
+        try:
+            found += peers.peers(name) if reason is None else []
+        except Exception as error:
+            reason = f"importing it failed: {type(error).__name__}: {error}"
+        if reason is not None:
+            absent[name] = reason
+    if absent and not optional:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
+        raise OptionError(f"bench: --peer must name peers that can run here, got {reasons}; --peers takes all that can")
+    return found, absent
+
+
+def _plan(found: Registry, asked: Asked, variants: list[peers.Peer], device: torch.device) -> list[Part]:
+    for name in asked.names:
         if name not in found.ops:
             raise OptionError(f"bench: no op named {name!r}; known: {', '.join(sorted(found.ops))}.{nearest(name, found.ops)}")
-    for name in backends:
+    for name in asked.backends:
         _check_backend(found, name, device)
-    plan: Plan = []
-    for op in (found.ops[name] for name in names or found.ops):
-        implementations = _implementations(found, op, backends, device)
-        plan += [(op, workload, implementations) for workload in op.workloads() if workload.quick or not quick]
+    for name in asked.passes:
+        if name not in (*PASSES, DISPATCH):
+            raise OptionError(f"bench: --pass must be one of {', '.join((*PASSES, DISPATCH))}, got {name!r}")
+    plan: list[Part] = []
+    for op in (found.ops[name] for name in asked.names or found.ops):
+        implementations = [backend(op, name) for name in _backends(found, op, asked.backends, device)]
+        implementations += [peer(op, variant) for variant in variants if op.name in variant.calls]
+        workloads = [w for w in op.workloads() if _wanted(w, asked)]
+        plan += [Part(op, w, implementations, DISPATCH in asked.passes and w is workloads[0]) for w in workloads]
+    if not plan:
+        raise OptionError(f"bench: something must be left to measure, got no workload for {' '.join(asked.patterns) or 'these ops'}")
     return plan
+
+
+def _wanted(workload: Workload, asked: Asked) -> bool:
+    if (workload.axis is not None) != asked.scaling or (asked.quick and not workload.quick):
+        return False
+    return not asked.patterns or any(fnmatchcase(workload.name, pattern) for pattern in asked.patterns)
 
 
 def _check_backend(found: Registry, name: str, device: torch.device) -> None:
@@ -85,7 +182,7 @@ def _check_backend(found: Registry, name: str, device: torch.device) -> None:
         raise BackendError(f"bench: backend {name!r} runs on {kinds} tensors, got --device {device.type}")
 
 
-def _implementations(found: Registry, op: Op[..., Any], asked: list[str], device: torch.device) -> list[str]:
+def _backends(found: Registry, op: Op[..., Any], asked: list[str], device: torch.device) -> list[str]:
     """The reference first, then the backends in the order asked for, or all that run on this device."""
     able = [name for name, table in found.implementations.items() if op.name in table and device.type in found.backends[name].device_types]
     reference = [name for name in able if found.implementations[name][op.name] is op.reference]
@@ -93,55 +190,42 @@ def _implementations(found: Registry, op: Op[..., Any], asked: list[str], device
     return [*reference, *others]
 
 
-def _rows(plan: Plan, device: torch.device, dtype: torch.dtype, quick: bool, bar: Progress) -> Iterator[Row]:
-    task = bar.add_task("measuring the limits", total=1 + sum(len(implementations) for _, _, implementations in plan))
-    seconds = 0.15 if quick else 1.0
-    run = Bench(device, dtype, measure_limits(device, dtype, seconds), seconds, machine.describe(device))
+def _rows(plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dtype, seconds: float, bar: Progress) -> Iterator[Row]:
+    """The rows of all parts, written to the files part by part, so that an interrupted run loses one part at most."""
+    where = machine.describe(device)
+    done = set()
+    for path in asked.json if asked.resume else []:
+        done |= measured(path, where, device.type, machine.dtype_name(dtype))
+    plan = [left for left in (_left(part, asked, done) for part in plan) if left.implementations or left.dispatch]
+    task = bar.add_task("measuring the limits", total=1 + sum(len(part.implementations) for part in plan))
+    if not plan:
+        return
+    # The limits are what all else is compared with.
+    limits = measure_limits(device, dtype, min(5 * seconds, 0.15) if asked.quick else 5 * seconds)
+    run = Bench(device, dtype, limits, seconds, where, tuple(asked.passes), 2 if asked.quick else ROUNDS)
     bar.advance(task)
-    for op, workload, implementations in plan:
-        case = make_case(op, workload, device, dtype)
-        case.set_exact()
-        for name in implementations:
-            bar.update(task, description=f"{op.name} {workload.name} {name}")
-            yield from run.rows(case, name)
-            bar.advance(task)
+    for part in plan:
+        title = f"{part.op.name} {part.workload.name}"
+
+        def tell(what: str, title: str = title) -> None:
+            bar.update(task, description=f"{title} {what}")
+
+        tell("")
+        rows = run.measured(part.op, part.workload, part.implementations, tell)
+        if part.dispatch:
+            rows.append(run.dispatch(part.op, part.workload))
+        append(rows, asked.csv, asked.json)
+        bar.advance(task, len(part.implementations))
+        yield from rows
 
 
-def _print(rows: list[Row]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A file has no width of its own, and 80 columns would break every cell.
-        console.width = 140
-    table = Table("op", "workload", "implementation", "pass", "ms", "0.2 – 0.8", "peak MiB", "share", "error", "gradients")
-    for column in table.columns[4:]:
-        column.justify = "right"
-    before: tuple[str, ...] = ()
-    for row in rows:
-        group = (row.op, row.workload, row.implementation)
-        table.add_row(*(group if group != before else ("", "", "")), row.pass_, *_figures(row))
-        before = group
-    console.print(table)
-    for row in rows:
-        if row.reason:
-            console.print(f"{row.op} {row.workload} {row.implementation}: {row.reason}", markup=False)
-    if rows:
-        first = rows[0]
-        limits = f"copy {first.copy_bytes_per_second / 1e9:,.1f} GB/s, product {first.product_flops_per_second / 1e12:,.3f} TFLOP/s"
-        console.print(
-            f"{first.dtype} on {first.machine}; limits of this run: {limits}\n{first.versions}; commit {first.commit}; {first.date}"
-        )
+def _left(part: Part, asked: Asked, done: set[tuple[str, str, str, str]]) -> Part:
+    """What earlier runs have not measured. An evaluation is not waited for, since not every op has one."""
+    of = (part.op.name, part.workload.name)
 
+    def has(implementation: Implementation) -> bool:
+        passes = [name for name in asked.passes if name in ("forward", "backward", "full")] or asked.passes
+        return (*of, implementation.name, "") in done or all((*of, implementation.name, name) in done for name in passes)
 
-def _figures(row: Row) -> list[str]:
-    return [
-        _form("{:.3f}", row.median_ms),
-        f"{_form('{:.3f}', row.low_ms)} – {_form('{:.3f}', row.high_ms)}",
-        _form("{:.1f}", None if row.peak_extra_bytes is None else row.peak_extra_bytes / 2**20),
-        _form("{:.2f}", row.share),
-        _form("{:.1e}", row.error_outputs),
-        _form("{:.1e}", row.error_gradients),
-    ]
-
-
-def _form(form: str, value: float | None) -> str:
-    return "–" if value is None else form.format(value)
+    left = [implementation for implementation in part.implementations if not has(implementation)]
+    return replace(part, implementations=left, dispatch=part.dispatch and (*of, DISPATCH, DISPATCH) not in done)

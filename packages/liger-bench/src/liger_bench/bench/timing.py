@@ -8,9 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 # More than the L2 cache of any GPU so far; writing it evicts what the call before left there.
 FLUSH_BYTES = 256 << 20
+# Repetitions between two waits for the device: the queue of launches must not fill up, or the host would be timed waiting.
+AHEAD = 10
+
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -24,61 +29,73 @@ class Timing:
     repetitions: int
 
 
-def time_call(function: Callable[[], object], device: torch.device, seconds: float) -> Timing:
+class Samples:
+    """Seconds that calls took on the device, and that the host took to enqueue them."""
+
+    def __init__(self) -> None:
+        self.taken: list[float] = []
+        self.enqueued: list[float] = []
+
+    def timing(self) -> Timing:
+        low, median, high = (quantile(self.taken, q) * 1e3 for q in (0.2, 0.5, 0.8))
+        return Timing(median, low, high, quantile(self.enqueued, 0.5) * 1e3 if self.enqueued else None, len(self.taken))
+
+
+class Stopwatch:
+    """Takes samples of calls on one device. `before` runs ahead of every call and is not timed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._flush: Tensor | None = None if device.type == "cpu" else torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def seconds(self, call: Call, before: Call | None = None) -> float:
+        """What one repetition costs, with everything around it; to plan how many fit."""
+        start = time.perf_counter()
+        self.sample(Samples(), call, 1, before)
+        return time.perf_counter() - start
+
+    def sample(self, into: Samples, call: Call, repetitions: int, before: Call | None = None) -> None:
+        if self._flush is None:
+            for _ in range(repetitions):
+                if before is not None:
+                    before()
+                into.taken.append(_host_seconds(call))
+            return
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+        for count, (start, end) in enumerate(pairs):
+            if count % AHEAD == 0:
+                torch.cuda.synchronize(self.device)
+            if before is not None:
+                before()
+            # While the device writes this, the host enqueues the call, so that a short one is not timed waiting for the host.
+            self._flush.zero_()
+            start.record()
+            into.enqueued.append(_host_seconds(call))
+            end.record()
+        torch.cuda.synchronize(self.device)
+        into.taken += [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+def time_call(function: Call, device: torch.device, seconds: float) -> Timing:
     """Repeat function for about `seconds`, at least 5 times, after a warm-up."""
-    if device.type == "cpu":
-        return _on_host(function, seconds)
-    return _on_gpu(function, device, seconds)
-
-
-def _on_host(function: Callable[[], object], seconds: float) -> Timing:
-    function()
-    repetitions = _repetitions(seconds, _host_seconds(function), 5, 200)
-    return _timing([_host_seconds(function) for _ in range(repetitions)], None)
-
-
-def _on_gpu(function: Callable[[], object], device: torch.device, seconds: float) -> Timing:
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    for _ in range(3):
+    watch, samples = Stopwatch(device), Samples()
+    for _ in range(1 if device.type == "cpu" else 3):
         function()
-    torch.cuda.synchronize(device)
-
-    def one() -> None:
-        flush.zero_()
-        function()
-        torch.cuda.synchronize(device)
-
-    repetitions = _repetitions(seconds, _host_seconds(one), 10, 200)
-    # The device is not waited for between repetitions, so that the host runs ahead of it behind the flush.
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
-    for start, end in pairs:
-        flush.zero_()
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize(device)
-    enqueue: list[float] = []
-    for _ in range(min(repetitions, 50)):
-        torch.cuda.synchronize(device)
-        enqueue.append(_host_seconds(function))
-    torch.cuda.synchronize(device)
-    return _timing([start.elapsed_time(end) / 1e3 for start, end in pairs], _quantile(enqueue, 0.5) * 1e3)
+    watch.sample(samples, function, repetitions(seconds, watch.seconds(function), 5, 200))
+    return samples.timing()
 
 
-def _host_seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
-def _repetitions(seconds: float, each: float, least: int, most: int) -> int:
+def repetitions(seconds: float, each: float, least: int, most: int) -> int:
+    """How many of that length fit."""
     return max(least, min(most, int(seconds / max(each, 1e-9))))
 
 
-def _timing(taken: list[float], enqueue_ms: float | None) -> Timing:
-    low, median, high = (_quantile(taken, q) * 1e3 for q in (0.2, 0.5, 0.8))
-    return Timing(median, low, high, enqueue_ms, len(taken))
-
-
-def _quantile(values: list[float], q: float) -> float:
+def quantile(values: list[float], q: float) -> float:
+    """Linear between the two nearest values."""
     return float(torch.tensor(values, dtype=torch.float64).quantile(q))
+
+
+def _host_seconds(function: Call) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call as a CUDA graph, whose replay shows what the device needs without the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from liger_bench.bench.case import Repeatable
+from liger_core.errors import Unsupported
+
+
+def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool) -> Callable[[], None]:
+    """The replay of the call that make() builds, which may run more than once for what was built ahead of it.
+
+    wary  look first whether the call waits for the device, since a capture that fails leaves traces in PyTorch; for calls that
+          behave differently under capture this is no test
+
+    Raises Unsupported with the reason if the call cannot be captured.
+    """
+    if device.type != "cuda":
+        raise Unsupported(f"there are no CUDA graphs on {device.type}")
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    before, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    aside.wait_stream(before)
+    with torch.cuda.stream(aside):
+        # A backward pass runs on the stream of its forward pass, so that both belong here.
+        call, restore = make()
+        call()
+        if wary:
+            restore()
+            with _waiting_is_an_error():
+                call()
+        restore()
+    torch.cuda.synchronize(device)
+    try:
+        with torch.cuda.stream(aside):
+            graph.capture_begin(pool)
+            try:
+                call()
+            finally:
+                graph.capture_end()
+    except Exception as error:
+        _clean_up(device, before, pool)
+        raise Unsupported(f"the capture failed: {type(error).__name__}: {error}".splitlines()[0]) from error
+
+    def replay(kept: object = call) -> None:
+        # What the call holds, such as the graph of a forward pass, must live as long as the replay reads it.
+        graph.replay()
+
+    return replay
+
+
+@contextmanager
+def _waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        raise Unsupported(f"it waits for the device, which a graph cannot: {error}".splitlines()[0]) from error
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _clean_up(device: torch.device, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+    """Undo what a capture that failed leaves behind: its stream, its pool in the allocator, and the state of the random numbers."""
+    torch.cuda.set_stream(stream)
+    with suppress(Exception):
+        torch.cuda.synchronize(device)
+    with suppress(Exception):
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+    with suppress(Exception):
+        fresh = torch.Generator(device)
+        torch.cuda.default_generators[device.index or 0].graphsafe_set_state(fresh.graphsafe_get_state())

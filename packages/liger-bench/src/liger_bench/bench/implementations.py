@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured on a workload: the backends of an op and its peers, as one kind of thing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from liger_bench.peers import Peer
+from liger_core.errors import Unsupported
+from liger_core.op import Op
+from liger_core.selection import use
+
+Arguments = dict[str, Any]
+BACKEND, PEER = "backend", "peer"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One implementation of one op: a backend, called through the op as a user does, or a function of a peer."""
+
+    name: str
+    kind: str
+    op: Op[..., Any]
+    peer: Peer | None = None
+
+    @property
+    def overwrites(self) -> tuple[str, ...]:
+        """The arguments that it writes to; "gradients" are those that arrive at the outputs."""
+        return () if self.peer is None else self.peer.overwrites.get(self.op.name, ())
+
+    @property
+    def consumes(self) -> bool:
+        """Whether its backward pass can run only once for a forward pass."""
+        return self.peer is not None and self.peer.consumes
+
+    @contextmanager
+    def selected(self) -> Iterator[None]:
+        """The op gets this implementation inside."""
+        if self.peer is None:
+            with use(self.name, only=[self.op]):
+                yield
+        else:
+            yield
+
+    def prepared(self) -> Callable[..., Any]:
+        """The function, made ready for a workload."""
+        if self.peer is None:
+            return self.op
+        function = self.peer.calls[self.op.name]
+        return function if self.peer.prepared is None else self.peer.prepared(function)
+
+    def taken(self, arguments: Arguments) -> Arguments:
+        """The arguments that the function takes, by name.
+
+        Raises Unsupported if it has no option for one that is not the op's default.
+        """
+        if self.peer is None:
+            return arguments
+        known = inspect.signature(self.peer.calls[self.op.name]).parameters
+        for name, value in arguments.items():
+            if name not in known and value is not self.op.signature.parameters[name].default:
+                raise Unsupported(f"it has no option {name!r}")
+        return {name: value for name, value in arguments.items() if name in known}
+
+    def order(self, arguments: Arguments) -> tuple[list[str], list[str]]:
+        """The names of the arguments that are given by position, and by name: an op is called as its signature suggests."""
+        if self.peer is not None:
+            return [], list(arguments)
+        by_name = [p.name for p in self.op.signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+        return [n for n in arguments if n not in by_name], [n for n in arguments if n in by_name]
+
+
+def backend(op: Op[..., Any], name: str) -> Implementation:
+    return Implementation(name, BACKEND, op)
+
+
+def peer(op: Op[..., Any], found: Peer) -> Implementation:
+    return Implementation(found.name, PEER, op, found)

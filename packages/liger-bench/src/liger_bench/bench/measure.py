@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the rows of one workload: its implementations in turns, pass by pass."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_bench import machine
+from liger_bench.bench.case import Case, Errors, Results, Run, make_case
+from liger_bench.bench.graph import captured
+from liger_bench.bench.implementations import BACKEND, PEER, Implementation, peer
+from liger_bench.bench.limits import Limits
+from liger_bench.bench.rows import Row
+from liger_bench.bench.timing import Samples, Stopwatch, repetitions, time_call
+from liger_bench.memory import held_bytes, peak_bytes
+from liger_bench.peers import eager
+from liger_core.errors import BackendError, Unsupported
+from liger_core.op import Op, Workload
+from liger_core.selection import settle
+
+PASSES = ("forward", "backward", "full", "evaluation")
+ROUNDS = 5
+# The host does not slow down a call of this length, and capturing a long one takes its memory a second time.
+GRAPH_LONGEST_MS = 5.0
+DISPATCHES = 200
+Figures = dict[str, Any]
+
+
+@dataclass
+class Turn:
+    """One implementation on one workload: what is known of it so far.
+
+    refused  pass → why it has no figures; "" stands for all of them
+    """
+
+    implementation: Implementation
+    run: Run | None = None
+    errors: Errors | None = None
+    samples: dict[str, Samples] = field(default_factory=dict)
+    figures: dict[str, Figures] = field(default_factory=dict)
+    refused: dict[str, Figures] = field(default_factory=dict)
+
+    @contextmanager
+    def excused(self, name: str) -> Iterator[None]:
+        """Inside, the implementation is selected, and an error becomes the reason why a pass has no figures."""
+        try:
+            with self.implementation.selected():
+                yield
+        except Unsupported as error:
+            self.refused[name] = {"reason": str(error), "failed": False}
+        except BackendError as error:
+            self.refused[name] = {"reason": str(error), "failed": not isinstance(error.__cause__, Unsupported)}
+        except torch.OutOfMemoryError as error:
+            self.refused[name] = {"reason": f"out of memory: {error}".splitlines()[0], "failed": False}
+        except Exception as error:
+            self.refused[name] = {"reason": f"{type(error).__name__}: {error}".splitlines()[0], "failed": True}
+        if name in self.refused and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is the same for all rows of a run: the place, the limits, and how long each pass of an implementation is timed."""
+
+    device: torch.device
+    dtype: torch.dtype
+    limits: Limits
+    seconds: float
+    where: dict[str, str]
+    passes: tuple[str, ...] = PASSES
+    rounds: int = ROUNDS
+
+    def measured(
+        self, op: Op[..., Any], workload: Workload, implementations: Iterable[Implementation], tell: Callable[[str], object]
+    ) -> list[Row]:
+        """The rows of a workload; if not even its inputs fit into the memory, then with that reason."""
+        try:
+            case = make_case(op, workload, self.device, self.dtype)
+        except torch.OutOfMemoryError as error:
+            reason = f"out of memory for the inputs: {error}".splitlines()[0]
+            return [self._row(op, workload, i.name, i.kind, "", reason=reason) for i in implementations]
+        tell("in float64")
+        with suppress(torch.OutOfMemoryError):
+            case.set_exact()
+        return self.rows(case, implementations, tell)
+
+    def rows(self, case: Case, implementations: Iterable[Implementation], tell: Callable[[str], object] = lambda _: None) -> list[Row]:
+        """Measure every pass of every implementation; one that declines, fails or runs out of memory gives a row with the reason."""
+        gc.collect()
+        turns = [Turn(implementation) for implementation in implementations]
+        plain = self._plain(case)
+        for turn in turns:
+            tell(turn.implementation.name)
+            with turn.excused(""):
+                turn.run = self._checked(case, turn)
+        # In float64 they are the largest tensors here.
+        case.exact = None
+        for name in PASSES:
+            if name in self.passes and (name != "evaluation" or case.evaluates):
+                self._timed(name, [turn for turn in turns if turn.run is not None], tell)
+        least = self.limits.least_seconds(case.work(), case.trained)
+        return [row for turn in turns for row in self._rows(case, turn, plain, least)]
+
+    def dispatch(self, op: Op[..., Any], workload: Workload) -> Row:
+        """What the op does before an implementation runs: its cost with one that does nothing, less that of calling nothing."""
+
+        def nothing(*args: Any, **kwargs: Any) -> None:
+            return None
+
+        def chosen() -> None:
+            for _ in range(DISPATCHES):
+                op(*bound.args, **bound.kwargs)
+
+        def direct() -> None:
+            for _ in range(DISPATCHES):
+                nothing(*bound.args, **bound.kwargs)
+
+        bound = op.signature.bind(**make_case(op, workload, self.device, self.dtype).arguments)
+        settle()
+        table, otherwise = op.table, op.otherwise
+        try:
+            op.table, op.otherwise = {}, nothing
+            # The host alone works here, wherever the arguments are.
+            through, without = (time_call(call, torch.device("cpu"), self.seconds) for call in (chosen, direct))
+        finally:
+            op.table, op.otherwise = table, otherwise
+        taken = [(ms - without.median_ms) / DISPATCHES for ms in (through.median_ms, through.low_ms, through.high_ms)]
+        figures = {"median_ms": taken[0], "low_ms": taken[1], "high_ms": taken[2], "enqueue_ms": taken[0]}
+        return self._row(op, workload, "dispatch", BACKEND, "dispatch", repetitions=through.repetitions * DISPATCHES, **figures)
+
+    def _plain(self, case: Case) -> Errors | None:
+        """The errors of plain eager PyTorch in the same dtype, to which those of others are compared."""
+        if case.exact is None or case.op.name not in eager.CALLS:
+            return None
+        turn = Turn(peer(case.op, eager.peers()[0]))
+        with turn.excused(""):
+            return case.errors(Run(case, turn.implementation).full())
+        return None
+
+    def _checked(self, case: Case, turn: Turn) -> Run:
+        """Run forward and backward once, for the errors and to see that the inputs are left alone."""
+        before = case.fingerprints()
+        run = Run(case, turn.implementation)
+        turn.errors = case.errors(run.full())
+        changed = [name for name, sums in case.fingerprints().items() if sums != before[name]]
+        if changed:
+            case.refill()
+            raise ValueError(f"it overwrote {', '.join(changed)}, which nothing declares")
+        return run
+
+    def _timed(self, name: str, turns: list[Turn], tell: Callable[[str], object]) -> None:
+        watch = Stopwatch(self.device)
+        counts: dict[str, int] = {}
+        for turn in turns:
+            tell(f"{turn.implementation.name} {name}")
+            with turn.excused(name):
+                counts[turn.implementation.name] = self._prepared(name, turn, watch)
+        # Round by round, so that a clock that drifts meets all alike.
+        for _ in range(self.rounds):
+            for turn in turns:
+                if name not in turn.refused:
+                    with turn.excused(name):
+                        self._round(name, turn, watch, counts[turn.implementation.name])
+        for turn in turns:
+            if name not in turn.refused:
+                with turn.excused(name):
+                    turn.figures[name] |= self._replayed(name, turn, watch)
+
+    def _prepared(self, name: str, turn: Turn, watch: Stopwatch) -> int:
+        """Measure the memory, which warms up too; then how many calls make up a round."""
+        run = turn.run
+        assert run is not None
+        call, before = run.passes[name]()
+        before()
+        returned: list[Results] = []
+        peak = peak_bytes(lambda: returned.append(call()), self.device, collect=False)
+        given = held_in(v for v in run.arguments.values() if isinstance(v, Tensor))
+        gradients = [g for g in returned.pop().gradients if g.untyped_storage().data_ptr() not in given]
+        turn.figures[name] = {"peak_extra_bytes": peak, "peak_beyond_gradients_bytes": peak - held_bytes(gradients)}
+        turn.samples[name] = Samples()
+        return repetitions(self.seconds / self.rounds, watch.seconds(call, before), 1, 200)
+
+    def _round(self, name: str, turn: Turn, watch: Stopwatch, count: int) -> None:
+        run = turn.run
+        assert run is not None
+        call, before = run.passes[name]()
+        if count > 1:
+            # Others had the caches of device and allocator in between.
+            before()
+            call()
+        watch.sample(turn.samples[name], call, count, before)
+        release(self.device)
+
+    def _replayed(self, name: str, turn: Turn, watch: Stopwatch) -> Figures:
+        """The call as a CUDA graph, or why there is none."""
+        run = turn.run
+        assert run is not None
+        typical = turn.samples[name].timing().median_ms
+        if self.device.type == "cuda" and typical > GRAPH_LONGEST_MS:
+            return {"graph_reason": f"not taken, since the call is longer than {GRAPH_LONGEST_MS:g} ms"}
+        if name == "backward" and turn.implementation.consumes:
+            return {"graph_reason": "its backward pass runs once for a forward pass"}
+        try:
+            replay = captured(run.passes[name], self.device, wary=turn.implementation.kind == PEER)
+        except (Unsupported, RuntimeError) as error:
+            return {"graph_reason": str(error).splitlines()[0]}
+        samples = Samples()
+        replay()
+        watch.sample(samples, replay, repetitions(self.seconds / 2, typical / 1e3, 5, 100), run.restore)
+        return {"graph_ms": samples.timing().median_ms}
+
+    def _rows(self, case: Case, turn: Turn, plain: Errors | None, least: dict[str, float]) -> Iterator[Row]:
+        implementation = turn.implementation
+        known: Figures = {"overwrites": ",".join(implementation.overwrites)}
+        if "" in turn.refused:
+            yield self._row(case.op, case.workload, implementation.name, implementation.kind, "", **known, **turn.refused[""])
+            return
+        if turn.errors is not None:
+            known |= {"error_outputs": turn.errors.worst_output, "error_gradients": turn.errors.worst_gradient}
+            known["error_eager_ratio"] = None if plain is None else turn.errors.ratio(plain)
+        for name in (n for n in PASSES if n in turn.samples or n in turn.refused):
+            figures = turn.refused.get(name)
+            if figures is None:
+                timing = turn.samples[name].timing()
+                figures = turn.figures[name] | vars(timing)
+                if name in least:
+                    figures |= {"limit_ms": least[name] * 1e3, "share": least[name] * 1e3 / timing.median_ms}
+            yield self._row(case.op, case.workload, implementation.name, implementation.kind, name, **known, **figures)
+
+    def _row(self, op: Op[..., Any], workload: Workload, implementation: str, kind: str, name: str, **figures: Any) -> Row:
+        empty: dict[str, Any] = {column.name: None for column in fields(Row)}
+        empty |= {"overwrites": "", "graph_reason": "", "reason": "", "failed": False}
+        axis, value = workload.axis or (None, None)
+        known = {
+            "op": op.name,
+            "workload": workload.name,
+            "axis": axis,
+            "axis_value": value,
+            "implementation": implementation,
+            "kind": kind,
+            "pass_": name,
+            "device": self.device.type,
+            "dtype": machine.dtype_name(self.dtype),
+            "copy_bytes_per_second": self.limits.bandwidth,
+            "product_flops_per_second": self.limits.rate,
+        }
+        return Row(**(empty | known | self.where | figures))
+
+
+def release(device: torch.device) -> None:
+    """Give cached memory back to the device when it is scarce, since what one implementation cached is of no use to the next."""
+    if device.type == "cuda" and torch.cuda.memory_reserved(device) > torch.cuda.get_device_properties(device).total_memory // 2:
+        torch.cuda.empty_cache()
+
+
+def held_in(tensors: Iterable[Tensor]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors}

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other implementations of the ops, to compare with: one file each, all optional, found when they are asked for.
+
+A file has `unavailable(device)`, the reason why it cannot run or None, and `peers()`, a list of `Peer`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# Name on the command line → file.
+FILES = {
+    "eager": "eager",
+    "torch": "torch_fused",
+    "compile": "torch_compile",
+    "liger-kernel": "liger_kernel",
+    "cut-cross-entropy": "cut_cross_entropy",
+    "quack": "quack",
+}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One implementation of some ops.
+
+    calls       op name → a function of the op's arguments by name, of which it may lack those that it has no option for
+    overwrites  op name → the arguments whose memory a forward or backward pass writes to; "gradients" are those that arrive at the
+                outputs
+    consumes    whether a backward pass can run only once for a forward pass
+    prepared    what becomes of a function of `calls` before it is measured on a workload
+    """
+
+    name: str
+    calls: Mapping[str, Callable[..., Any]]
+    overwrites: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    consumes: bool = False
+    prepared: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+
+
+def unavailable(name: str, device: torch.device) -> str | None:
+    """Why a peer cannot run here, or None."""
+    reason: str | None = _file(name).unavailable(device)
+    return reason
+
+
+def peers(name: str) -> list[Peer]:
+    """The variants of a peer."""
+    found: list[Peer] = _file(name).peers()
+    return found
+
+
+def by_name(*calls: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Functions that have the names of the ops that they are for."""
+    return {call.__name__: call for call in calls}
+
+
+def missing(module: str, distribution: str) -> str | None:
+    """The reason if a module is not installed."""
+    return None if importlib.util.find_spec(module) else f"it is not installed; pip install {distribution}"
+
+
+def _file(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{FILES[name]}")

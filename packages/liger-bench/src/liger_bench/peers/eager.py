@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What models do in plain PyTorch, eagerly: the formulas of Transformers, with its casts to float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_bench.peers import Peer, by_name
+from liger_core.errors import Unsupported
+
+
+def unavailable(device: torch.device) -> str | None:
+    return None
+
+
+def peers() -> list[Peer]:
+    return [Peer("eager", CALLS)]
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input") -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return wide.to(x.dtype)
+    if cast == "input":
+        return (weight + weight_offset if weight_offset else weight) * wide.to(x.dtype)
+    return (wide * (weight_offset + weight.float())).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input"
+) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return rms_norm(total, weight, eps, weight_offset, cast), total
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    if cos.shape[-1] != q.shape[-1]:
+        raise Unsupported("it rotates whole heads only")
+    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    return q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    flat = logits.float().view(-1, logits.shape[-1])
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if normalizer is not None:
+        return F.cross_entropy(flat, target.view(-1), **options, reduction="sum") / normalizer
+    loss = F.cross_entropy(flat, target.view(-1), **options, reduction=reduction)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    logits = F.linear(hidden, weight, bias)
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    return cross_entropy(logits, target, class_weight, ignore_index, label_smoothing, softcap, reduction, normalizer)
+
+
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+) -> Any:
+    logits = F.linear(hidden, weight, bias)
+    if logit_scale != 1.0:
+        logits = logits * logit_scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if temperature != 1.0:
+        logits = logits / temperature
+    all_log_probs = torch.log_softmax(logits.float(), dim=-1)
+    counted = target != ignore_index
+    log_prob = all_log_probs.gather(-1, target.where(counted, 0)[..., None])[..., 0].where(counted, 0.0)
+    if not return_entropy:
+        return log_prob
+    entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    return log_prob, entropy.where(counted, 0.0)
+
+
+CALLS = by_name(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""liger-kernel 0.8.5: its Triton kernels, float32 accumulation and long chunks for the linear loss, and its CuTe kernels if it has them.
+
+Measured as a user calls them, except for two traps: `in_place=False`, since its norms by default write their gradient over the one
+that arrives, which another op may still need; and private copies of what rope, the gated units and cross_entropy overwrite.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_bench.peers import Peer, by_name, missing
+from liger_core.errors import Unsupported
+
+# Forward passes of rope and cross_entropy, backward passes of the gated units; rope's backward pass also turns what arrives in place.
+OVERWRITES = {
+    "rope": ("q", "k", "gradients"),
+    "swiglu": ("gate", "up"),
+    "geglu": ("gate", "up"),
+    "cross_entropy": ("logits",),
+}
+
+
+def unavailable(device: torch.device) -> str | None:
+    reason = missing("liger_kernel", "liger-kernel==0.8.5") or missing("triton", "triton")
+    if reason is None and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "its kernels need a CUDA GPU"
+    return reason
+
+
+def peers() -> list[Peer]:
+    from_package = importlib.import_module("liger_kernel.transformers.functional")
+    triton = _calls(from_package, linear=partial(_linear, from_package.liger_fused_linear_cross_entropy))
+    found = [
+        Peer("liger-kernel", triton, OVERWRITES),
+        Peer("liger-kernel fp32", {"linear_cross_entropy": _variant(from_package, accum_dtype=torch.float32)}),
+        Peer("liger-kernel long chunks", {"linear_cross_entropy": _variant(from_package, chunk_mem_const=32)}),
+    ]
+    # Its CuTe kernels are written for Hopper and newer.
+    if importlib.util.find_spec("cutlass") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9:
+        found.append(Peer("liger-kernel cute", _cute(), OVERWRITES))
+    return found
+
+
+def _casting(cast: str) -> str:
+    return "llama" if cast == "input" else "gemma"
+
+
+def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input") -> Any:
+        return package.liger_rms_norm(x, weight, eps, weight_offset, _casting(cast), in_place=False)
+
+    def add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input"
+    ) -> Any:
+        return package.liger_fused_add_rms_norm(x, residual, weight, eps, weight_offset, _casting(cast), in_place=False)
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
+        return package.liger_layer_norm(x, weight, bias, eps)
+
+    def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return package.liger_rope(q, k, cos, sin)
+
+    def swiglu(gate: Tensor, up: Tensor) -> Any:
+        return package.liger_swiglu(gate, up)
+
+    def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Any:
+        if approximate != "tanh":
+            raise Unsupported("it has the tanh approximation only")
+        return package.liger_geglu(gate, up)
+
+    def cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Any:
+        return package.liger_cross_entropy(logits, target, **options)
+
+    losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear}
+    return by_name(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu) | losses
+
+
+def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
+    """cross_entropy under the names of Liger's options."""
+
+    def cross_entropy(
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: str = "mean",
+    ) -> Any:
+        options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        return function(logits, target, **options, lse_square_scale=z_loss, softcap=softcap, reduction=reduction)
+
+    return cross_entropy
+
+
+def _variant(package: Any, **extra: Any) -> Callable[..., Any]:
+    return partial(_linear, partial(package.liger_fused_linear_cross_entropy, **extra))
+
+
+def _linear(
+    function: Callable[..., Any],
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """linear_cross_entropy under the names of Liger's options."""
+    options: dict[str, Any] = {"bias": bias, "ce_weight": class_weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return function(hidden, weight, target, **options, lse_square_scale=z_loss, softcap=softcap, reduction=reduction)
+
+
+def _cute() -> dict[str, Callable[..., Any]]:
+    """Its dispatcher with the CuTe implementation named, so that it does not fall back in silence."""
+    dispatched = importlib.import_module("liger_kernel.functional")
+    sm90 = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    name = {"impl": "nvidia-cutedsl"}
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input") -> Any:
+        return dispatched.rms_norm(x, weight, eps, offset=weight_offset, casting_mode=_casting(cast), in_place=False, **name)
+
+    def add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input"
+    ) -> Any:
+        return dispatched.fused_add_rms_norm(x, residual, weight, eps, weight_offset, _casting(cast), False, **name)
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Any:
+        return dispatched.layer_norm(x, weight, bias, eps, **name)
+
+    def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return dispatched.rope(q, k, cos[None] if cos.dim() == 2 else cos, sin[None] if sin.dim() == 2 else sin, **name)
+
+    def swiglu(gate: Tensor, up: Tensor) -> Any:
+        return dispatched.swiglu(gate, up, **name)
+
+    def geglu(gate: Tensor, up: Tensor) -> Any:
+        return dispatched.geglu(gate, up, **name)
+
+    def cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Any:
+        return dispatched.cross_entropy(logits, target, **options, **name)[0]
+
+    def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Any:
+        return sm90.liger_fused_linear_cross_entropy_sm90(hidden, weight, target, ignore_index, reduction)
+
+    calls = by_name(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu, linear_cross_entropy)
+    return calls | {"cross_entropy": _loss(cross_entropy)}

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile of what `eager` does, anew for every workload and for its shapes alone.
+
+Its backward pass writes over what the forward pass kept, and so runs once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from liger_bench.peers import Peer
+from liger_bench.peers.eager import CALLS
+
+BACKEND = "inductor"
+
+
+def unavailable(device: torch.device) -> str | None:
+    return None
+
+
+def peers() -> list[Peer]:
+    return [Peer("compile", CALLS, consumes=True, prepared=compiled)]
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Else the graphs of earlier workloads count as recompilations, which are limited.
+    torch._dynamo.reset()
+    return torch.compile(function, dynamic=False, fullgraph=True, backend=BACKEND)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peers that need no package compute what the ops define, and one that writes to its inputs disturbs nobody."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.commands import InProcess
+from liger_bench import peers
+from liger_bench.bench.case import Case, Run, make_case
+from liger_bench.bench.implementations import Implementation, backend, peer
+from liger_bench.bench.limits import Limits
+from liger_bench.bench.measure import Bench
+from liger_bench.bench.rows import Row
+from liger_bench.peers import Peer, eager, torch_compile
+from liger_core import Op, cross_entropy, geglu, rms_norm, swiglu
+from liger_core.ops import CATALOGUE
+
+CPU = torch.device("cpu")
+WHERE = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
+PLAIN = [(variant, op) for name in ("eager", "torch") for variant in peers.peers(name) for op in CATALOGUE if op.name in variant.calls]
+
+
+def quick_case(op: Op[..., Any]) -> Case:
+    case = make_case(op, next(w for w in op.workloads() if w.quick), CPU, torch.float32)
+    case.set_exact()
+    return case
+
+
+def measured(case: Case, implementations: list[Implementation], tell: Callable[[str], object] = lambda _: None) -> list[Row]:
+    return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations, tell)
+
+
+@pytest.mark.parametrize(("variant", "op"), PLAIN, ids=[f"{variant.name}-{op.name}" for variant, op in PLAIN])
+def test_a_peer_agrees_with_float64(variant: Peer, op: Op[..., Any]) -> None:
+    case = quick_case(op)
+    errors = case.errors(Run(case, peer(op, variant)).full())
+    assert errors is not None
+    assert errors.worst_output < 1e-6
+    assert errors.worst_gradient < 1e-6
+
+
+def test_every_op_has_an_eager_peer_to_which_its_error_is_compared() -> None:
+    assert {op.name for op in CATALOGUE} - set(eager.CALLS) == set()
+
+
+@pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: str(op.name))
+def test_eager_has_no_option_that_the_op_has_not(op: Op[..., Any]) -> None:
+    assert set(inspect.signature(eager.CALLS[op.name]).parameters) - set(op.signature.parameters) == set()
+
+
+def test_the_compiled_peer_agrees_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The compiler behind it takes seconds; what is ours is the same with the one that generates nothing.
+    monkeypatch.setattr(torch_compile, "BACKEND", "aot_eager")
+    rows = measured(quick_case(geglu), [peer(geglu, torch_compile.peers()[0])])
+    assert [(row.pass_, row.reason) for row in rows] == [("forward", ""), ("backward", ""), ("full", "")]
+    assert all(row.error_gradients is not None and row.error_gradients < 1e-6 for row in rows)
+
+
+def overwriting(declared: tuple[str, ...]) -> Implementation:
+    """A cross entropy whose forward pass writes zeros over its logits, as autograd does not see it."""
+
+    def careless(logits: Tensor, target: Tensor) -> Tensor:
+        loss = torch.nn.functional.cross_entropy(logits.clone(), target)
+        logits.data.zero_()
+        return loss
+
+    return peer(cross_entropy, Peer("careless", {"cross_entropy": careless}, {"cross_entropy": declared}))
+
+
+def test_a_peer_that_declares_what_it_overwrites_gets_copies_of_its_own() -> None:
+    case = quick_case(cross_entropy)
+    before = case.fingerprints()
+    rows = measured(case, [overwriting(("logits",)), backend(cross_entropy, "reference")])
+    assert case.fingerprints() == before
+    assert {(row.implementation, row.overwrites, row.reason) for row in rows} == {("careless", "logits", ""), ("reference", "", "")}
+    assert all(row.error_gradients is not None and row.error_gradients < 1e-6 for row in rows)
+
+
+def test_every_call_of_an_overwriting_peer_sees_the_first_values() -> None:
+    losses: list[float] = []
+    run = Run(quick_case(cross_entropy), overwriting(("logits",)))
+    call, before = run.passes["forward"]()
+    for _ in range(3):
+        before()
+        losses.append(call().outputs[0].item())
+    assert losses[0] == losses[1] == losses[2]
+    assert call().outputs[0].item() != pytest.approx(losses[0])
+
+
+def test_an_implementation_that_overwrites_what_nothing_declares_fails_and_the_next_one_sees_the_first_values() -> None:
+    case = quick_case(cross_entropy)
+    before = case.fingerprints()
+    rows = measured(case, [overwriting(()), backend(cross_entropy, "reference")])
+    assert rows[0].reason == "ValueError: it overwrote logits, which nothing declares"
+    assert rows[0].failed
+    assert case.fingerprints() == before
+    assert all(row.error_gradients is not None and row.error_gradients < 1e-6 for row in rows[1:])
+
+
+def test_an_option_that_a_peer_lacks_is_the_reason_and_no_failure() -> None:
+    case = quick_case(cross_entropy)
+    case.arguments["softcap"] = 3.0
+    (row,) = measured(case, [peer(cross_entropy, peers.peers("torch")[0])])
+    assert (row.reason, row.failed, row.pass_) == ("it has no option 'softcap'", False, "")
+
+
+def test_an_option_at_its_default_is_none_that_a_peer_lacks() -> None:
+    case = quick_case(cross_entropy)
+    case.arguments["softcap"] = None
+    assert measured(case, [peer(cross_entropy, peers.peers("torch")[0])])[0].reason == ""
+
+
+def test_a_result_of_another_shape_is_a_failure() -> None:
+    wrong = Peer("wrong", {"swiglu": lambda gate, up: eager.swiglu(gate, up)[:1]})
+    (row,) = measured(quick_case(swiglu), [peer(swiglu, wrong)])
+    assert row.failed
+
+
+def test_implementations_take_turns() -> None:
+    order: list[str] = []
+
+    def noting(name: str) -> Implementation:
+        def call(x: Tensor, weight: Tensor) -> Tensor:
+            order.append(name)
+            return eager.rms_norm(x, weight)
+
+        return peer(rms_norm, Peer(name, {"rms_norm": call}))
+
+    Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, passes=("forward",), rounds=3).rows(
+        quick_case(rms_norm), [noting("a"), noting("b")]
+    )
+    # Accuracy of each, memory and length of each, then three rounds.
+    assert "".join(order) == "ab" + "aabb" + "ab" * 3
+
+
+def test_running_out_of_memory_in_one_pass_leaves_the_others() -> None:
+    def greedy(logits: Tensor, target: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("no 3 PiB left")
+        return eager.cross_entropy(logits, target)
+
+    rows = measured(quick_case(cross_entropy), [peer(cross_entropy, Peer("greedy", {"cross_entropy": greedy}))])
+    assert [row.pass_ for row in rows if not row.reason] == ["forward", "backward", "full"]
+    assert [(row.pass_, row.reason, row.failed) for row in rows if row.reason] == [("evaluation", "out of memory: no 3 PiB left", False)]
+
+
+def test_frozen_arguments_of_a_workload_get_no_gradient() -> None:
+    workload = next(w for w in swiglu.workloads() if w.quick)
+    frozen = type(workload)(workload.name, workload.make, frozen=("up",))
+    assert make_case(swiglu, frozen, CPU, torch.float32).trained == ("gate",)
+
+
+def test_an_unknown_peer_ends_with_2_and_the_nearest_name(liger: InProcess) -> None:
+    code, errors = liger("bench", "swiglu", "--quick", "--peer", "eagre")
+    assert code == 2
+    assert "bench: no peer named 'eagre'" in errors
+    assert "Did you mean 'eager'?" in errors
+
+
+@pytest.mark.skipif(peers.unavailable("cut-cross-entropy", CPU) is None, reason="the peer runs here")
+def test_a_peer_that_is_asked_for_by_name_must_be_there(liger: InProcess) -> None:
+    code, errors = liger("bench", "swiglu", "--quick", "--device", "cpu", "--peer", "cut-cross-entropy")
+    assert code == 2
+    assert "bench: --peer must name peers that can run here, got cut-cross-entropy: it is not installed" in errors
