@@ -18,7 +18,7 @@ from liger_bench.bench.implementations import backend
 from liger_bench.bench.limits import Limits
 from liger_bench.bench.measure import Bench
 from liger_bench.bench.rows import Row, append
-from liger_core import Backend, OptionError, Unsupported, Workload, rope, selection, swiglu
+from liger_core import Backend, OptionError, Unsupported, Workload, rms_norm, rope, selection, swiglu
 from liger_core.plugins import registry
 
 FIGURES = (
@@ -133,6 +133,17 @@ def test_resuming_at_another_commit_measures_all_again(liger: InProcess, tmp_pat
 
 def test_resuming_needs_a_folder(liger: InProcess) -> None:
     assert liger("bench", "swiglu", "--resume") == (2, "OptionError: bench: --resume needs --out, the folder of the run to go on with")
+
+
+def test_scaling_measures_the_points_of_a_series(liger: InProcess, tmp_path: Path) -> None:
+    liger("bench", "scaling", "rms_norm", "--quick", "--device", "cpu", "--seconds", "0.001", "--json", "--out", str(tmp_path))
+    rows = rows_in(tmp_path)
+    assert {(row["axis"], row["axis_value"]) for row in rows} == {w.axis for w in rms_norm.workloads() if w.quick and w.axis}
+    assert {row["pass"] for row in rows} == {"full"}
+
+
+def test_the_benchmark_of_the_ops_leaves_series_out(quick_bench: Finished) -> None:
+    assert {row["axis"] for row in quick_bench.result["rows"]} == {None}
 
 
 def test_an_option_first_is_one_of_the_benchmark_of_the_ops(liger: InProcess) -> None:

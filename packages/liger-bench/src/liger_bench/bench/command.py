@@ -202,7 +202,7 @@ def _rows(plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dty
         return
     # The limits are what all else is compared with.
     limits = measure_limits(device, dtype, min(5 * seconds, 0.15) if asked.quick else 5 * seconds)
-    run = Bench(device, dtype, limits, seconds, where, tuple(asked.passes), 2 if asked.quick else ROUNDS)
+    run = Bench(device, dtype, limits, seconds, where, tuple(asked.passes), 2 if asked.quick else ROUNDS, not asked.scaling)
     bar.advance(task)
     for part in plan:
         title = f"{part.op.name} {part.workload.name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 
 import torch
 
@@ -23,7 +24,7 @@ def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool
     if device.type != "cuda":
         raise Unsupported(f"there are no CUDA graphs on {device.type}")
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    before, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    before, aside = torch.cuda.current_stream(device), _stream(device)
     aside.wait_stream(before)
     with torch.cuda.stream(aside):
         # A backward pass runs on the stream of its forward pass, so that both belong here.
@@ -51,6 +52,12 @@ def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool
         graph.replay()
 
     return replay
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures, since the allocator keeps what it cached for a stream to that stream."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

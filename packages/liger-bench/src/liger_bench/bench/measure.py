@@ -67,7 +67,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Bench:
-    """What is the same for all rows of a run: the place, the limits, and how long each pass of an implementation is timed."""
+    """What is the same for all rows of a run: the place, the limits, and how long each pass of an implementation is timed.
+
+    accuracy  whether results are compared with float64, which takes longer than timing them
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -76,6 +79,7 @@ class Bench:
     where: dict[str, str]
     passes: tuple[str, ...] = PASSES
     rounds: int = ROUNDS
+    accuracy: bool = True
 
     def measured(
         self, op: Op[..., Any], workload: Workload, implementations: Iterable[Implementation], tell: Callable[[str], object]
@@ -86,9 +90,10 @@ class Bench:
         except torch.OutOfMemoryError as error:
             reason = f"out of memory for the inputs: {error}".splitlines()[0]
             return [self._row(op, workload, i.name, i.kind, "", reason=reason) for i in implementations]
-        tell("in float64")
-        with suppress(torch.OutOfMemoryError):
-            case.set_exact()
+        if self.accuracy:
+            tell("in float64")
+            with suppress(torch.OutOfMemoryError):
+                case.set_exact()
         return self.rows(case, implementations, tell)
 
     def rows(self, case: Case, implementations: Iterable[Implementation], tell: Callable[[str], object] = lambda _: None) -> list[Row]:
@@ -102,10 +107,10 @@ class Bench:
                 turn.run = self._checked(case, turn)
         # In float64 they are the largest tensors here.
         case.exact = None
+        least = self.limits.least_seconds(case.work(), case.trained)
         for name in PASSES:
             if name in self.passes and (name != "evaluation" or case.evaluates):
                 self._timed(name, [turn for turn in turns if turn.run is not None], tell)
-        least = self.limits.least_seconds(case.work(), case.trained)
         return [row for turn in turns for row in self._rows(case, turn, plain, least)]
 
     def dispatch(self, op: Op[..., Any], workload: Workload) -> Row:

@@ -21,7 +21,7 @@ def peers() -> list[Peer]:
     if hasattr(F, "linear_cross_entropy"):
         calls["linear_cross_entropy"] = linear_cross_entropy
         whole = Peer("torch", calls)
-        return [whole, Peer("torch chunked", {"linear_cross_entropy": chunked_linear_cross_entropy})]
+        return [whole, Peer("torch chunked", {"linear_cross_entropy": chunked_linear_cross_entropy}, consumes=True)]
     return [Peer("torch", calls)]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload
-from liger_core.ops._inputs import normal
+from liger_core.ops._inputs import ROWS, WIDTHS, normal, workload
 
 
 def check(op: str, gate: Tensor, up: Tensor | None) -> None:
@@ -74,15 +74,20 @@ def misuses(op: str, device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(rows: int, width: int, quick: bool = False) -> Workload:
+    def shape(rows: int, width: int, axis: str = "", quick: bool = False) -> Workload:
         def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return (normal(device, dtype, rows, width), normal(device, dtype, rows, width)), {}
 
-        return Workload(f"{rows}x{width}", make, quick)
+        return workload(make, axis, quick, N=rows, I=width)
 
     yield shape(512, 1024, quick=True)
-    for width in (4096, 14336):
-        yield shape(16384, width)
+    # On a GPU the first is ruled by the host.
+    for rows, width in ((2048, 4096), (16384, 4096), (16384, 14336)):
+        yield shape(rows, width)
+    for rows in ROWS:
+        yield shape(rows, 14336, "N")
+    for width in WIDTHS:
+        yield shape(8192, width, "I", quick=width <= 512)
 
 
 def work(gate: Tensor, up: Tensor | None) -> Work:

@@ -13,7 +13,7 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Kernel, Outputs, differentiable, reference_kernel
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import accumulator, integers, normal
+from liger_core.ops._inputs import CLASSES, ROWS, accumulator, integers, normal, workload
 from liger_core.ops._softmax_loss import LossMetrics, RowOptions, RowPasses, RowResults, TorchPasses, denominator
 
 Reduction = Literal["mean", "sum", "none"]
@@ -190,15 +190,20 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(rows: int, classes: int, quick: bool = False) -> Workload:
+    def shape(rows: int, classes: int, axis: str = "", quick: bool = False) -> Workload:
         def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return (normal(device, dtype, rows, classes), integers(device, classes, rows)), {}
 
-        return Workload(f"{rows}x{classes}", make, quick)
+        return workload(make, axis, quick, N=rows, V=classes)
 
     yield shape(256, 8192, quick=True)
-    for classes in (40960, 128256, 163840):
-        yield shape(8192, classes)
+    # On a GPU the first is ruled by the host.
+    for rows, classes in ((1024, 8192), (8192, 40960), (8192, 128256), (8192, 163840)):
+        yield shape(rows, classes)
+    for rows in ROWS[:-2]:
+        yield shape(rows, 128256, "N")
+    for classes in CLASSES:
+        yield shape(8192, classes, "V")
 
 
 def work(logits: Tensor, target: Tensor, **options: Any) -> Work:

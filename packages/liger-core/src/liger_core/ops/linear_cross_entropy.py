@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Kernel, reference_kernel
-from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.op import Misuse, Product, Sample, Work, Workload, op
 from liger_core.ops._chunked_loss import Chunk, autocast_inputs, chunk_code, chunked
-from liger_core.ops._inputs import integers, normal
+from liger_core.ops._inputs import CLASSES, ROWS, integers, normal, workload
 from liger_core.ops._softmax_loss import RowPasses, TorchPasses, denominator
 from liger_core.ops.cross_entropy import check_loss_options, loss_option_samples, metrics_of, targets_with_ignored
+
+# What the benchmark's lean workloads may hold.
+LEAN_BYTES = 256 << 20
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -220,22 +224,43 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(rows: int, width: int, classes: int, quick: bool = False) -> Workload:
+    def shape(rows: int, width: int, classes: int, axis: str = "", ignored: bool = False, quick: bool = False, **options: Any) -> Workload:
         def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
             hidden = normal(device, dtype, rows, width)
-            return (hidden, normal(device, dtype, classes, width, scale=width**-0.5), integers(device, classes, rows)), {}
+            target = integers(device, classes, rows)
+            if ignored:
+                # Scattered, as prompts and padding of a batch leave them.
+                target[torch.randperm(rows, device=device)[: rows // 2]] = -100
+            return (hidden, normal(device, dtype, classes, width, scale=width**-0.5), target), options
 
-        return Workload(f"{rows}x{width}x{classes}", make, quick)
+        return workload(make, axis, quick, N=rows, H=width, V=classes)
 
     yield shape(512, 128, 8192, quick=True)
     for rows, width in ((8192, 2048), (8192, 4096), (32768, 4096)):
-        yield shape(rows, width, 128256)
+        fast = shape(rows, width, 128256)
+        yield fast
+        # TODO(budget): the condition goes when the op has the argument.
+        if "budget" in linear_cross_entropy.signature.parameters:
+            yield replace(shape(rows, width, 128256, budget=LEAN_BYTES), name=f"{fast.name}-lean")
+        yield replace(shape(rows, width, 128256, ignored=True), name=f"{fast.name}-half_ignored")
+        yield replace(fast, name=f"{fast.name}-frozen_weight", frozen=("weight",))
+    for rows in ROWS:
+        yield shape(rows, 4096, 128256, "N")
+    for width in (1024, 2048, 4096, 8192):
+        yield shape(8192, width, 128256, "H")
+    for classes in CLASSES:
+        yield shape(8192, 4096, classes, "V")
+    for chunk in (256, 512, 1024, 2048, 4096, 8192):
+        yield replace(shape(8192, 4096, 128256, chunk=chunk), name=f"8192x4096x128256-chunk={chunk}", axis=("chunk", chunk))
 
 
 def work(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Work:
-    product = 2 * target.numel() * weight.numel()
+    rows, (classes, width) = target.numel(), weight.shape
     size = (hidden.numel() + weight.numel()) * hidden.element_size()
-    return Work(size, 2 * size, product, 3 * product)
+    forward = Product(rows, width, classes, "right")
+    products = (forward, Product(rows, classes, width, "", "hidden"), Product(classes, rows, width, "left", "weight"))
+    operations = 2 * rows * width * classes
+    return Work(size, 2 * size, operations, 3 * operations, (forward,), products)
 
 
 def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any]:

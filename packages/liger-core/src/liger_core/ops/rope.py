@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import accumulator, normal
+from liger_core.ops._inputs import ROWS, accumulator, normal
 
 
 def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> None:
@@ -149,16 +149,24 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(batch: int, tokens: int, heads: int, key_heads: int, width: int, quick: bool = False) -> Workload:
+    def shape(batch: int, tokens: int, heads: int, key_heads: int, width: int, axis: str = "", quick: bool = False) -> Workload:
         def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
             q = normal(device, dtype, batch, tokens, heads, width).transpose(1, 2)
             k = normal(device, dtype, batch, tokens, key_heads, width).transpose(1, 2)
             return (q, k, *angles(device, dtype, tokens, width)), {}
 
-        return Workload(f"{batch}x{tokens}x{heads}+{key_heads}x{width}", make, quick)
+        name = f"{batch}x{tokens}x{heads}+{key_heads}x{width}"
+        point = {"T": tokens, "heads": heads}
+        return Workload(f"{name}-{axis}", make, quick, axis=(axis, point[axis])) if axis else Workload(name, make, quick)
 
     yield shape(1, 256, 8, 2, 64, quick=True)
-    yield shape(4, 4096, 32, 8, 128)
+    # On a GPU the first is ruled by the host.
+    for batch, tokens in ((1, 512), (4, 4096)):
+        yield shape(batch, tokens, 32, 8, 128)
+    for tokens in ROWS:
+        yield shape(1, tokens, 32, 8, 128, "T", quick=tokens <= 1024)
+    for heads in (4, 8, 16, 32, 64):
+        yield shape(2, 4096, heads, 4, 128, "heads")
 
 
 def work(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> Work:
