@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -37,7 +38,7 @@ def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool
         restore()
     torch.cuda.synchronize(device)
     try:
-        with torch.cuda.stream(aside):
+        with torch.cuda.stream(aside), _no_garbage_collection():
             graph.capture_begin(pool)
             try:
                 call()
@@ -61,11 +62,25 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What is collected during a capture may call what a capture forbids."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
 def _waiting_is_an_error() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
         raise Unsupported(f"it waits for the device, which a graph cannot: {error}".splitlines()[0]) from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
