@@ -40,6 +40,7 @@ PUBLIC = {
         "Unsupported",
         "Work",
         "Workload",
+        "add_rms_norm",
         "cross_entropy",
         "explain",
         "geglu",

@@ -180,6 +180,15 @@ MUTANTS = (
         "test_every_custom_op_that_a_sample_reaches_passes_opcheck",
     ),
     Mutant(
+        "a shared gradient reaches one input only",
+        f"{CORE}/kernels.py",
+        "                for index in group:",
+        "                for index in group[:1]:",
+        (ACCURACY, "--backend", "triton", "-k", f"accurate and add_rms_norm and {SMALL}"),
+        "test_outputs_and_gradients_are_as_accurate",
+        interpreted=True,
+    ),
+    Mutant(
         "fake outputs of another dtype",
         f"{CORE}/kernels.py",
         "    def _fake(self, *args: Any) -> Any:\n        outputs = self.allocate(*args)",
@@ -240,9 +249,25 @@ MUTANTS = (
     kernel(
         "triton: norm gradient 1 % too large",
         "_norm.py",
-        "(result * scale).to(grad_x",
-        "(result * scale * 1.01).to(grad_x",
+        "            result = result * scale\n",
+        "            result = result * scale * 1.01\n",
         f"rms_norm and {SMALL}",
+    ),
+    kernel(
+        "triton: gradient of the sum dropped",
+        "_norm.py",
+        "            if grad_summed is not None:",
+        "            if False:",
+        f"add_rms_norm and {SMALL}",
+    ),
+    Mutant(
+        "triton: the sum is normalised before it is rounded",
+        f"{TRITON}/_norm.py",
+        "        value = rounded.to(tl.float32)",
+        "        pass",
+        ("tests/ops/test_add_rms_norm.py", "--backend", "triton"),
+        "test_what_is_normalised_is_the_rounded_sum",
+        interpreted=True,
     ),
     kernel(
         "triton: tail mask dropped from the variance",

@@ -16,7 +16,7 @@ from liger_core.errors import (
 )
 from liger_core.hookspecs import hookimpl
 from liger_core.op import Misuse, Op, Product, Sample, Work, Workload, op
-from liger_core.ops import cross_entropy, geglu, layer_norm, linear_cross_entropy, linear_log_prob, rms_norm, rope, swiglu
+from liger_core.ops import add_rms_norm, cross_entropy, geglu, layer_norm, linear_cross_entropy, linear_log_prob, rms_norm, rope, swiglu
 from liger_core.ops._softmax_loss import LossMetrics
 from liger_core.selection import explain, use
 
@@ -41,6 +41,7 @@ __all__ = [
     "Unsupported",
     "Work",
     "Workload",
+    "add_rms_norm",
     "cross_entropy",
     "explain",
     "geglu",

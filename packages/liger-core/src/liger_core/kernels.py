@@ -92,8 +92,9 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     """One differentiable function of two kernels, bound by the names in their schemas.
 
     backward's arguments are `grad_<output>`, inputs and outputs of forward under their own names (these are kept until then),
-    and last `bool[n] needs`: which of its results, each called `grad_<input>`, are asked for. A forward that computes gradients
-    itself takes the same `needs` last. The first `public` outputs are returned; those without a `grad_` argument are constants.
+    and last `bool[n] needs`: which of its results, each called `grad_<input>`, are asked for. A result `grad_<input>_and_<input>` is
+    the gradient of both; autograd copies a gradient that it shares before it writes to it. A forward that computes gradients itself
+    takes the same `needs` last. The first `public` outputs are returned; those without a `grad_` argument are constants.
     """
     inputs = [a.name for a in forward.schema.arguments]
     outputs = [r.name for r in forward.schema.returns]
@@ -101,7 +102,8 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     if early:
         inputs.pop()
     wanted = [a.name for a in backward.schema.arguments]
-    targets = [inputs.index(r.name.removeprefix("grad_")) for r in backward.schema.returns]
+    targets = [[inputs.index(name) for name in r.name.removeprefix("grad_").split("_and_")] for r in backward.schema.returns]
+    trained = [i for group in targets for i in group]
     gradients = [outputs.index(n.removeprefix("grad_")) for n in wanted if n.startswith("grad_") and n.removeprefix("grad_") in outputs]
     tensors = {a.name for a in forward.schema.arguments if "Tensor" in str(a.type)}
     rest = wanted[len(gradients) : -1]
@@ -126,7 +128,7 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            needs = [ctx.needs_input_grad[i] for i in targets]
+            needs = [any(ctx.needs_input_grad[i] for i in group) for group in targets]
             results = forward(*args, needs) if early else forward(*args)
             ctx.save_for_backward(*[args[i] for i in kept_inputs], *[results[i] for i in kept_outputs])
             ctx.options = [args[i] for i in options]
@@ -148,15 +150,16 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
             given = (ctx.saved_tensors, ctx.options)
             results = backward(*[grads[i] for i in gradients], *[given[kind][i] for kind, i in order], ctx.needs)
             answer: list[Any] = [None] * count
-            for index, result in zip(targets, results, strict=True):
-                answer[index] = result
+            for group, result in zip(targets, results, strict=True):
+                for index in group:
+                    answer[index] = result
             return tuple(answer)
 
     no = [False] * len(targets)
 
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled():
-            for i in targets:
+            for i in trained:
                 if args[i] is not None and args[i].requires_grad:
                     return Function.apply(*args)  # type: ignore[no-untyped-call]
         results = forward(*args, no) if early else forward(*args)

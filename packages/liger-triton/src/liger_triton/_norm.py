@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of rms_norm and layer_norm: the same rows, centred or not."""
+"""The kernels of rms_norm, add_rms_norm and layer_norm: the same rows, summed with a residual or not, centred or not."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_triton import _norm_wide
 from liger_triton.launch import Launcher, cdiv, power_of_two, processors, rows_of
 
 # Wider rows are walked in tiles: past this, one row in float32 no longer fits the registers of a program beside its gradient.
 WIDEST_BLOCK = 16384
-TILE = 4096
 
 
 class Shape(NamedTuple):
@@ -57,39 +57,35 @@ def backward_shape(width: int) -> Shape:
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    y: Tensor,
-    mean: Tensor | None,
-    inverse: Tensor,
-    eps: float,
-    offset: float,
-    cast_input: bool,
-) -> None:
-    """Launch the forward pass; mean is None for rms_norm."""
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    summed: Tensor | None, y: Tensor, mean: Tensor | None, inverse: Tensor, eps: float, offset: float, cast_input: bool,
+) -> None:  # fmt: skip
+    """Launch the forward pass. With a residual, x + residual goes to summed and is what is normalised; mean is None for rms_norm."""
     x = rows_of(x)
     count, width = x.shape
     if count == 0:
         return
-    centred = mean is not None
-    flags = {"CENTRED": centred, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None, "CAST_INPUT": cast_input}
+    residual = None if residual is None else rows_of(residual)
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    args = (x, weight, bias, y, mean, inverse, x.stride(0))
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
+    args = (x, residual, weight, bias, summed, y, mean, inverse, *strides)
     if width > WIDEST_BLOCK:
-        wide_forward_launch((count,), *args, width, eps, offset, **flags, BLOCK=TILE, num_warps=8)
+        _norm_wide.forward(count, *args, width, eps, offset, cast_input)
         return
-    shape = forward_shape(width, centred)
+    shape = forward_shape(width, mean is not None)
     grid = (cdiv(count, shape.rows),)
-    forward_launch(grid, *args, count, width, eps, offset, **flags, ROWS=shape.rows, BLOCK=shape.block, num_warps=shape.warps)
+    forward_launch(grid, *args, count, width, eps, offset, CAST_INPUT=cast_input, ROWS=shape.rows, BLOCK=shape.block, num_warps=shape.warps)
 
 
 def backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, inverse: Tensor, offset: float,
+    grad_y: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, inverse: Tensor, offset: float,
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Launch the backward pass: grad_x row by row, and float32 partial sums of grad_weight and grad_bias that a second kernel adds."""
+    """Launch the backward pass: grad_x row by row, and float32 partial sums of grad_weight and grad_bias that a second kernel adds.
+
+    x is what was normalised; grad_summed is what else arrives at it.
+    """
     x, grad_y = rows_of(x), rows_of(grad_y)
     count, width = x.shape
     if count == 0:
@@ -97,62 +93,49 @@ def backward(
             if grad is not None:
                 grad.zero_()
         return
+    grad_summed = None if grad_summed is None else rows_of(grad_summed)
     weight = None if weight is None else weight.contiguous()
     wide = width > WIDEST_BLOCK
-    shape = backward_shape(TILE if wide else width)
     sums = grad_weight is not None or grad_bias is not None
+    args = (grad_y, grad_summed, x, weight, mean, inverse)
+    strides = (grad_y.stride(0), 0 if grad_summed is None else grad_summed.stride(0), x.stride(0))
+    shape = backward_shape(min(width, WIDEST_BLOCK))
     groups = cdiv(count, 1 if wide else shape.rows)
-    grid = min(groups, 16) if wide else min(groups, shape.programs * processors(x.device)) if sums else groups
-    part_weight, part_bias = (None if g is None else x.new_empty(grid, width, dtype=torch.float32) for g in (grad_weight, grad_bias))
-    flags = {"CENTRED": mean is not None, "HAS_WEIGHT": weight is not None}
-    args = (grad_y, x, weight, mean, inverse)
-    strides = (grad_y.stride(0), x.stride(0))
-    needs = {"NEEDS_WEIGHT": grad_weight is not None, "NEEDS_BIAS": grad_bias is not None}
+    programs = min(groups, _norm_wide.PARTS) if wide else min(groups, shape.programs * processors(x.device)) if sums else groups
+    part_weight, part_bias = (None if g is None else x.new_empty(programs, width, dtype=torch.float32) for g in (grad_weight, grad_bias))
     if wide:
-        if grad_x is not None:
-            wide_backward_launch((count,), *args, grad_x, *strides, width, offset, **flags, BLOCK=TILE, num_warps=8)
-        if sums:
-            tiles = (cdiv(width, 512), grid)
-            wide_partial_launch(
-                tiles,
-                grad_y,
-                x,
-                mean,
-                inverse,
-                part_weight,
-                part_bias,
-                *strides,
-                count,
-                width,
-                CENTRED=flags["CENTRED"],
-                **needs,
-                ROWS=8,
-                BLOCK=512,
-            )
+        _norm_wide.backward(count, *args, grad_x, part_weight, part_bias, *strides, width, offset, programs)
     else:
         backward_launch(
-            (grid,), *args, grad_x, part_weight, part_bias, *strides, count, width, offset,
-            **flags, **needs, NEEDS_X=grad_x is not None, ROWS=shape.rows, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps,
+            (programs,), *args, grad_x, part_weight, part_bias, *strides, count, width, offset,
+            ROWS=shape.rows, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps,
         )  # fmt: skip
     for part, grad in ((part_weight, grad_weight), (part_bias, grad_bias)):
         if part is not None and grad is not None:
             # Narrow strips fill the device at usual widths (8 µs against 13 with 64 columns, 264 rows); wide rows have strips enough.
             strip = 256 if wide else 16
-            column_sum_launch((cdiv(width, strip),), part, grad, grid, width, ROWS=16 if wide else 128, BLOCK=strip)
+            column_sum_launch((cdiv(width, strip),), part, grad, programs, width, ROWS=16 if wide else 128, BLOCK=strip)
 
 
 @triton.jit
 def forward_kernel(
-    x, weight, bias, y, mean, inverse, x_stride, rows, width, eps, offset,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CAST_INPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, rows, width, eps, offset,
+    CAST_INPUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program normalises ROWS rows, each in one block of columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     row_mask = row < rows
     mask = row_mask[:, None] & (column < width)[None, :]
+    out = row[:, None] * width + column[None, :]
     value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    if CENTRED:
+    if residual is not None:
+        value += tl.load(residual + row[:, None] * residual_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        # What is normalised is the sum that the next layer sees, rounded.
+        rounded = value.to(summed.dtype.element_ty)
+        tl.store(summed + out, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    if mean is not None:
         average = tl.sum(value, 1) / width
         tl.store(mean + row, average, mask=row_mask)
         value = tl.where(mask, value - average[:, None], 0.0)
@@ -161,27 +144,27 @@ def forward_kernel(
     value = value * scale[:, None]
     if CAST_INPUT:
         value = value.to(y.dtype.element_ty).to(tl.float32)
-    if HAS_WEIGHT:
+    if weight is not None:
         value = value * (tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset)[None, :]
-    if HAS_BIAS:
+    if bias is not None:
         value = value + tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + row[:, None] * width + column[None, :], value.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + out, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, weight, mean, inverse, grad_x, part_weight, part_bias, grad_stride, x_stride, rows, width, offset,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, NEEDS_BIAS: tl.constexpr, NEEDS_X: tl.constexpr,
+    grad_y, grad_summed, x, weight, mean, inverse, grad_x, part_weight, part_bias, grad_stride, summed_stride, x_stride, rows, width, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program p walks the row groups p, p + programs, … and writes partial row p.
 
-    With n = (x - mean) · inverse and g = grad_y · weight:  grad_x = inverse · (g - mean(g) - n · mean(g · n)), without mean(g) if not centred.
+    With n = (x - mean) · inverse and g = grad_y · weight:  grad_x = inverse · (g - mean(g) - n · mean(g · n)) + grad_summed,
+    without mean(g) if not centred.
     """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     column_mask = column < width
-    if HAS_WEIGHT:
+    if weight is not None:
         factor = (tl.load(weight + column, mask=column_mask, other=0.0).to(tl.float32) + offset)[None, :]
     sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
     sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -192,23 +175,26 @@ def backward_kernel(
         grad = tl.load(grad_y + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
         value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(inverse + row, mask=row_mask, other=0.0)[:, None]
-        if CENTRED:
+        if mean is not None:
             value = tl.where(mask, value - tl.load(mean + row, mask=row_mask, other=0.0)[:, None], 0.0)
         value = value * scale
-        if NEEDS_WEIGHT:
+        if part_weight is not None:
             sum_weight += tl.sum(grad * value, 0)
-        if NEEDS_BIAS:
+        if part_bias is not None:
             sum_bias += tl.sum(grad, 0)
-        if NEEDS_X:
-            if HAS_WEIGHT:
+        if grad_x is not None:
+            if weight is not None:
                 grad = grad * factor
             result = grad - value * (tl.sum(grad * value, 1) / width)[:, None]
-            if CENTRED:
+            if mean is not None:
                 result = result - (tl.sum(grad, 1) / width)[:, None]
-            tl.store(grad_x + row[:, None] * width + column[None, :], (result * scale).to(grad_x.dtype.element_ty), mask=mask)
-    if NEEDS_WEIGHT:
+            result = result * scale
+            if grad_summed is not None:
+                result += tl.load(grad_summed + row[:, None] * summed_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            tl.store(grad_x + row[:, None] * width + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
+    if part_weight is not None:
         tl.store(part_weight + program.to(tl.int64) * width + column, sum_weight, mask=column_mask)
-    if NEEDS_BIAS:
+    if part_bias is not None:
         tl.store(part_bias + program.to(tl.int64) * width + column, sum_bias, mask=column_mask)
 
 
@@ -226,110 +212,6 @@ def column_sum_kernel(part, total, count, width, ROWS: tl.constexpr, BLOCK: tl.c
     tl.store(total + column, tl.sum(accumulated, 0).to(total.dtype.element_ty), mask=column_mask)
 
 
-@triton.jit
-def wide_forward_kernel(
-    x, weight, bias, y, mean, inverse, x_stride, width, eps, offset,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CAST_INPUT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program normalises one row tile by tile; later passes over the row are served by the L2 cache."""
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    average = 0.0
-    if CENTRED:
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for start in range(0, width, BLOCK):
-            column = start + lane
-            total += tl.load(x + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
-        average = tl.sum(total, 0) / width
-        tl.store(mean + row, average)
-    squares = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, width, BLOCK):
-        column = start + lane
-        value = tl.load(x + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
-        value = tl.where(column < width, value - average, 0.0)
-        squares += value * value
-    scale = tl.rsqrt(tl.sum(squares, 0) / width + eps)
-    tl.store(inverse + row, scale)
-    for start in range(0, width, BLOCK):
-        column = start + lane
-        mask = column < width
-        value = (tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32) - average) * scale
-        if CAST_INPUT:
-            value = value.to(y.dtype.element_ty).to(tl.float32)
-        if HAS_WEIGHT:
-            value = value * (tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + offset)
-        if HAS_BIAS:
-            value = value + tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def wide_backward_kernel(
-    grad_y, x, weight, mean, inverse, grad_x, grad_stride, x_stride, width, offset,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program computes grad_x of one row in two passes over its tiles."""
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    scale = tl.load(inverse + row)
-    average = 0.0
-    if CENTRED:
-        average = tl.load(mean + row)
-    products = tl.zeros((BLOCK,), dtype=tl.float32)
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, width, BLOCK):
-        column = start + lane
-        mask = column < width
-        grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
-        value = (tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32) - average) * scale
-        if HAS_WEIGHT:
-            grad = grad * (tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + offset)
-        products += grad * value
-        sums += grad
-    product = tl.sum(products, 0) / width
-    shift = 0.0
-    if CENTRED:
-        shift = tl.sum(sums, 0) / width
-    for start in range(0, width, BLOCK):
-        column = start + lane
-        mask = column < width
-        grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
-        value = (tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32) - average) * scale
-        if HAS_WEIGHT:
-            grad = grad * (tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + offset)
-        result = (grad - shift - value * product) * scale
-        tl.store(grad_x + row * width + column, result.to(grad_x.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def wide_partial_kernel(
-    grad_y, x, mean, inverse, part_weight, part_bias, grad_stride, x_stride, rows, width,
-    CENTRED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, NEEDS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program (c, p) sums every programs-th group of ROWS rows, from the p-th on, of column tile c into partial row p."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
-    sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-    sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        row_mask = row < rows
-        tile = row_mask[:, None] & mask[None, :]
-        grad = tl.load(grad_y + row[:, None] * grad_stride + column[None, :], mask=tile, other=0.0).to(tl.float32)
-        value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=tile, other=0.0).to(tl.float32)
-        if CENTRED:
-            value = value - tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
-        sum_weight += tl.sum(grad * value * tl.load(inverse + row, mask=row_mask, other=0.0)[:, None], 0)
-        sum_bias += tl.sum(grad, 0)
-    if NEEDS_WEIGHT:
-        tl.store(part_weight + tl.program_id(1).to(tl.int64) * width + column, sum_weight, mask=mask)
-    if NEEDS_BIAS:
-        tl.store(part_bias + tl.program_id(1).to(tl.int64) * width + column, sum_bias, mask=mask)
-
-
 forward_launch = Launcher(forward_kernel)
 backward_launch = Launcher(backward_kernel)
 column_sum_launch = Launcher(column_sum_kernel)
-wide_forward_launch = Launcher(wide_forward_kernel)
-wide_backward_launch = Launcher(wide_backward_kernel)
-wide_partial_launch = Launcher(wide_partial_kernel)

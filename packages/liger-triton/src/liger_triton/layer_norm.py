@@ -24,7 +24,7 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
 
 
 def _launch(y: Tensor, mean: Tensor, inverse: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-    _norm.forward(x, weight, bias, y, mean, inverse, eps, 0.0, False)
+    _norm.forward(x, None, weight, bias, None, y, mean, inverse, eps, 0.0, False)
 
 
 def _allocate_backward(
@@ -37,7 +37,7 @@ def _launch_backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_y: Tensor, x: Tensor, weight: Tensor | None,
     bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
-    _norm.backward(grad_y, x, weight, mean, inverse, 0.0, grad_x, grad_weight, grad_bias)
+    _norm.backward(grad_y, None, x, weight, mean, inverse, 0.0, grad_x, grad_weight, grad_bias)
 
 
 _layer_norm = differentiable(

@@ -27,7 +27,7 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
 
 
 def _launch(y: Tensor, inverse_rms: Tensor, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast_input: bool) -> None:
-    _norm.forward(x, weight, None, y, None, inverse_rms, eps, weight_offset, cast_input)
+    _norm.forward(x, None, weight, None, None, y, None, inverse_rms, eps, weight_offset, cast_input)
 
 
 def _allocate_backward(
@@ -43,7 +43,7 @@ def _launch_backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_y: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor,
     weight_offset: float, needs: list[bool],
 ) -> None:  # fmt: skip
-    _norm.backward(grad_y, x, weight, None, inverse_rms, weight_offset, grad_x, grad_weight, None)
+    _norm.backward(grad_y, None, x, weight, None, inverse_rms, weight_offset, grad_x, grad_weight, None)
 
 
 _rms_norm = differentiable(

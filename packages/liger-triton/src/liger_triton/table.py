@@ -8,6 +8,7 @@ from typing import Any
 
 import liger_core
 from liger_core import Op
+from liger_triton.add_rms_norm import add_rms_norm
 from liger_triton.cross_entropy import cross_entropy
 from liger_triton.geglu import geglu
 from liger_triton.layer_norm import layer_norm
@@ -19,6 +20,7 @@ from liger_triton.swiglu import swiglu
 
 TABLE: dict[Op[..., Any], Callable[..., Any]] = {
     liger_core.rms_norm: rms_norm,
+    liger_core.add_rms_norm: add_rms_norm,
     liger_core.layer_norm: layer_norm,
     liger_core.rope: rope,
     liger_core.swiglu: swiglu,

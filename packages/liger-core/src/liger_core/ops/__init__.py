@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from liger_core.op import Op
+from liger_core.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from liger_core.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_core.ops.geglu import geglu as geglu
 from liger_core.ops.layer_norm import layer_norm as layer_norm
@@ -15,4 +16,14 @@ from liger_core.ops.rms_norm import rms_norm as rms_norm
 from liger_core.ops.rope import rope as rope
 from liger_core.ops.swiglu import swiglu as swiglu
 
-CATALOGUE: tuple[Op[..., Any], ...] = (rms_norm, layer_norm, rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob)
+CATALOGUE: tuple[Op[..., Any], ...] = (
+    rms_norm,
+    add_rms_norm,
+    layer_norm,
+    rope,
+    swiglu,
+    geglu,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_prob,
+)

@@ -18,14 +18,19 @@ Cast = Literal["input", "float32"]
 
 
 def check(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input") -> None:
-    checks.floating("rms_norm", x=x, weight=weight)
-    checks.at_least_one_dimension("rms_norm", "x", x)
-    checks.vector("rms_norm", "weight", weight, x.shape[-1], "x", x)
-    checks.same_device("rms_norm", "x", x, weight=weight)
-    checks.positive("rms_norm", "eps", eps)
-    checks.choice("rms_norm", "cast", cast, ("input", "float32"))
+    check_scaling("rms_norm", x, weight, eps, weight_offset, cast)
+
+
+def check_scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str) -> None:
+    """What rms_norm and add_rms_norm ask of the arguments that they share."""
+    checks.floating(op, x=x, weight=weight)
+    checks.at_least_one_dimension(op, "x", x)
+    checks.vector(op, "weight", weight, x.shape[-1], "x", x)
+    checks.same_device(op, "x", x, weight=weight)
+    checks.positive(op, "eps", eps)
+    checks.choice(op, "cast", cast, ("input", "float32"))
     if weight is None and weight_offset != 0.0:
-        checks.fail(OptionError, "rms_norm", f"weight_offset must be 0 without a weight, got {weight_offset}")
+        checks.fail(OptionError, op, f"weight_offset must be 0 without a weight, got {weight_offset}")
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""add_rms_norm: add a residual, then scale every row of the sum to unit root mean square."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
+from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._inputs import normal
+from liger_core.ops.rms_norm import Cast, check_scaling, rms_norm
+
+
+def check(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
+) -> None:
+    checks.floating("add_rms_norm", x=x, residual=residual)
+    if x.shape != residual.shape:
+        checks.fail(
+            ShapeError, "add_rms_norm", f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it"
+        )
+    checks.same_dtype("add_rms_norm", "x", x, residual=residual)
+    checks.same_device("add_rms_norm", "x", x, residual=residual)
+    check_scaling("add_rms_norm", x, weight, eps, weight_offset, cast)
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    def pair(*shape: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        return n(*shape, scale=scale), n(*shape, scale=scale)
+
+    yield Sample("one_block", (*pair(2, 3, 64), n(64)), why="the width is a power of two: no mask")
+    yield Sample("odd_width", (*pair(5, 100), n(100)), why="mask on the last block")
+    yield Sample("small_width", (*pair(37, 24), n(24)), why="many rows per program, rows not a multiple of them")
+    yield Sample("many_rows", (*pair(67, 128), n(128)), why="every program of the backward walks several rows")
+    yield Sample("gemma", (*pair(6, 96), n(96)), {"weight_offset": 1.0, "cast": "float32"}, why="1 + weight, multiplied in float32")
+    yield Sample("cast_input", (*pair(6, 96, scale=30), n(96)), {"cast": "input"}, why="Llama casting rounds before the weight")
+    yield Sample("weightless", pair(6, 96), why="no weight and no weight gradient")
+    yield Sample("large_residual", (n(6, 96), n(6, 96, scale=300), n(96)), why="the sum is rounded before it is normalised")
+    yield Sample("frozen_weight", (*pair(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
+    yield Sample("frozen_residual", (*pair(6, 96), n(96)), frozen=("residual",), why="the one gradient of the sum goes to x alone")
+    yield Sample("frozen_sum", (*pair(6, 96), n(96)), frozen=("x", "residual"), why="only the weight gradient")
+    yield Sample("large_eps", (*pair(4, 48, scale=0.01), n(48)), {"eps": 0.1}, why="eps dominates the mean square")
+    yield Sample("strided_rows", (n(5, 160)[:, :80], n(5, 240)[:, :80], n(80)), why="both are read through strides of their own")
+    yield Sample("transposed", (n(40, 6).t(), n(6, 40), n(40)), why="the last dimension of x is not contiguous")
+    yield Sample("float32_weight", (*pair(5, 72), normal(device, torch.float32, 72)), why="the weight has another dtype than x")
+    yield Sample("one_row", (*pair(1, 200), n(200)), why="a single row")
+    yield Sample("one_column", (*pair(9, 1), n(1), 0.5), why="a single column; with a small eps its gradient would be pure cancellation")
+    yield Sample("vector", (*pair(33), n(33)), why="no leading dimension")
+    yield Sample("wide", (*pair(3, 20000), n(20000)), why="the row is longer than one block")
+    yield Sample("empty", (*pair(0, 64), n(64)), why="no rows: nothing is launched, gradients are zero")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, device=device, dtype=dtype)
+
+    yield Misuse(
+        "residual_shape",
+        (z(2, 3, 8), z(3, 8), z(8)),
+        {},
+        ShapeError,
+        "add_rms_norm: residual must have the shape of x (2, 3, 8), got (3, 8); expand it",
+    )
+    yield Misuse(
+        "dtypes",
+        (z(2, 8, dtype=torch.bfloat16), z(2, 8)),
+        {},
+        DtypeError,
+        "add_rms_norm: residual must have dtype torch.bfloat16 like x, got torch.float32; cast one of them",
+    )
+    yield Misuse(
+        "weight_shape", (z(2, 8), z(2, 8), z(7)), {}, ShapeError, "add_rms_norm: weight must have shape (8,) to match x (2, 8), got (7,)"
+    )
+    yield Misuse("scalar", (z(), z()), {}, ShapeError, "add_rms_norm: x must have at least one dimension, got a scalar")
+    yield Misuse(
+        "integers",
+        (z(2, 4, dtype=torch.int64), z(2, 4, dtype=torch.int64)),
+        {},
+        DtypeError,
+        "add_rms_norm: x must have a floating dtype, got torch.int64",
+    )
+    yield Misuse("eps_zero", (z(2, 4), z(2, 4), z(4), 0.0), {}, OptionError, "add_rms_norm: eps must be > 0, got 0.0")
+    yield Misuse(
+        "cast", (z(2, 4), z(2, 4), z(4)), {"cast": "bf16"}, OptionError, "add_rms_norm: cast must be one of 'input', 'float32', got 'bf16'"
+    )
+    yield Misuse(
+        "offset",
+        (z(2, 4), z(2, 4)),
+        {"weight_offset": 1.0},
+        OptionError,
+        "add_rms_norm: weight_offset must be 0 without a weight, got 1.0",
+    )
+    elsewhere = torch.zeros(2, 4, device="meta")
+    yield Misuse("device", (z(2, 4), elsewhere), {}, DeviceError, f"add_rms_norm: residual must be on {z(1).device} like x, got meta")
+
+
+def workloads() -> Iterator[Workload]:
+    def shape(rows: int, width: int, quick: bool = False) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return (normal(device, dtype, rows, width), normal(device, dtype, rows, width), normal(device, dtype, width)), {}
+
+        return Workload(f"{rows}x{width}", make, quick)
+
+    yield shape(512, 1024, quick=True)
+    for rows, width in ((32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)):
+        yield shape(rows, width)
+
+
+def work(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
+) -> Work:
+    size = x.numel() * x.element_size()
+    return Work(4 * size, 8 * size)
+
+
+@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
+) -> tuple[Tensor, Tensor]:
+    """Add a residual to x, then scale every row of the sum to unit root mean square and by weight: a decoder layer's step between blocks.
+
+        summed = x + residual                                                    (rounded to the dtype of x)
+        normed = summed / sqrt(mean(summed²) + eps) · (weight_offset + weight)   (mean over the last dimension)
+
+    x              (..., width)   any floating dtype
+    residual       (..., width)   shape and dtype of x
+    weight         (width,)       any floating dtype; without it the factor is 1
+    eps, weight_offset, cast      as in rms_norm
+    returns        (normed, summed), shape and dtype of x; the sum is the next residual
+
+    x and residual have one gradient, that of their sum: autograd.grad may return one tensor for both, as for x + residual.
+    Raises ShapeError if residual has another shape than x or weight is not (width,), DtypeError for integers or two dtypes,
+    OptionError for eps ≤ 0.
+    Zhang & Sennrich 2019, arXiv:1910.07467, before each block as in Xiong et al. 2020, arXiv:2002.04745.
+    """
+    summed = x + residual
+    return rms_norm.reference(summed, weight, eps, weight_offset=weight_offset, cast=cast), summed

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that do not fit the registers of a program: they are walked tile by tile, and read again where they are needed again."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_triton.launch import Launcher, cdiv
+
+TILE = 4096
+# Partial rows of the column sums.
+PARTS = 16
+# Rows and columns of a tile of the column sums.
+SUM_ROWS, SUM_TILE = 8, 512
+
+
+def forward(
+    rows: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, summed: Tensor | None, y: Tensor,
+    mean: Tensor | None, inverse: Tensor, x_stride: int, residual_stride: int, width: int, eps: float, offset: float, cast_input: bool,
+) -> None:  # fmt: skip
+    """One program a row."""
+    forward_launch(
+        (rows,), x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
+        CAST_INPUT=cast_input, BLOCK=TILE, num_warps=8,
+    )  # fmt: skip
+
+
+def backward(
+    rows: int, grad_y: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, inverse: Tensor,
+    grad_x: Tensor | None, part_weight: Tensor | None, part_bias: Tensor | None,
+    grad_stride: int, summed_stride: int, x_stride: int, width: int, offset: float, parts: int,
+) -> None:  # fmt: skip
+    """One program a row for grad_x, then column tiles for the `parts` partial rows of the other two."""
+    if grad_x is not None:
+        backward_launch(
+            (rows,), grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_stride, summed_stride, x_stride, width, offset,
+            BLOCK=TILE, num_warps=8,
+        )  # fmt: skip
+    if part_weight is not None or part_bias is not None:
+        partial_launch(
+            (cdiv(width, SUM_TILE), parts), grad_y, x, mean, inverse, part_weight, part_bias, grad_stride, x_stride, rows, width,
+            ROWS=SUM_ROWS, BLOCK=SUM_TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def summand(x, residual, column, mask, DTYPE: tl.constexpr):
+    """A tile of what is normalised: of x, or of x + residual rounded."""
+    value = tl.load(x + column, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        value = (value + tl.load(residual + column, mask=mask, other=0.0).to(tl.float32)).to(DTYPE).to(tl.float32)
+    return value
+
+
+@triton.jit
+def wide_forward_kernel(
+    x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
+    CAST_INPUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program normalises one row tile by tile; later passes over the row are served by the L2 cache."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    x += row * x_stride
+    if residual is not None:
+        residual += row * residual_stride
+    average = 0.0
+    if mean is not None:
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + lane
+            total += summand(x, residual, column, column < width, DTYPE)
+        average = tl.sum(total, 0) / width
+        tl.store(mean + row, average)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        value = tl.where(column < width, summand(x, residual, column, column < width, DTYPE) - average, 0.0)
+        squares += value * value
+    scale = tl.rsqrt(tl.sum(squares, 0) / width + eps)
+    tl.store(inverse + row, scale)
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        mask = column < width
+        value = summand(x, residual, column, mask, DTYPE)
+        if residual is not None:
+            tl.store(summed + row * width + column, value.to(DTYPE), mask=mask)
+        value = (value - average) * scale
+        if CAST_INPUT:
+            value = value.to(DTYPE).to(tl.float32)
+        if weight is not None:
+            value = value * (tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + offset)
+        if bias is not None:
+            value = value + tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y + row * width + column, value.to(DTYPE), mask=mask)
+
+
+@triton.jit
+def wide_backward_kernel(
+    grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_stride, summed_stride, x_stride, width, offset, BLOCK: tl.constexpr
+):
+    """One program computes grad_x of one row in two passes over its tiles."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    scale = tl.load(inverse + row)
+    average = 0.0
+    if mean is not None:
+        average = tl.load(mean + row)
+    products = tl.zeros((BLOCK,), dtype=tl.float32)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        mask = column < width
+        grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
+        value = (tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32) - average) * scale
+        if weight is not None:
+            grad = grad * (tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + offset)
+        products += grad * value
+        sums += grad
+    product = tl.sum(products, 0) / width
+    shift = 0.0
+    if mean is not None:
+        shift = tl.sum(sums, 0) / width
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        mask = column < width
+        grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
+        value = (tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32) - average) * scale
+        if weight is not None:
+            grad = grad * (tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + offset)
+        result = (grad - shift - value * product) * scale
+        if grad_summed is not None:
+            result += tl.load(grad_summed + row * summed_stride + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_x + row * width + column, result.to(grad_x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def wide_partial_kernel(
+    grad_y, x, mean, inverse, part_weight, part_bias, grad_stride, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (c, p) sums every programs-th group of ROWS rows, from the p-th on, of column tile c into partial row p."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
+    sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        row_mask = row < rows
+        tile = row_mask[:, None] & mask[None, :]
+        grad = tl.load(grad_y + row[:, None] * grad_stride + column[None, :], mask=tile, other=0.0).to(tl.float32)
+        value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=tile, other=0.0).to(tl.float32)
+        if mean is not None:
+            value = value - tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
+        sum_weight += tl.sum(grad * value * tl.load(inverse + row, mask=row_mask, other=0.0)[:, None], 0)
+        sum_bias += tl.sum(grad, 0)
+    if part_weight is not None:
+        tl.store(part_weight + tl.program_id(1).to(tl.int64) * width + column, sum_weight, mask=mask)
+    if part_bias is not None:
+        tl.store(part_bias + tl.program_id(1).to(tl.int64) * width + column, sum_bias, mask=mask)
+
+
+forward_launch = Launcher(wide_forward_kernel)
+backward_launch = Launcher(wide_backward_kernel)
+partial_launch = Launcher(wide_partial_kernel)

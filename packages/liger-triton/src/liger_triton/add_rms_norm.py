@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""add_rms_norm in Triton: one read of x and residual writes both results; one backward pass serves both inputs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from liger_core.kernels import Outputs, differentiable
+from liger_triton import _norm
+from liger_triton.launch import TritonKernel, supported
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast: Literal["input", "float32"] = "input",
+) -> tuple[Tensor, Tensor]:
+    supported(x, weight)
+    result: tuple[Tensor, Tensor] = _add_rms_norm(x, residual, weight, eps, weight_offset, cast == "input")
+    return result
+
+
+def _allocate(x: Tensor, *rest: object) -> Outputs:
+    rows = x.numel() // max(1, x.shape[-1])
+    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
+
+
+def _launch(
+    normed: Tensor, summed: Tensor, inverse_rms: Tensor, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float,
+    weight_offset: float, cast_input: bool,
+) -> None:  # fmt: skip
+    _norm.forward(x, residual, weight, None, summed, normed, None, inverse_rms, eps, weight_offset, cast_input)
+
+
+def _allocate_backward(
+    grad_normed: Tensor | None, grad_summed: Tensor | None, summed: Tensor, weight: Tensor | None, inverse_rms: Tensor,
+    weight_offset: float, needs: list[bool],
+) -> Outputs:  # fmt: skip
+    return (
+        summed.new_empty(summed.shape) if needs[0] else None,
+        weight.new_empty(weight.shape) if needs[1] and weight is not None and grad_normed is not None else None,
+    )
+
+
+def _launch_backward(
+    grad_sum: Tensor | None, grad_weight: Tensor | None, grad_normed: Tensor | None, grad_summed: Tensor | None, summed: Tensor,
+    weight: Tensor | None, inverse_rms: Tensor, weight_offset: float, needs: list[bool],
+) -> None:  # fmt: skip
+    if grad_normed is not None:
+        _norm.backward(grad_normed, grad_summed, summed, weight, None, inverse_rms, weight_offset, grad_sum, grad_weight, None)
+    elif grad_sum is not None and grad_summed is not None:
+        grad_sum.copy_(grad_summed)
+
+
+_add_rms_norm = differentiable(
+    TritonKernel(
+        "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, bool cast_input)"
+        " -> (Tensor normed, Tensor summed, Tensor inverse_rms)",
+        _allocate,
+        _launch,
+    ),
+    TritonKernel(
+        "add_rms_norm_backward(Tensor? grad_normed, Tensor? grad_summed, Tensor summed, Tensor? weight, Tensor inverse_rms,"
+        " float weight_offset, bool[2] needs) -> (Tensor? grad_x_and_residual, Tensor? grad_weight)",
+        _allocate_backward,
+        _launch_backward,
+    ),
+    public=2,
+)
