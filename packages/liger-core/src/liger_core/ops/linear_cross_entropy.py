@@ -224,41 +224,52 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(rows: int, width: int, classes: int, axis: str = "", ignored: bool = False, quick: bool = False, **options: Any) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            hidden = normal(device, dtype, rows, width)
-            target = integers(device, classes, rows)
-            if ignored:
-                # Scattered, as prompts and padding of a batch leave them.
-                target[torch.randperm(rows, device=device)[: rows // 2]] = -100
-            return (hidden, normal(device, dtype, classes, width, scale=width**-0.5), target), options
-
-        return workload(make, axis, quick, N=rows, H=width, V=classes)
-
-    yield shape(512, 128, 8192, quick=True)
+    yield head_workload(512, 128, 8192, quick=True)
     for rows, width in ((8192, 2048), (8192, 4096), (32768, 4096)):
-        fast = shape(rows, width, 128256)
-        yield fast
-        yield replace(shape(rows, width, 128256, budget=LEAN_BYTES), name=f"{fast.name}-lean")
-        yield replace(shape(rows, width, 128256, ignored=True), name=f"{fast.name}-half_ignored")
-        yield replace(fast, name=f"{fast.name}-frozen_weight", frozen=("weight",))
+        sizes = (rows, width, 128256)
+        yield head_workload(*sizes)
+        yield head_workload(*sizes, mode="lean", budget=LEAN_BYTES)
+        yield head_workload(*sizes, mode="half_ignored")
+        yield replace(head_workload(*sizes, mode="frozen_weight"), frozen=("weight",))
+    yield from head_series()
+
+
+def head_workload(rows: int, width: int, classes: int, axis: str = "", mode: str = "", quick: bool = False, **options: Any) -> Workload:
+    """A head of these sizes and its targets, of which the mode "half_ignored" ignores half."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = normal(device, dtype, rows, width)
+        weight = normal(device, dtype, classes, width, scale=width**-0.5)
+        target = integers(device, classes, rows)
+        if mode == "half_ignored":
+            # Scattered, as prompts and padding of a batch leave them.
+            target[torch.randperm(rows, device=device)[: rows // 2]] = -100
+        return (hidden, weight, target), dict(options)
+
+    made = workload(make, axis, quick, N=rows, H=width, V=classes)
+    return replace(made, name=f"{made.name}-{mode}") if mode else made
+
+
+def head_series() -> Iterator[Workload]:
+    """The cost of a head against each of its sizes, and against the rows of a chunk."""
     for rows in ROWS:
-        yield shape(rows, 4096, 128256, "N")
+        yield head_workload(rows, 4096, 128256, "N")
     for width in (1024, 2048, 4096, 8192):
-        yield shape(8192, width, 128256, "H")
+        yield head_workload(8192, width, 128256, "H")
     for classes in CLASSES:
-        yield shape(8192, 4096, classes, "V")
+        yield head_workload(8192, 4096, classes, "V")
     for chunk in (256, 512, 1024, 2048, 4096, 8192):
-        yield replace(shape(8192, 4096, 128256, chunk=chunk), name=f"8192x4096x128256-chunk={chunk}", axis=("chunk", chunk))
+        yield replace(head_workload(8192, 4096, 128256, mode=f"chunk={chunk}", chunk=chunk), axis=("chunk", chunk))
 
 
 def work(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Work:
+    """One product for the logits, and one for each gradient."""
     rows, (classes, width) = target.numel(), weight.shape
     size = (hidden.numel() + weight.numel()) * hidden.element_size()
-    forward = Product(rows, width, classes, "right")
-    products = (forward, Product(rows, classes, width, "", "hidden"), Product(classes, rows, width, "left", "weight"))
+    logits = Product(rows, width, classes, "right")
+    products = (logits, Product(rows, classes, width, "", "hidden"), Product(classes, rows, width, "left", "weight"))
     operations = 2 * rows * width * classes
-    return Work(size, 2 * size, operations, 3 * operations, (forward,), products)
+    return Work(size, 2 * size, operations, 3 * operations, (logits,), products)
 
 
 def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any]:

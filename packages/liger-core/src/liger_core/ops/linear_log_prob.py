@@ -17,7 +17,8 @@ from liger_core.ops._chunked_loss import CHUNKS, GRADIENTS, Chunk, ChunkLoop, au
 from liger_core.ops._inputs import accumulator, integers, normal
 from liger_core.ops._softmax_loss import EntropyTerm, RowPasses, TorchPasses
 from liger_core.ops.cross_entropy import check_loss_options, targets_with_ignored
-from liger_core.ops.linear_cross_entropy import check_head
+from liger_core.ops.linear_cross_entropy import check_head, head_series, head_workload
+from liger_core.ops.linear_cross_entropy import work as head_work
 
 
 def check(
@@ -125,24 +126,17 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(rows: int, width: int, classes: int, quick: bool = False, **options: Any) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            hidden = normal(device, dtype, rows, width)
-            return (hidden, normal(device, dtype, classes, width, scale=width**-0.5), integers(device, classes, rows)), dict(options)
-
-        return Workload("-".join([f"{rows}x{width}x{classes}", *options]), make, quick)
-
-    yield shape(512, 128, 8192, quick=True)
+    yield head_workload(512, 128, 8192, quick=True)
     for rows, width in ((8192, 2048), (8192, 4096), (32768, 4096)):
-        yield shape(rows, width, 128256)
-    yield shape(8192, 4096, 128256, return_entropy=True)
+        yield head_workload(rows, width, 128256)
+    yield head_workload(8192, 4096, 128256, mode="half_ignored")
+    yield head_workload(8192, 4096, 128256, mode="return_entropy", return_entropy=True)
+    yield from head_series()
 
 
 def work(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Work:
-    # The logits are multiplied out twice, since the upstream gradient comes after they are gone.
-    product = 2 * target.numel() * weight.numel()
-    size = (hidden.numel() + weight.numel()) * hidden.element_size()
-    return Work(size, 2 * size, product, 4 * product)
+    # Whoever does not hold the logits until the upstream gradient comes multiplies them out again, but that can be avoided.
+    return head_work(hidden, weight, target)
 
 
 INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias"
