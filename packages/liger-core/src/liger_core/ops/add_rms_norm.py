@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import normal
+from liger_core.ops._inputs import ROWS, WIDTHS, normal, workload
 from liger_core.ops.rms_norm import Cast, check_scaling, rms_norm
 
 
@@ -103,15 +103,20 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(rows: int, width: int, quick: bool = False) -> Workload:
+    def shape(rows: int, width: int, axis: str = "", quick: bool = False) -> Workload:
         def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return (normal(device, dtype, rows, width), normal(device, dtype, rows, width), normal(device, dtype, width)), {}
 
-        return Workload(f"{rows}x{width}", make, quick)
+        return workload(make, axis, quick, N=rows, H=width)
 
     yield shape(512, 1024, quick=True)
-    for rows, width in ((32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)):
+    # On a GPU the first is ruled by the host.
+    for rows, width in ((2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)):
         yield shape(rows, width)
+    for rows in ROWS:
+        yield shape(rows, 4096, "N", quick=rows <= 1024)
+    for width in WIDTHS:
+        yield shape(8192, width, "H", quick=width <= 512)
 
 
 def work(
