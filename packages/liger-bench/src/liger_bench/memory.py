@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from liger_core.errors import OptionError
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device, *, collect: bool = True) -> int:
@@ -35,6 +38,17 @@ def peak_bytes(function: Callable[[], object], device: torch.device, *, collect:
     function()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def bytes_of(option: str, size: str) -> int:
+    """The bytes that a size like "24GiB", "512 MB" or "1e9" says.
+
+    Raises OptionError for anything else.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
+        raise OptionError(f"{option} must be a size like 24GiB or 512MB, got {size!r}")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:

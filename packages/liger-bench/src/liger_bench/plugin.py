@@ -16,9 +16,11 @@ def liger_commands(app: typer.Typer) -> None:
     from liger_bench.bench.command import ops, scaling
     from liger_bench.bench.group import DEFAULT, bench_group
     from liger_bench.demo.command import demo
+    from liger_bench.model.command import model
 
     app.command()(demo)
     bench = bench_group()
     bench.command(DEFAULT)(ops)
     bench.command("scaling")(scaling)
+    bench.command()(model)
     app.add_typer(bench, name="bench")

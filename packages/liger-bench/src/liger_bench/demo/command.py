@@ -24,7 +24,10 @@ from liger_core.selection import use
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
     size: Annotated[
-        str, typer.Option("--model", "--size", help="small (11 M parameters) or 1b (the shape of Llama 3.2 1B, for a GPU).")
+        str,
+        typer.Option(
+            "--model", "--size", help="tiny, small (11 M parameters), 1b or 8b (the shapes of Llama 3.2 1B and Llama 3 8B, for a GPU)."
+        ),
     ] = "small",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str | None, typer.Option(help='A backend, or as in LIGER_BACKEND: "triton,rope=reference".')] = None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that the demo trains: a Llama with random weights."""
+"""The models that are measured: a Llama of a named shape with random weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from liger_bench.demo.settings import Settings
+from liger_bench.demo.settings import SIZES, Settings
 
 
 def build(settings: Settings, *, attention: str = "sdpa") -> PreTrainedModel:
     """The model of these settings, the same weights for the same seed."""
     return _build(settings, settings.device, attention)
+
+
+def llama(
+    size: str, device: torch.device, dtype: torch.dtype, sequence: int, *, checkpointing: bool, attention: str = "sdpa", seed: int = 0
+) -> PreTrainedModel:
+    """A Llama of a named shape for sequences of that length, made on the device in that dtype and ready to train."""
+    config = LlamaConfig(**SIZES[size], max_position_embeddings=sequence, use_cache=False)
+    torch.manual_seed(seed)
+    with device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    return model
 
 
 def twin(model: PreTrainedModel, settings: Settings) -> PreTrainedModel:
@@ -29,11 +43,5 @@ def parameters(model: nn.Module) -> int:
 
 
 def _build(settings: Settings, device: torch.device, attention: str) -> PreTrainedModel:
-    config = LlamaConfig(**settings.shape, max_position_embeddings=settings.sequence, use_cache=False)
-    torch.manual_seed(settings.seed)
-    with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=settings.dtype, attn_implementation=attention)
-    if settings.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    return model
+    shape = (settings.size, device, settings.dtype, settings.sequence)
+    return llama(*shape, checkpointing=settings.checkpointing, attention=attention, seed=settings.seed)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger bench model`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from liger_bench import machine
+from liger_bench.demo.settings import LARGE, SIZES
+from liger_bench.memory import bytes_of
+from liger_bench.model.implementations import IMPLEMENTATIONS
+from liger_bench.model.job import COLUMNS, IDENTITY, Job, Row, row_of
+from liger_bench.model.run import Measured, measured
+from liger_bench.progress import progress_bar
+from liger_bench.results import append_csv, append_json, check_csv, read_json
+from liger_core.errors import DeviceError, OptionError, nearest
+
+# (batch, sequence) of each model, small to large. The capped ones are sized for --memory-limit 24GiB.
+SHAPES = {"tiny": [(2, 64)], "small": [(4, 384)], "1b": [(1, 1024), (4, 1024), (8, 1024)], "8b": [(64, 512), (128, 512)]}
+CAPPED = {"1b": [(16, 1024), (128, 1024), (4, 8192), (4, 32768)]}
+LONGEST_KERNELS = 25
+
+
+def model(
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help=f"{', '.join(SIZES)}; repeatable; 1b and 8b on a GPU, tiny on the CPU.")
+    ] = None,
+    shapes: Annotated[list[str] | None, typer.Option("--shape", help="batch x sequence, for instance 8x1024; repeatable.")] = None,
+    implementations: Annotated[
+        list[str] | None, typer.Option("--implementation", help=f"{', '.join(IMPLEMENTATIONS)}; repeatable; all by default.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps, if they fit into the seconds.")] = 20,
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds of timed steps; three steps are taken even if they take longer.")] = 8.0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="Act as a smaller GPU, for instance 24GiB.")] = None,
+    together: Annotated[
+        int, typer.Option(min=1, help="Processes that load and compile at once, if their memory allows; they are timed one by one.")
+    ] = 1,
+    profile: Annotated[bool, typer.Option("--profile", help="Also list the longest kernels of a step.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="File to append the rows to.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder whose model.csv and model.json the rows are appended to; rows that they have are skipped.")
+    ] = None,
+) -> None:
+    """Measure forward and backward of whole Llama models, each implementation in a process of its own.
+
+    Random weights and tokens, gradient checkpointing, no optimizer. Memory that runs out is a result; exit code 1 if anything else fails.
+    """
+    place = machine.measurable_device("bench model", device)
+    precision = machine.dtype_name(machine.named_dtype("bench model", dtype, place))
+    limit = None if memory_limit is None else bytes_of("bench model: --memory-limit", memory_limit)
+    if limit is not None and place.type == "cpu":
+        raise DeviceError("bench model: --memory-limit needs a GPU, got --device cpu")
+    _known("--implementation", implementations or [], IMPLEMENTATIONS)
+    _known("--model", models or [], SIZES)
+    jobs = [
+        Job(name, *shape, implementation, place.type, precision, limit, steps, seconds, LONGEST_KERNELS if profile else 0)
+        for name in models or (list(LARGE) if place.type == "cuda" else ["tiny"])
+        for shape in _shapes(shapes, name, limit)
+        for implementation in implementations or IMPLEMENTATIONS
+    ]
+    files = [path for path in (csv, out / "model.csv" if out else None) if path]
+    for path in files:
+        check_csv(path, COLUMNS)
+    where = machine.describe(place)
+    before = _rows_of(read_json(out / "model.json")) if out else []
+    known = {_identity(row): row for row in before if not row.failed}
+    todo = [job for job in jobs if _identity(row_of(job, where, {})) not in known]
+    found: list[Measured] = []
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(todo))
+        for result in measured(todo, where, together, lambda job, doing: bar.update(task, description=_title(job, doing))):
+            found.append(result)
+            # At once, so that what was measured survives whatever comes.
+            for path in files:
+                append_csv([result.row.columns()], path, COLUMNS)
+            if out:
+                append_json([result.row.columns()], out / "model.json")
+            bar.advance(task)
+    kept = [known[key] for job in jobs if (key := _identity(row_of(job, where, {}))) in known]
+    rows = _in_order(jobs, [*kept, *(result.row for result in found)])
+    if as_json:
+        print(json.dumps({"rows": [row.columns() for row in rows], "kernels": [_kernels(result) for result in found if result.kernels]}))
+    else:
+        _print(rows, found)
+    for result in found:
+        if result.row.failed:
+            Console(stderr=True).print(result.written[-4000:], markup=False, highlight=False)
+    if any(row.failed for row in rows):
+        raise typer.Exit(1)
+
+
+def _known(option: str, names: list[str], known: Any) -> None:
+    for name in names:
+        if name not in known:
+            raise OptionError(f"bench model: {option} must be one of {', '.join(known)}, got {name!r}.{nearest(name, known)}")
+
+
+def _shapes(given: list[str] | None, model: str, limit: int | None) -> list[tuple[int, int]]:
+    if not given:
+        return CAPPED.get(model, SHAPES[model]) if limit else SHAPES[model]
+    found = []
+    for shape in given:
+        sizes = re.fullmatch(r"([1-9][0-9]*)\s*[x×]\s*([1-9][0-9]*)", shape)
+        if sizes is None or int(sizes[2]) < 2:
+            raise OptionError(f"bench model: --shape must be batch x sequence like 8x1024, with at least two tokens, got {shape!r}")
+        found.append((int(sizes[1]), int(sizes[2])))
+    return sorted(found, key=lambda sizes: sizes[0] * sizes[1])
+
+
+def _rows_of(found: list[dict[str, Any]]) -> list[Row]:
+    every: list[dict[str, Any]] = [{name: row.get(name) for name in COLUMNS} for row in found]
+    return [Row(**row) for row in every]
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    return tuple(getattr(row, name) for name in IDENTITY)
+
+
+def _in_order(jobs: list[Job], rows: list[Row]) -> list[Row]:
+    places = {(job.model, job.batch, job.sequence, job.implementation): place for place, job in enumerate(jobs)}
+    return sorted(rows, key=lambda row: places[row.model, row.batch, row.sequence, row.implementation])
+
+
+def _title(job: Job, doing: str) -> str:
+    return f"{doing} {job.model} {job.shape} {job.implementation}"
+
+
+def _kernels(result: Measured) -> dict[str, Any]:
+    row = result.row
+    return {"model": row.model, "shape": row.shape, "implementation": row.implementation, "kernels": result.kernels}
+
+
+def _print(rows: list[Row], found: list[Measured]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # A file has no width of its own, and 80 columns would break every cell.
+        console.width = 150
+    table = Table(
+        "model",
+        "implementation",
+        "tokens/s",
+        "0.2 – 0.8",
+        "÷ hf",
+        "÷ hf-compiled",
+        "÷ liger-kernel",
+        "peak GiB",
+        "loss",
+        "grad norm",
+        "compile s",
+    )
+    for column in table.columns[2:]:
+        column.justify = "right"
+    speeds = {(row.model, row.shape, row.implementation): row.tokens_per_second for row in rows}
+    before = ""
+    for row in rows:
+        title = f"{row.model} {row.shape}"
+        table.add_row(title if title != before else "", row.implementation, *_figures(row, speeds), end_section=False)
+        before = title
+    console.print(table)
+    for row in rows:
+        if row.reason:
+            console.print(f"{row.model} {row.shape} {row.implementation}: {row.reason}", markup=False)
+    for result in found:
+        if result.kernels:
+            _print_kernels(console, result)
+    if rows:
+        first = rows[-1]
+        limit = f", capped at {first.memory_limit_bytes / 2**30:.1f} GiB" if first.memory_limit_bytes else ""
+        console.print(f"{first.dtype} on {first.machine}{limit}\n{first.versions}; commit {first.commit}; {first.date}")
+
+
+def _figures(row: Row, speeds: dict[tuple[str, str, str], float | None]) -> list[str]:
+    if row.tokens_per_second is None:
+        return ["out of memory" if row.out_of_memory else "–", *["–"] * 8]
+    ratios = []
+    for other in ("hf", "hf-compiled", "liger-kernel"):
+        base = speeds.get((row.model, row.shape, other))
+        ratios.append("–" if not base or other == row.implementation else f"{row.tokens_per_second / base:.2f}")
+    quantiles = f"{row.low_tokens_per_second:,.0f} – {row.high_tokens_per_second:,.0f}"
+    gib = "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}"
+    return [
+        f"{row.tokens_per_second:,.0f}",
+        quantiles,
+        *ratios,
+        gib,
+        f"{row.loss:.5f}",
+        f"{row.grad_norm:.5g}",
+        f"{row.compile_seconds:.1f}",
+    ]
+
+
+def _print_kernels(console: Console, result: Measured) -> None:
+    row = result.row
+    step = f"{row.step_seconds * 1e3:.2f} ms" if row.step_seconds else "–"
+    title = f"{row.model} {row.shape} {row.implementation}: the longest kernels of a step of {step}"
+    table = Table("kernel", "calls", "ms", "share", title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kernel in result.kernels:
+        calls = "" if kernel["calls"] is None else f"{kernel['calls']:g}"
+        table.add_row(kernel["name"][:90], calls, f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}")
+    console.print(table, markup=False)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model can be run by: Transformers alone, a peer, Liger, and each of them compiled where that is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """patch(model) puts the implementation into a model and says which backend runs it.
+
+    module  what must be importable, and `install` what brings it
+    """
+
+    name: str
+    patch: Callable[[PreTrainedModel], str]
+    compiled: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    module: str | None = None
+    install: str = ""
+
+    def missing(self, device: str) -> str | None:
+        """Why it cannot run here, or None."""
+        if device not in self.devices:
+            return f"runs on {' and '.join(self.devices)} only"
+        if self.module is not None and importlib.util.find_spec(self.module) is None:
+            return f"not installed; pip install {self.install}"
+        return None
+
+
+def _plain(model: PreTrainedModel) -> str:
+    return ""
+
+
+def _liger(model: PreTrainedModel) -> str:
+    import liger_hf
+
+    report = liger_hf.apply(model)
+    return ", ".join(sorted({row.backend for row in report.rows if row.backend}))
+
+
+def _liger_kernel(model: PreTrainedModel) -> str:
+    """The peer's own way to patch a model that exists already, with its defaults, as the Transformers Trainer calls it."""
+    patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    patches._apply_liger_kernel_to_instance(model=model)
+    return "liger-kernel"
+
+
+IMPLEMENTATIONS = {
+    implementation.name: implementation
+    for implementation in (
+        Implementation("hf", _plain),
+        Implementation("hf-compiled", _plain, compiled=True),
+        Implementation("liger-kernel", _liger_kernel, devices=("cuda",), module="liger_kernel", install="liger-kernel"),
+        Implementation("liger", _liger),
+        Implementation("liger-compiled", _liger, compiled=True),
+    )
+}

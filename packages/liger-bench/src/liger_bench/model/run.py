@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All jobs of a run: prepared several at once if so wanted, measured one after the other."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from liger_bench.model.implementations import IMPLEMENTATIONS
+from liger_bench.model.job import Job, Row, row_of
+from liger_bench.model.process import FAILED, Process
+
+# Compiling a large model takes minutes; nothing takes this long.
+PATIENCE = 900.0
+
+Phase = Callable[[Job, str], object]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row, the longest kernels if they were asked for, and what the process wrote."""
+
+    row: Row
+    kernels: list[dict[str, Any]]
+    written: str = ""
+
+
+def measured(jobs: Sequence[Job], where: dict[str, str], together: int, phase: Phase = lambda job, doing: None) -> Iterator[Measured]:
+    """Each job's row. `together` processes load and compile at once; then each in turn has the device for itself.
+
+    Memory that runs out while other processes hold some says nothing: such a job is repeated alone.
+    """
+    groups = deque(_groups(jobs, together))
+    with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:
+        while groups:
+            able: list[Job] = []
+            for job in groups.popleft():
+                missing = IMPLEMENTATIONS[job.implementation].missing(job.device)
+                if missing is None:
+                    able.append(job)
+                else:
+                    yield Measured(row_of(job, where, {"reason": missing}), [])
+            for process in _in_turn(able, Path(folder), phase):
+                if process.ran_out_of_memory and len(able) > 1:
+                    groups.append([process.job])
+                else:
+                    yield _result(process, where)
+
+
+def _in_turn(jobs: list[Job], folder: Path, phase: Phase) -> Iterator[Process]:
+    """The processes of some jobs, each when it has ended."""
+    started: list[Process] = []
+    try:
+        for job in jobs:
+            phase(job, "preparing")
+            log = folder / f"{uuid.uuid4().hex}.log"
+            started.append(Process(job, log, PATIENCE))
+        for process in started:
+            process.wait()
+        for process in started:
+            phase(process.job, "measuring")
+            process.measure()
+            process.end()
+            yield process
+    finally:
+        for process in started:
+            process.kill()
+
+
+def _result(process: Process, where: dict[str, str]) -> Measured:
+    state, results = process.answered
+    if state == FAILED:
+        return Measured(row_of(process.job, where, results), [], process.written())
+    return Measured(row_of(process.job, where, results["figures"]), results["kernels"])
+
+
+def _groups(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
+    for start in range(0, len(jobs), size):
+        yield list(jobs[start : start + size])
