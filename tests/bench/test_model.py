@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from bench.commands import Finished, InProcess, run_liger
+from bench.commands import START, Finished, InProcess, run_liger
 from liger_bench.memory import bytes_of
 from liger_bench.model.command import SHAPES
 from liger_bench.model.implementations import IMPLEMENTATIONS
@@ -44,16 +44,26 @@ def job(implementation: str = "hf", batch: int = 2, sequence: int = 16, dtype: s
     return Job("tiny", batch, sequence, implementation, "cpu", dtype, None, steps, 0.0, kernels)
 
 
+RESUMED = f"""
+import sys
+try:
+    {START}
+except SystemExit:
+    print("BETWEEN")
+    sys.argv += ["--implementation", "liger-kernel", "--resume"]
+    main()
+"""
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Two implementations of a tiny model, and then three: the first two have been measured by then."""
     folder = tmp_path_factory.mktemp("model")
     command = ("bench", "model", "--device", "cpu", "--shape", "2x16", "--steps", "4", "--seconds", "0", "--together", "2", "--json")
-    places = ("--out", str(folder), "--implementation", "hf", "--implementation", "liger")
-    first = run_liger(*command, *places)
-    (folder / "first.json").write_text(first.stdout)
-    done = run_liger(*command, *places, "--implementation", "liger-kernel")
-    return Finished(done.returncode, done.stdout, first.stderr + done.stderr, folder)
+    done = run_liger(*command, "--out", str(folder), "--implementation", "hf", "--implementation", "liger", start=RESUMED)
+    first, _, second = done.stdout.partition("BETWEEN")
+    (folder / "first.json").write_text(first)
+    return Finished(done.returncode, second, done.stderr, folder)
 
 
 def rows(finished: Finished) -> dict[str, dict[str, Any]]:
@@ -104,7 +114,7 @@ def test_what_cannot_run_here_is_a_row_with_the_reason(finished: Finished) -> No
     assert not row["failed"]
 
 
-def test_a_second_run_measures_only_what_is_new(finished: Finished) -> None:
+def test_a_resumed_run_measures_only_what_is_new(finished: Finished) -> None:
     before = json.loads((finished.folder / "first.json").read_text())["rows"]
     assert finished.result["rows"][:2] == before
     with (finished.folder / "model.csv").open(newline="") as file:
@@ -167,6 +177,15 @@ def test_memory_that_runs_out_among_others_is_asked_for_again_alone(monkeypatch:
     found = [m.row for m in measured([job(batch=1), job(batch=2), job(batch=3)], WHERE, 3)]
     assert [(row.batch, row.reason) for row in found] == [(1, ""), (2, ""), (3, "")]
     assert Crowded.peers == [3, 3, 3, 1, 1]
+
+
+def test_an_interrupted_run_ends_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liger_bench.model.run.Process", Crowded)
+    results = measured([job(batch=1), job(batch=1)], WHERE, 2)
+    next(results)
+    assert Crowded.alive == 2
+    results.close()
+    assert Crowded.alive == 0
 
 
 def test_a_killed_process_is_a_failure_with_its_reason(tmp_path: Path) -> None:
@@ -237,10 +256,11 @@ def test_every_implementation_of_the_peers_says_how_to_install_it(monkeypatch: p
         (("--model", "7b"), "bench model: --model must be one of tiny, small, 1b, 8b, got '7b'"),
         (("--shape", "8,1024"), "bench model: --shape must be batch x sequence like 8x1024, with at least two tokens, got '8,1024'"),
         (("--memory-limit", "24 apples"), "bench model: --memory-limit must be a size like 24GiB or 512MB, got '24 apples'"),
+        (("--resume",), "bench model: --resume needs --out, the folder of the run to go on with"),
         (("--memory-limit", "24GiB"), "bench model: --memory-limit needs a GPU, got --device cpu"),
     ],
 )
-def test_wrong_usage_ends_with_2(liger: InProcess, arguments: tuple[str, str], sentence: str) -> None:
+def test_wrong_usage_ends_with_2(liger: InProcess, arguments: tuple[str, ...], sentence: str) -> None:
     code, errors = liger("bench", "model", "--device", "cpu", *arguments)
     assert code == 2
     assert sentence in errors

@@ -17,10 +17,12 @@ def liger_commands(app: typer.Typer) -> None:
     from liger_bench.bench.group import DEFAULT, bench_group
     from liger_bench.demo.command import demo
     from liger_bench.model.command import model
+    from liger_bench.report.command import report
 
     app.command()(demo)
     bench = bench_group()
     bench.command(DEFAULT)(ops)
     bench.command("scaling")(scaling)
     bench.command()(model)
+    bench.command()(report)
     app.add_typer(bench, name="bench")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,10 @@ from liger_bench.memory import bytes_of
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import COLUMNS, IDENTITY, Job, Row, row_of
 from liger_bench.model.run import Measured, measured
+from liger_bench.model.table import HEAD, cells, title
 from liger_bench.progress import progress_bar
+from liger_bench.report.records import with_derived
+from liger_bench.report.targets import TARGETS, Verdict, judged, read_targets
 from liger_bench.results import append_csv, append_json, check_csv, read_json
 from liger_core.errors import DeviceError, OptionError, nearest
 
@@ -47,9 +51,11 @@ def model(
     profile: Annotated[bool, typer.Option("--profile", help="Also list the longest kernels of a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     csv: Annotated[Path | None, typer.Option(help="File to append the rows to.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder whose model.csv and model.json the rows are appended to; rows that they have are skipped.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder whose model.csv and model.json the rows are appended to.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out what --out has already of this commit, machine, versions and dtype.")
+    ] = False,
+    targets: Annotated[Path | None, typer.Option(help="Targets to compare with; benchmarks/targets.json if it is there.")] = None,
 ) -> None:
     """Measure forward and backward of whole Llama models, each implementation in a process of its own.
 
@@ -60,6 +66,8 @@ def model(
     limit = None if memory_limit is None else bytes_of("bench model: --memory-limit", memory_limit)
     if limit is not None and place.type == "cpu":
         raise DeviceError("bench model: --memory-limit needs a GPU, got --device cpu")
+    if resume and out is None:
+        raise OptionError("bench model: --resume needs --out, the folder of the run to go on with")
     _known("--implementation", implementations or [], IMPLEMENTATIONS)
     _known("--model", models or [], SIZES)
     jobs = [
@@ -73,30 +81,58 @@ def model(
         check_csv(path, COLUMNS)
     where = machine.describe(place)
     before = _rows_of(read_json(out / "model.json")) if out else []
-    known = {_identity(row): row for row in before if not row.failed}
+    known = {_identity(row): row for row in before if resume and not row.failed}
     todo = [job for job in jobs if _identity(row_of(job, where, {})) not in known]
-    found: list[Measured] = []
-    with progress_bar() as bar:
-        task = bar.add_task("", total=len(todo))
-        for result in measured(todo, where, together, lambda job, doing: bar.update(task, description=_title(job, doing))):
-            found.append(result)
-            # At once, so that what was measured survives whatever comes.
-            for path in files:
-                append_csv([result.row.columns()], path, COLUMNS)
-            if out:
-                append_json([result.row.columns()], out / "model.json")
-            bar.advance(task)
+    found = _all_measured(todo, where, together, files, out / "model.json" if out else None)
     kept = [known[key] for job in jobs if (key := _identity(row_of(job, where, {}))) in known]
     rows = _in_order(jobs, [*kept, *(result.row for result in found)])
+    verdicts = _verdicts(rows, targets)
     if as_json:
-        print(json.dumps({"rows": [row.columns() for row in rows], "kernels": [_kernels(result) for result in found if result.kernels]}))
+        print(json.dumps(_object(rows, found, verdicts)))
     else:
-        _print(rows, found)
+        _print(rows, found, verdicts)
     for result in found:
         if result.row.failed:
             Console(stderr=True).print(result.written[-4000:], markup=False, highlight=False)
     if any(row.failed for row in rows):
         raise typer.Exit(1)
+
+
+def _all_measured(jobs: list[Job], where: dict[str, str], together: int, tables: list[Path], rows: Path | None) -> list[Measured]:
+    """Measure, and write each row at once, so that what was measured survives whatever comes."""
+    found: list[Measured] = []
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(jobs))
+        # Closed even if it is interrupted, which ends the processes.
+        with closing(measured(jobs, where, together, lambda job, doing: bar.update(task, description=_doing(job, doing)))) as results:
+            for result in results:
+                found.append(result)
+                for path in tables:
+                    append_csv([result.row.columns()], path, COLUMNS)
+                if rows:
+                    append_json([result.row.columns()], rows)
+                bar.advance(task)
+    return found
+
+
+def _verdicts(rows: list[Row], path: Path | None) -> list[Verdict]:
+    """What the rows reached of the targets that are about models."""
+    if path is None:
+        path = TARGETS if TARGETS.exists() else None
+    if path is None:
+        return []
+    found = judged(read_targets(path), with_derived([row.columns() for row in rows]), {})
+    return [verdict for verdict in found if verdict.value is not None]
+
+
+def _object(rows: list[Row], found: list[Measured], verdicts: list[Verdict]) -> dict[str, Any]:
+    kernels = [
+        {"model": r.row.model, "shape": r.row.shape, "implementation": r.row.implementation, "kernels": r.kernels}
+        for r in found
+        if r.kernels
+    ]
+    reached = [{"id": v.target.id, "bound": v.target.bound, "value": v.value, "verdict": v.word} for v in verdicts]
+    return {"rows": [row.columns() for row in rows], "kernels": kernels, "targets": reached}
 
 
 def _known(option: str, names: list[str], known: Any) -> None:
@@ -131,72 +167,37 @@ def _in_order(jobs: list[Job], rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: places[row.model, row.batch, row.sequence, row.implementation])
 
 
-def _title(job: Job, doing: str) -> str:
+def _doing(job: Job, doing: str) -> str:
     return f"{doing} {job.model} {job.shape} {job.implementation}"
 
 
-def _kernels(result: Measured) -> dict[str, Any]:
-    row = result.row
-    return {"model": row.model, "shape": row.shape, "implementation": row.implementation, "kernels": result.kernels}
-
-
-def _print(rows: list[Row], found: list[Measured]) -> None:
+def _print(rows: list[Row], found: list[Measured], verdicts: list[Verdict]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         # A file has no width of its own, and 80 columns would break every cell.
         console.width = 150
-    table = Table(
-        "model",
-        "implementation",
-        "tokens/s",
-        "0.2 – 0.8",
-        "÷ hf",
-        "÷ hf-compiled",
-        "÷ liger-kernel",
-        "peak GiB",
-        "loss",
-        "grad norm",
-        "compile s",
-    )
+    table = Table("model", "implementation", *HEAD)
     for column in table.columns[2:]:
         column.justify = "right"
-    speeds = {(row.model, row.shape, row.implementation): row.tokens_per_second for row in rows}
+    columns = [row.columns() for row in rows]
     before = ""
-    for row in rows:
-        title = f"{row.model} {row.shape}"
-        table.add_row(title if title != before else "", row.implementation, *_figures(row, speeds), end_section=False)
-        before = title
+    for row in columns:
+        table.add_row(title(row) if title(row) != before else "", row["implementation"], *cells(row, columns))
+        before = title(row)
     console.print(table)
-    for row in rows:
-        if row.reason:
-            console.print(f"{row.model} {row.shape} {row.implementation}: {row.reason}", markup=False)
+    for row in columns:
+        if row["reason"]:
+            console.print(f"{title(row)} {row['implementation']}: {row['reason']}", markup=False)
+    for verdict in verdicts:
+        target, value = verdict.target, verdict.value
+        if value is not None:
+            console.print(f"{target.id}: {target.shown(value)}, wanted {target.bound}: {verdict.word}", markup=False)
     for result in found:
         if result.kernels:
             _print_kernels(console, result)
     if rows:
         first = rows[-1]
-        limit = f", capped at {first.memory_limit_bytes / 2**30:.1f} GiB" if first.memory_limit_bytes else ""
-        console.print(f"{first.dtype} on {first.machine}{limit}\n{first.versions}; commit {first.commit}; {first.date}")
-
-
-def _figures(row: Row, speeds: dict[tuple[str, str, str], float | None]) -> list[str]:
-    if row.tokens_per_second is None:
-        return ["out of memory" if row.out_of_memory else "–", *["–"] * 8]
-    ratios = []
-    for other in ("hf", "hf-compiled", "liger-kernel"):
-        base = speeds.get((row.model, row.shape, other))
-        ratios.append("–" if not base or other == row.implementation else f"{row.tokens_per_second / base:.2f}")
-    quantiles = f"{row.low_tokens_per_second:,.0f} – {row.high_tokens_per_second:,.0f}"
-    gib = "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}"
-    return [
-        f"{row.tokens_per_second:,.0f}",
-        quantiles,
-        *ratios,
-        gib,
-        f"{row.loss:.5f}",
-        f"{row.grad_norm:.5g}",
-        f"{row.compile_seconds:.1f}",
-    ]
+        console.print(f"{first.dtype} on {first.machine}\n{first.versions}; commit {first.commit}; {first.date}")
 
 
 def _print_kernels(console: Console, result: Measured) -> None:

@@ -25,7 +25,7 @@ class Process:
         self.job, self.log, self.patience = job, log, patience
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(job, theirs, log), daemon=True)
+        self.process = context.Process(target=_work, args=(job, theirs, log))
         self.process.start()
         # Only the process itself holds the other end now, so that its death is noticed.
         theirs.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ class Measured:
     written: str = ""
 
 
-def measured(jobs: Sequence[Job], where: dict[str, str], together: int, phase: Phase = lambda job, doing: None) -> Iterator[Measured]:
+def measured(
+    jobs: Sequence[Job], where: dict[str, str], together: int, phase: Phase = lambda job, doing: None
+) -> Generator[Measured, None, None]:
     """Each job's row. `together` processes load and compile at once; then each in turn has the device for itself.
 
     Memory that runs out while other processes hold some says nothing: such a job is repeated alone.

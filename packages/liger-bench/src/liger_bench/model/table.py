@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of models as the words of a table, on the terminal and on a page alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BASES = ("hf", "hf-compiled", "liger-kernel")
+HEAD = ("tokens/s", "0.2 – 0.8", *(f"÷ {base}" for base in BASES), "peak GiB", "loss", "gradient norm", "compile s")
+
+
+def cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A cell for each column of HEAD; `rows` are those to compare with."""
+    if row["tokens_per_second"] is None:
+        return ["out of memory" if row["out_of_memory"] else "–", *["–"] * (len(HEAD) - 1)]
+    return [
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['low_tokens_per_second']:,.0f} – {row['high_tokens_per_second']:,.0f}",
+        *(_ratio(row, base, rows) for base in BASES),
+        f"{row['peak_bytes'] / 2**30:.2f}",
+        f"{row['loss']:.5f}",
+        f"{row['grad_norm']:.5g}",
+        f"{row['compile_seconds']:.1f}",
+    ]
+
+
+def title(row: Mapping[str, Any]) -> str:
+    """The model and its shape, and the memory that it was allowed."""
+    limit = row["memory_limit_bytes"]
+    return f"{row['model']} {row['batch']} × {row['sequence']}" + (f" in {limit / 2**30:g} GiB" if limit else "")
+
+
+def _ratio(row: Mapping[str, Any], base: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    if row["implementation"] == base:
+        return "–"
+    same = [other for other in rows if title(other) == title(row) and other["implementation"] == base and other["tokens_per_second"]]
+    return f"{row['tokens_per_second'] / same[0]['tokens_per_second']:.2f}" if same else "–"

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of a report: share of the limit, cost against size, and whole models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+# Before pyplot, which would look for a display.
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
+
+from liger_bench.model.table import title
+from liger_bench.report.records import Record, distinct, find, sizes_of
+
+# Told apart with any kind of colour vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
+COLOURS = {
+    "triton": "#d55e00",
+    "liger": "#d55e00",
+    "reference": "#9ca3af",
+    "eager": "#4b5563",
+    "hf": "#4b5563",
+    "torch": "#56b4e9",
+    "compile": "#0072b2",
+    "liger-kernel": "#009e73",
+    "cut-cross-entropy": "#cc79a7",
+    "quack": "#e69f00",
+}
+INK = "#000000"
+DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D")
+FAMILIES = {"hf-compiled": "compile", "liger-compiled": "liger"}
+# A part of the axes' height: two labels that are closer overlap.
+LABEL_GAP = 0.065
+PASSES = ("forward", "full", "evaluation")
+SIZES = {
+    "N": "N, tokens",
+    "T": "T, tokens",
+    "H": "H, width",
+    "V": "V, classes",
+    "I": "I, width",
+    "chunk": "rows of a chunk",
+    "heads": "heads of q",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """The line of one implementation: places, values, and the quantiles around them."""
+
+    name: str
+    x: list[float]
+    y: list[float]
+    low: list[float]
+    high: list[float]
+
+
+@dataclass(frozen=True)
+class Style:
+    colour: str
+    dashes: Any
+    marker: str
+    filled: bool
+
+
+Styles = dict[str, Style]
+
+
+def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
+    """Share of the limit of each shape, a panel per pass; False if there is nothing to draw. Variants of a shape are left to tables."""
+    rows = [row for row in rows if row["share"] is not None and sizes_of(row["workload"]) == row["workload"]]
+    shapes = distinct(rows, "workload")
+    passes = [name for name in PASSES if any(row["pass"] == name for row in rows)]
+    if not passes:
+        return False
+    figure, panels = _figure(len(passes), max(2.6, 0.7 * len(shapes)), f"{op}: share of the machine's limit")
+    highest = max(row["limit_ms"] / row["low_ms"] for row in rows if row["pass"] in passes)
+    for name, axes in zip(passes, panels, strict=True):
+        here = [row for row in rows if row["pass"] == name]
+        later = {row["implementation"] for row in rows if row["pass"] in passes[passes.index(name) + 1 :]}
+        axes.set_title(name, fontsize=10)
+        axes.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
+        axes.set_xticks(range(len(shapes)), [shape.replace("x", " ×\n") for shape in shapes])
+        axes.set_xlim(-0.25, len(shapes) - 0.75)
+        found = [_shares(here, implementation, shapes) for implementation in distinct(here, "implementation")]
+        axes.set_ylim(0, 1.06 * max(1.0, highest))
+        _draw(axes, found, later, look)
+    panels[0].set_ylabel("least possible time ÷ time")
+    _finish(figure, panels, path)
+    return True
+
+
+def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
+    """Time of forward and backward against each size, a panel per size, the least possible time dashed; False if there is nothing."""
+    rows = [row for row in rows if row["median_ms"] is not None and row["pass"] == "full"]
+    # Last the size with most implementations, since their names stand at the right.
+    names = sorted(distinct(rows, "axis"), key=lambda name: len({row["implementation"] for row in rows if row["axis"] == name}))
+    if not names:
+        return False
+    figure, panels = _figure(len(names), 2.9, f"{op}: time of forward and backward against each size")
+    for name, axes in zip(names, panels, strict=True):
+        here = sorted((row for row in rows if row["axis"] == name), key=lambda row: row["axis_value"])
+        later = {row["implementation"] for row in rows if row["axis"] in names[names.index(name) + 1 :]}
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel(SIZES.get(name, name))
+        axes.set_title(_fixed(here), fontsize=9)
+        values = distinct(here, "axis_value")
+        axes.set_xlim(values[0] / 1.2, values[-1] * 1.2)
+        axes.set_xticks([v for v in values if math.log2(v).is_integer()] or values)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.minorticks_off()
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        found = [_times(here, implementation) for implementation in distinct(here, "implementation")]
+        low, high = min(min(series.low) for series in found), max(max(series.high) for series in found)
+        least = {row["axis_value"]: row["limit_ms"] for row in here if row["limit_ms"]}
+        axes.set_ylim(min([low, *least.values()]) / 1.3, high * 1.3)
+        axes.plot(list(least), list(least.values()), color=INK, linewidth=0.9, linestyle="--")
+        _draw(axes, found, later, look)
+    panels[0].set_ylabel("ms (dashed: least possible)")
+    _finish(figure, panels, path)
+    return True
+
+
+def model_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
+    """Speed and peak memory of whole models against plain Hugging Face; False if there is nothing to compare with."""
+    places = [p for p in dict.fromkeys(map(title, rows)) if _plain(rows, p)]
+    if not places:
+        return False
+    figure, panels = _figure(2, 4.2, "Whole models, forward and backward, compared with Hugging Face eager", 1.5 + 0.55 * len(places))
+    for axes, column, label in zip(panels, ("tokens_per_second", "peak_bytes"), ("tokens per second", "peak memory"), strict=True):
+        axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--")
+        names = [name for name in distinct(rows, "implementation") if name != "hf"]
+        for number, implementation in enumerate(names):
+            # A little apart, so that equal ones do not hide each other.
+            shift = 0.12 * (number - (len(names) - 1) / 2)
+            points = [
+                (row[column] / _plain(rows, title(row))[column], places.index(title(row)) + shift)
+                for row in rows
+                if row["implementation"] == implementation and row[column] and title(row) in places
+            ]
+            if points:
+                style = look[implementation]
+                values, lines = zip(*points, strict=True)
+                dot = {"color": style.colour, "markerfacecolor": style.colour if style.filled else "white", "markersize": 7}
+                axes.plot(values, lines, style.marker, label=implementation, clip_on=False, **dot)
+        axes.set_yticks(range(len(places)), places)
+        axes.set_ylim(len(places) - 0.5, -0.5)
+        axes.set_xlim(0, axes.get_xlim()[1])
+        axes.set_xlabel(f"{label} ÷ that of hf")
+    panels[1].set_yticklabels([])
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    _finish(figure, panels, path, grid="x")
+    return True
+
+
+def _shares(rows: Sequence[Record], implementation: str, shapes: list[str]) -> Series:
+    own = [(place, find(rows, {"workload": shape, "implementation": implementation})) for place, shape in enumerate(shapes)]
+    known = [(place, row) for place, row in own if row is not None]
+    low, high = ([row["limit_ms"] / row[column] for _, row in known] for column in ("high_ms", "low_ms"))
+    return Series(implementation, [place for place, _ in known], [row["share"] for _, row in known], low, high)
+
+
+def _times(rows: Sequence[Record], implementation: str) -> Series:
+    own = [row for row in rows if row["implementation"] == implementation]
+    columns = [[row[column] for row in own] for column in ("axis_value", "median_ms", "low_ms", "high_ms")]
+    return Series(implementation, *columns)
+
+
+def _fixed(rows: Sequence[Record]) -> str:
+    """The sizes that a series does not vary, as the names of its workloads tell them: 8192x1024, 8192x2048 → 8192 × ·."""
+    parts = [sizes_of(row["workload"]).split("x") for row in rows]
+    if len({len(p) for p in parts}) != 1:
+        return ""
+    return " × ".join(values[0] if len(set(values)) == 1 else "·" for values in zip(*parts, strict=True))
+
+
+def _plain(rows: Sequence[Record], place: str) -> Record:
+    """The row of plain Hugging Face, or nothing."""
+    return next((r for r in rows if r["implementation"] == "hf" and title(r) == place and r["tokens_per_second"]), {})
+
+
+def _draw(axes: Any, found: list[Series], later: set[str], look: Styles) -> None:
+    """The lines with their bands; those that no later panel has get their names at the right."""
+    ends = []
+    # Liger's own lines last, so that they lie on top.
+    for series in sorted(found, key=lambda series: _family(series.name) in ("triton", "liger")):
+        style = look[series.name]
+        line = {"color": style.colour, "linestyle": style.dashes, "linewidth": 1.6, "marker": style.marker, "markersize": 3.5}
+        axes.fill_between(series.x, series.low, series.high, color=style.colour, alpha=0.2, linewidth=0)
+        axes.plot(series.x, series.y, clip_on=False, **line)
+        if series.name not in later:
+            ends.append((series.name, style.colour, series.x[-1], series.y[-1]))
+    to_axes = axes.transData + axes.transAxes.inverted()
+    points = [to_axes.transform((x, y)) for _, _, x, y in ends]
+    heights = _spread([float(y) for _, y in points], LABEL_GAP)
+    for (name, colour, _, _), (x, y), height in zip(ends, points, heights, strict=True):
+        place = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
+        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
+        axes.annotate(name, (x, y), (1.06, height), color=colour, fontsize=9, va="center", arrowprops=leader, **place)
+
+
+def _spread(heights: list[float], gap: float) -> list[float]:
+    """The same heights in the same order, moved as little as needed to be that far apart."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    placed = [heights[i] for i in order]
+    for _ in range(200):
+        for lower, upper in pairwise(range(len(placed))):
+            missing = gap - (placed[upper] - placed[lower])
+            if missing > 1e-9:
+                placed[lower] -= missing / 2
+                placed[upper] += missing / 2
+    return [height for _, height in sorted(zip(order, placed, strict=True))]
+
+
+def _family(implementation: str) -> str:
+    first = implementation.partition(" ")[0]
+    return FAMILIES.get(first, first)
+
+
+def styles(implementations: Sequence[str]) -> Styles:
+    """Colour by family; dashes and marker by the place in it. The same in all pictures of a report."""
+    found: Styles = {}
+    seen: dict[str, int] = {}
+    for name in sorted(implementations):
+        family = _family(name)
+        number = seen[family] = seen.get(family, -1) + 1
+        found[name] = Style(COLOURS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)], number == 0)
+    return found
+
+
+def _figure(panels: int, width: float, heading: str, height: float = 3.6) -> tuple[Any, list[Any]]:
+    figure, axes = plt.subplots(1, panels, figsize=(panels * width + 1.8, height), layout="constrained", squeeze=False)
+    figure.suptitle(heading, fontsize=11, x=0.01, ha="left")
+    return figure, list(axes[0])
+
+
+def _finish(figure: Any, panels: list[Any], path: Path, grid: str = "y") -> None:
+    for axes in panels:
+        axes.grid(axis=grid, alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the date and the version of matplotlib in it, an unchanged picture is an unchanged file.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
