@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -207,15 +206,23 @@ def test_a_process_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     assert not process.process.is_alive()
 
 
-def test_a_process_measures_when_it_is_told_to() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(_answer, job(), theirs)
-        assert ours.recv() == (READY, {})
-        with pytest.raises(TimeoutError):
-            answer.result(timeout=0.3)
-        ours.send("go")
-        assert answer.result(timeout=60)[0] == DONE
+def test_a_process_measures_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[object] = []
+
+    class Connection:
+        def send(self, answer: Answer) -> None:
+            happened.append(answer[0])
+
+        def recv(self) -> None:
+            happened.append("told")
+
+    def measure(training: Training) -> dict[str, Any]:
+        happened.append("measured")
+        return {}
+
+    monkeypatch.setattr(Training, "measure", measure)
+    answer: Any = _answer(job(), Connection())  # type: ignore[arg-type]
+    assert [*happened, answer[0]] == [READY, "told", "measured", DONE]
 
 
 @pytest.mark.parametrize("implementation", ["hf-compiled", "liger-compiled"])

@@ -19,8 +19,8 @@ from liger_core.ops._inputs import CLASSES, ROWS, integers, normal, workload
 from liger_core.ops._softmax_loss import RowPasses, TorchPasses, denominator
 from liger_core.ops.cross_entropy import check_loss_options, loss_option_samples, metrics_of, targets_with_ignored
 
-# What the benchmark's lean workloads may hold.
-LEAN_BYTES = 256 << 20
+# What the benchmark's workloads of these names may hold.
+BUDGETS = {"lean": 256 << 20, "4GiB": 4 << 30}
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -228,7 +228,8 @@ def workloads() -> Iterator[Workload]:
     for rows, width in ((8192, 2048), (8192, 4096), (32768, 4096)):
         sizes = (rows, width, 128256)
         yield head_workload(*sizes)
-        yield head_workload(*sizes, mode="lean", budget=LEAN_BYTES)
+        for mode, budget in BUDGETS.items():
+            yield head_workload(*sizes, mode=mode, budget=budget)
         yield head_workload(*sizes, mode="half_ignored")
         yield replace(head_workload(*sizes, mode="frozen_weight"), frozen=("weight",))
     yield from head_series()
