@@ -47,7 +47,7 @@ def test_products_count_with_the_time_that_they_take_alone() -> None:
     measured: list[Product] = []
     limits, work = with_products(measured)
     assert limits.least_seconds(work, ("hidden", "weight")) == {"forward": 1.0, "evaluation": 1.0, "full": 3.0}
-    assert {product.gradient for product in measured} == {""}
+    assert measured == list(work.full_products)
 
 
 def test_a_product_for_a_frozen_argument_does_not_count() -> None:
@@ -55,7 +55,7 @@ def test_a_product_for_a_frozen_argument_does_not_count() -> None:
     assert limits.least_seconds(work, ("hidden",))["full"] == 2.0
 
 
-def test_a_shape_is_measured_once_in_a_run() -> None:
+def test_a_product_is_measured_anew_each_time() -> None:
     limits = measure_limits(CPU, torch.float32, 0.0)
     product = Product(30, 20, 40, "left", "weight")
-    assert limits.product_seconds(product) == limits.product_seconds(product._replace(gradient="hidden")) > 0
+    assert len({limits.product_seconds(product) for _ in range(5)}) > 1

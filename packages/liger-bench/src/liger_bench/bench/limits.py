@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,34 +29,32 @@ class Limits:
         return max(size / self.bandwidth, operations / self.rate)
 
     def product_seconds(self, product: Product) -> float:
-        """The time of one product alone."""
+        """The time of one product alone, measured anew at each call."""
         if self.measured is None:
             return 2 * product.rows * product.inner * product.columns / self.rate
-        # The same product may be needed for another gradient elsewhere.
-        return self.measured(product._replace(gradient=""))
+        return self.measured(product)
 
     def least_seconds(self, work: Work, trained: Collection[str] = ()) -> dict[str, float]:
         """Pass → the least seconds it can take, for the passes whose work is defined; trained arguments get a gradient."""
-        forward = self._least(work.forward_bytes, work.forward_flops, work.forward_products)
         wanted = tuple(p for p in work.full_products if not p.gradient or p.gradient in trained)
+        # One measurement for a product of both passes: the time of a pass is the sum of its products' times.
+        taken = {p: self.product_seconds(p) for p in dict.fromkeys((*work.forward_products, *wanted))}
+        forward = self._least(work.forward_bytes, work.forward_flops, [taken[p] for p in work.forward_products])
         return {
             "forward": forward,
             "evaluation": forward,
-            "full": self._least(work.full_bytes, work.full_flops, wanted),
+            "full": self._least(work.full_bytes, work.full_flops, [taken[p] for p in wanted]),
         }
 
-    def _least(self, size: int, operations: int, products: tuple[Product, ...]) -> float:
-        if not products:
-            return self.seconds(size, operations)
-        return max(size / self.bandwidth, sum(self.product_seconds(p) for p in products))
+    def _least(self, size: int, operations: int, products: list[float]) -> float:
+        return max(size / self.bandwidth, sum(products)) if products else self.seconds(size, operations)
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype, seconds: float) -> Limits:
-    """Measure them, products each shape once; the sizes are far above any cache, and large enough for a product at full rate."""
+    """Measure them; the sizes are far above any cache, and large enough for a product at full rate."""
 
-    @cache
     def measured(product: Product) -> float:
-        return _product_seconds(product, device, dtype, seconds)
+        return _product_seconds(product, device, dtype, 0.0)
 
     return Limits(_bandwidth(device, seconds), _rate(device, dtype, seconds), measured)
 
@@ -78,7 +75,7 @@ def _product_seconds(product: Product, device: torch.device, dtype: torch.dtype,
     left = _operand(product.rows, product.inner, product.transposed == "left", device, dtype)
     right = _operand(product.inner, product.columns, product.transposed == "right", device, dtype)
     out = torch.empty(product.rows, product.columns, device=device, dtype=dtype)
-    return time_call(lambda: torch.mm(left, right, out=out), device, seconds).median_ms / 1e3
+    return time_call(lambda: torch.mm(left, right, out=out), device, seconds, least=3).median_ms / 1e3
 
 
 def _operand(rows: int, columns: int, transposed: bool, device: torch.device, dtype: torch.dtype) -> Tensor:

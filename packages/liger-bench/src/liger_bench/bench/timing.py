@@ -14,6 +14,8 @@ from torch import Tensor
 FLUSH_BYTES = 256 << 20
 # Repetitions between two waits for the device: the queue of launches must not fill up, or the host would be timed waiting.
 AHEAD = 10
+# After such a wait the device gets this much to do first, half a millisecond, so that the host is ahead of it again as in a training step.
+LEAD = 8
 
 Call = Callable[[], object]
 
@@ -65,6 +67,8 @@ class Stopwatch:
         for count, (start, end) in enumerate(pairs):
             if count % AHEAD == 0:
                 torch.cuda.synchronize(self.device)
+                for _ in range(LEAD):
+                    self._flush.zero_()
             if before is not None:
                 before()
             # While the device writes this, the host enqueues the call, so that a short one is not timed waiting for the host.
@@ -76,12 +80,12 @@ class Stopwatch:
         into.taken += [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
 
-def time_call(function: Call, device: torch.device, seconds: float) -> Timing:
-    """Repeat function for about `seconds`, at least 5 times, after a warm-up."""
+def time_call(function: Call, device: torch.device, seconds: float, least: int = 5) -> Timing:
+    """Repeat function for about `seconds`, at least so many times, after a warm-up."""
     watch, samples = Stopwatch(device), Samples()
-    for _ in range(1 if device.type == "cpu" else 3):
+    for _ in range(1 if device.type == "cpu" else 2):
         function()
-    watch.sample(samples, function, repetitions(seconds, watch.seconds(function), 5, 200))
+    watch.sample(samples, function, repetitions(seconds, watch.seconds(function) if seconds else 1.0, least, 200))
     return samples.timing()
 
 
