@@ -107,3 +107,43 @@ def test_inductor_gives_the_right_gradients() -> None:
     expected = step(plain, **inputs)
     for name, value in expected.items():
         torch.testing.assert_close(results[name], value, rtol=1e-4, atol=1e-6)
+
+
+def attention_flags(model: Any, **inputs: Any) -> set[bool]:
+    """is_causal of every attention call in the compiled graph; the results are those of the model in eager."""
+    found: list[bool] = []
+
+    def note(graph: fx.GraphModule, _: Any) -> Any:
+        found.extend(n.kwargs["is_causal"] for n in graph.graph.nodes if "scaled_dot_product" in str(n.target))
+        return graph
+
+    eager = model(**inputs).loss
+    compiled = torch.compile(model, fullgraph=True, backend=note)(**inputs).loss
+    torch.testing.assert_close(compiled, eager)
+    assert found
+    return set(found)
+
+
+def test_a_compiled_patched_model_needs_no_causal_mask() -> None:
+    model = make("llama").train()
+    assert attention_flags(model, **tokens()) == {False}
+    with liger_hf.apply(model) as report:
+        assert "attention is told to be causal" in str(report)
+        assert attention_flags(model, **tokens()) == {True}
+    torch._dynamo.reset()
+    assert attention_flags(model, **tokens()) == {False}
+
+
+@pytest.mark.parametrize("given", ["attention_mask", "position_ids"])
+def test_padding_and_packing_keep_their_mask_when_compiled(given: str) -> None:
+    model = make("llama").train()
+    liger_hf.apply(model)
+    inputs = tokens()
+    batch, length = inputs["input_ids"].shape
+    if given == "attention_mask":
+        inputs[given] = torch.ones(batch, length, dtype=torch.int64)
+        inputs[given][0, :3] = 0
+    else:
+        # Two sequences packed into each row.
+        inputs[given] = (torch.arange(length) % (length // 2)).expand(batch, -1)
+    assert attention_flags(model, **inputs) == {False}

@@ -14,6 +14,7 @@ from liger_core import Op, OptionError
 from liger_core.errors import nearest
 from liger_core.plugins import registry
 from liger_core.selection import AUTO, automatic, selected
+from liger_hf import causal_mask
 from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
 from liger_hf.report import LEFT, REPLACED, Report, Row
@@ -67,6 +68,11 @@ def apply(
             patches.extend(decision.candidate.install(module))
         key = (_pattern(name), type(module).__name__, op, backend, verdict, decision.reason)
         rows[key] = rows.get(key, 0) + 1
+    if patches and only is None:
+        owners = {id(patch.owner) for patch in patches}
+        masks = [patch for patch in causal_mask.patches(model) if id(patch.owner) not in owners]
+        report.notes.extend([causal_mask.NOTE] if masks else [])
+        patches.extend(masks)
     # Nothing is installed before everything is decided: an error leaves the model as it was.
     report.patches = [patch.install() for patch in patches]
     report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]
