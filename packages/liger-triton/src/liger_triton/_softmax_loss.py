@@ -30,6 +30,8 @@ STATISTICS = Shape(4096, 8)
 # Gradient alone: .94 · .94 · .94; most shapes do.
 GRADIENT = Shape(2048, 4)
 SCALE_BLOCK = 4096
+# Losses that the one program of the mean adds at a time.
+MEAN_BLOCK = 4096
 # Programs of the scaling a processor: few enough to see in 5 µs that there is nothing to scale.
 SCALE_PROGRAMS = 8
 # Neighbours that one thread takes: 16 bytes of bf16.
@@ -83,6 +85,14 @@ class TritonPasses:
             logits.stride(0), out.stride(0), row_factor.stride(0), width, *_scalars(options), _weight_sum(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_SOFTCAP=options.softcap is not None, HAS_SMOOTHING=options.label_smoothing > 0,
             ENTROPY=term is not None, BLOCK=block, num_warps=GRADIENT.warps,
+        )  # fmt: skip
+
+    def mean(self, rows: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, total: Tensor, inverse: Tensor) -> None:
+        target, options = target.contiguous(), _dense(options)
+        block = min(MEAN_BLOCK, power_of_two(rows.shape[0]))
+        mean_launch(
+            (1,), rows, target, options.class_weight, divide, total, inverse, rows.shape[0], options.ignore_index,
+            HAS_WEIGHT=options.class_weight is not None, HAS_DIVIDE=divide is not None, BLOCK=block, num_warps=8,
         )  # fmt: skip
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
@@ -307,6 +317,34 @@ def gradient_kernel(
 
 
 @triton.jit
+def mean_kernel(
+    loss, target, class_weight, divide, total, inverse, rows, ignore_index, HAS_WEIGHT: tl.constexpr, HAS_DIVIDE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program adds all losses, and the weights of the targets that count, in the same order every time."""
+    losses = tl.zeros((BLOCK,), dtype=tl.float32)
+    weights = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        mask = row < rows
+        losses += tl.load(loss + row, mask=mask, other=0.0)
+        if not HAS_DIVIDE:
+            label = tl.load(target + row, mask=mask, other=ignore_index)
+            counted = label != ignore_index
+            if HAS_WEIGHT:
+                # The loss of a target below 0 or beyond the classes is NaN, whatever is loaded for it.
+                weights += tl.load(class_weight + label, mask=counted & (losses == losses), other=0.0).to(tl.float32)
+            else:
+                weights += counted.to(tl.float32)
+    if HAS_DIVIDE:
+        factor = 1.0 / tl.load(divide)
+    else:
+        weight = tl.sum(weights, 0)
+        factor = 1.0 / tl.where(weight == 0.0, 1.0, weight)
+    tl.store(inverse, factor)
+    tl.store(total, tl.sum(losses, 0) * factor)
+
+
+@triton.jit
 def scale_kernel(tensor, scale, out, size, ADD: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     """The programs walk over all blocks and scale them by the scalar, in float32, rounded once; with ADD they add them to out."""
     factor = tl.load(scale)
@@ -325,4 +363,5 @@ def scale_kernel(tensor, scale, out, size, ADD: tl.constexpr, IN_PLACE: tl.const
 
 loss_launch = Launcher(loss_kernel)
 gradient_launch = Launcher(gradient_kernel)
+mean_launch = Launcher(mean_kernel)
 scale_launch = Launcher(scale_kernel)

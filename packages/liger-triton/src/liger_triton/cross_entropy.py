@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from liger_core.ops.cross_entropy import per_row, reduced
+from liger_core.ops.cross_entropy import losses, reduced
 from liger_triton._softmax_loss import TritonPasses
 from liger_triton.launch import TritonKernel, supported
 
@@ -26,7 +26,7 @@ def cross_entropy(
     return_metrics: bool = False,
 ) -> Any:
     supported(logits)
-    return reduced(_rows, logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, reduction, normalizer, return_metrics)
+    return reduced(_losses, logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, reduction, normalizer, return_metrics)
 
 
-_rows = per_row(TritonPasses(), TritonKernel)
+_losses = losses(TritonPasses(), TritonKernel)

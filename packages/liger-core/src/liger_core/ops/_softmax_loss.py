@@ -84,6 +84,9 @@ class RowPasses(Protocol):
     ) -> None:  # fmt: skip
         """Write row_factor · d loss / d a, plus the term, into out (which may be logits), given the log-sum-exp of each row."""
 
+    def mean(self, rows: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, total: Tensor, inverse: Tensor) -> None:
+        """total = inverse · Σ rows, where inverse is 1/divide, by default 1/Σ w_t over the counted targets (1 if there is none)."""
+
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
         """out = tensor · scale, or out += tensor · scale; a float32 scalar on the device, rounded once. out may be tensor."""
 
@@ -116,6 +119,12 @@ class TorchPasses:
             x = _capped(logits[rows], options)
             part = None if term is None else EntropyTerm(*(t[rows] for t in term))
             out[rows] = _gradients(x, target[rows], lse[rows], row_factor[rows], options, part).to(out.dtype)
+
+    def mean(self, rows: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, total: Tensor, inverse: Tensor) -> None:
+        if divide is None:
+            divide = denominator(target, options.class_weight, options.ignore_index, None, rows.dtype)
+        torch.reciprocal(divide, out=inverse)
+        torch.mul(rows.sum(), inverse, out=total)
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
         if tensor is out and scale.device.type == "cpu" and scale == 1.0:

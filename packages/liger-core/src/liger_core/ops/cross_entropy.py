@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -220,8 +220,16 @@ def _results(rows: int, logits: Tensor, metrics: bool) -> RowResults:
     return RowResults(loss, lse, prediction, torch.empty_like(loss))
 
 
-def per_row(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any]:
-    """The differentiable per-row loss of (rows, classes) logits for a backend's row passes: loss, lse, prediction, entropy."""
+class Losses(NamedTuple):
+    """The differentiable functions of a backend: losses of rows, their sum or mean, and that with the rows' results."""
+
+    rows: Callable[..., Any]
+    total: Callable[..., Any]
+    told: Callable[..., Any]
+
+
+def losses(passes: RowPasses, kernel: Callable[..., Kernel]) -> Losses:
+    """The losses of (rows, classes) logits for a backend's row passes."""
 
     def options_of(
         class_weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None
@@ -244,24 +252,48 @@ def per_row(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., A
         if logits.shape[0]:
             passes.gradients(logits, target, lse, grad_loss, options_of(*options), grad_logits)
 
+    def allocate_total(logits: Tensor, target: Tensor, divide: Tensor | None, *rest: Any) -> Outputs:
+        *_, mean, metrics = rest
+        loss, *results = _results(logits.shape[0], logits, metrics)
+        assert loss is not None
+        return (loss.new_empty(()), *results, loss.new_empty(()) if mean else None)
+
+    def launch_total(*args: Any) -> None:
+        total, lse, prediction, entropy, inverse, logits, target, divide, *rest, mean, _ = args
+        options, rows = options_of(*rest), torch.empty_like(lse)
+        if logits.shape[0]:
+            passes.losses(logits, target, RowResults(rows, lse, prediction, entropy), options, None, False)
+        if mean:
+            passes.mean(rows, target, options, divide, total, inverse)
+        else:
+            torch.sum(rows, dim=0, out=total)
+
+    def launch_total_backward(
+        grad_logits: Tensor, grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, inverse: Tensor | None, *rest: Any
+    ) -> None:
+        factor = grad_loss if inverse is None else grad_loss * inverse
+        launch_backward(grad_logits, factor.expand(lse.shape), logits, target, lse, *rest)
+
     scalars = "Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss, float? softcap"
-    return differentiable(
-        kernel(
-            f"cross_entropy(Tensor logits, Tensor target, {scalars}, bool metrics) -> (Tensor loss, Tensor lse, Tensor? prediction, Tensor? entropy)",
-            allocate,
-            launch,
-        ),
-        kernel(
-            f"cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, {scalars}, bool[1] needs) -> (Tensor grad_logits)",
-            allocate_backward,
-            launch_backward,
-        ),
+    results = "(Tensor loss, Tensor lse, Tensor? prediction, Tensor? entropy"
+    backward = f"Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, {scalars}, bool[1] needs"
+    rows = differentiable(
+        kernel(f"cross_entropy(Tensor logits, Tensor target, {scalars}, bool metrics) -> {results})", allocate, launch),
+        kernel(f"cross_entropy_backward({backward}) -> (Tensor grad_logits)", allocate_backward, launch_backward),
         public=4,
     )
+    forward = kernel(
+        f"cross_entropy_total(Tensor logits, Tensor target, Tensor? divide, {scalars}, bool mean, bool metrics) -> {results}, Tensor? inverse)",
+        allocate_total,
+        launch_total,
+    )
+    backward = backward.replace("Tensor lse,", "Tensor lse, Tensor? inverse,")
+    derivative = kernel(f"cross_entropy_total_backward({backward}) -> (Tensor grad_logits)", allocate_backward, launch_total_backward)
+    return Losses(rows, differentiable(forward, derivative), differentiable(forward, derivative, public=5))
 
 
 def reduced(
-    rows: Callable[..., Any],
+    functions: Losses,
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -273,20 +305,20 @@ def reduced(
     normalizer: Tensor | float | None,
     return_metrics: bool,
 ) -> Any:
-    """cross_entropy made of a backend's per-row losses."""
+    """cross_entropy made of a backend's losses."""
     flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    loss, lse, prediction, entropy = rows(flat, labels, weight, ignore_index, label_smoothing, z_loss, softcap, return_metrics)
-    divide = denominator(labels, weight, ignore_index, normalizer, loss.dtype) if reduction == "mean" else None
-    total = _reduce(loss, reduction, divide).reshape(target.shape if reduction == "none" else ())
-    if not return_metrics:
-        return total
-    return total, metrics_of(target, ignore_index, z_loss, lse, prediction, entropy, reduction, divide)
-
-
-def _reduce(rows: Tensor, reduction: str, divide: Tensor | None) -> Tensor:
+    options = (weight, ignore_index, label_smoothing, z_loss, softcap)
     if reduction == "none":
-        return rows
-    return rows.sum() if divide is None else rows.sum() / divide
+        loss, lse, prediction, entropy = functions.rows(flat, labels, *options, return_metrics)
+        loss = loss.reshape(target.shape)
+        return (loss, metrics_of(target, ignore_index, z_loss, lse, prediction, entropy, reduction, None)) if return_metrics else loss
+    divide: Tensor | None = None
+    if normalizer is not None and reduction == "mean":
+        divide = denominator(labels, weight, ignore_index, normalizer, accumulator(flat.dtype))
+    if not return_metrics:
+        return functions.total(flat, labels, divide, *options, reduction == "mean", False)
+    loss, lse, prediction, entropy, inverse = functions.told(flat, labels, divide, *options, reduction == "mean", True)
+    return loss, metrics_of(target, ignore_index, z_loss, lse, prediction, entropy, reduction, inverse)
 
 
 def metrics_of(
@@ -297,7 +329,7 @@ def metrics_of(
     prediction: Tensor,
     entropy: Tensor,
     reduction: str,
-    divide: Tensor | None,
+    inverse: Tensor | None,
     token_weight: Tensor | None = None,
 ) -> LossMetrics:
     """The metrics of a batch from the per-row results of a pass."""
@@ -311,10 +343,11 @@ def metrics_of(
     if reduction == "none":
         return LossMetrics(*(t.reshape(target.shape) for t in (penalty, hit, prediction, entropy)))
     count = counted.sum().clamp(min=1)
-    return LossMetrics(_reduce(penalty, reduction, divide), hit.sum() / count, prediction.reshape(target.shape), entropy.sum() / count)
+    total = penalty.sum() if inverse is None else penalty.sum() * inverse
+    return LossMetrics(total, hit.sum() / count, prediction.reshape(target.shape), entropy.sum() / count)
 
 
-_rows = per_row(TorchPasses(), reference_kernel)
+_losses = losses(TorchPasses(), reference_kernel)
 
 
 @op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
@@ -349,4 +382,4 @@ def cross_entropy(
     Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
     z-loss: Chowdhery et al. 2022, arXiv:2204.02311; softcap: Gemma 2, arXiv:2408.00118.
     """
-    return reduced(_rows, logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, reduction, normalizer, return_metrics)
+    return reduced(_losses, logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, reduction, normalizer, return_metrics)

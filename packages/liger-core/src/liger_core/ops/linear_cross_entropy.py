@@ -317,7 +317,8 @@ def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any
             loss, lse, prediction, entropy = total(flat, weight, labels, bias, class_weight, factor, divide, main_grad, *row_options)
         if not return_metrics:
             return loss
-        return loss, metrics_of(target, ignore_index, z_loss, lse, prediction, entropy, reduction, divide, factor)
+        inverse = None if divide is None else divide.reciprocal()
+        return loss, metrics_of(target, ignore_index, z_loss, lse, prediction, entropy, reduction, inverse, factor)
 
     return linear_cross_entropy
 
