@@ -102,23 +102,17 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     if early:
         inputs.pop()
     wanted = [a.name for a in backward.schema.arguments]
-    targets = [[inputs.index(name) for name in r.name.removeprefix("grad_").split("_and_")] for r in backward.schema.returns]
-    trained = [i for group in targets for i in group]
+    # The first and the last input of each of backward's results; one and the same but for a shared gradient.
+    targets = [(inputs.index(names[0]), inputs.index(names[-1])) for names in map(_inputs_of, backward.schema.returns)]
+    trained = sorted({i for pair in targets for i in pair})
     gradients = [outputs.index(n.removeprefix("grad_")) for n in wanted if n.startswith("grad_") and n.removeprefix("grad_") in outputs]
-    tensors = {a.name for a in forward.schema.arguments if "Tensor" in str(a.type)}
     rest = wanted[len(gradients) : -1]
-    kept_inputs = [inputs.index(n) for n in rest if n in tensors]
-    kept_outputs = [outputs.index(n) for n in rest if n in outputs]
-    options = [inputs.index(n) for n in rest if n in inputs and n not in tensors]
-    # Where each of backward's arguments after the gradients comes from: (kind, position in that kind).
-    order: list[tuple[int, int]] = []
-    for name in rest:
-        if name in tensors:
-            order.append((0, kept_inputs.index(inputs.index(name))))
-        elif name in outputs:
-            order.append((0, len(kept_inputs) + kept_outputs.index(outputs.index(name))))
-        else:
-            order.append((1, options.index(inputs.index(name))))
+    # Tensors are kept by autograd, options by the context; order is where backward finds each in the two behind one another.
+    tensors = {a.name for a in forward.schema.arguments if "Tensor" in str(a.type)} | set(outputs)
+    names = [*inputs, *outputs]
+    kept = [names.index(n) for n in rest if n in tensors]
+    options = [names.index(n) for n in rest if n not in tensors]
+    order = [[*kept, *options].index(names.index(n)) for n in rest]
     constants = [i for i in range(public) if i not in gradients]
     if wanted[-1] != "needs" or gradients != sorted(gradients) or any(g >= public for g in gradients):
         raise TypeError(f"{backward.name}: its arguments must be grad_<public output>…, kept values…, needs; got {wanted}")
@@ -128,14 +122,16 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            needs = [any(ctx.needs_input_grad[i] for i in group) for group in targets]
+            given = ctx.needs_input_grad
+            needs = [given[first] or given[last] for first, last in targets]
             results = forward(*args, needs) if early else forward(*args)
-            ctx.save_for_backward(*[args[i] for i in kept_inputs], *[results[i] for i in kept_outputs])
+            values = (*args, *results)
+            ctx.save_for_backward(*[values[i] for i in kept])
             ctx.options = [args[i] for i in options]
             ctx.needs = needs
             ctx.set_materialize_grads(False)
-            fixed = [results[i] for i in constants if results[i] is not None]
-            if fixed:
+            if constants:
+                fixed = [results[i] for i in constants if results[i] is not None]
                 ctx.mark_non_differentiable(*fixed)
             return results[0] if public == 1 else tuple(results[:public])
 
@@ -145,14 +141,16 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
                 raise GradientError(
                     f"{title}: the gradient must not be differentiated again, got create_graph=True; write that part in plain PyTorch"
                 )
-            if all(grads[i] is None for i in gradients):
+            for i in gradients:
+                if grads[i] is not None:
+                    break
+            else:
                 return (None,) * count
-            given = (ctx.saved_tensors, ctx.options)
-            results = backward(*[grads[i] for i in gradients], *[given[kind][i] for kind, i in order], ctx.needs)
+            values = (*ctx.saved_tensors, *ctx.options)
+            results = backward(*[grads[i] for i in gradients], *[values[i] for i in order], ctx.needs)
             answer: list[Any] = [None] * count
-            for group, result in zip(targets, results, strict=True):
-                for index in group:
-                    answer[index] = result
+            for (first, last), result in zip(targets, results, strict=True):
+                answer[first] = answer[last] = result
             return tuple(answer)
 
     no = [False] * len(targets)
@@ -167,3 +165,9 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
 
     call.__name__ = call.__qualname__ = title.split("::")[1]
     return call
+
+
+def _inputs_of(result: Any) -> list[str]:
+    """The inputs whose gradient a result of a backward kernel is."""
+    names: list[str] = result.name.removeprefix("grad_").split("_and_")
+    return names

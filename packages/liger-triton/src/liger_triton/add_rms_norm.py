@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
 from liger_triton import _norm
-from liger_triton.launch import TritonKernel, supported
+from liger_triton.launch import TritonKernel, dense_like, supported
 
 
 def add_rms_norm(
@@ -29,7 +29,7 @@ def add_rms_norm(
 
 def _allocate(x: Tensor, *rest: object) -> Outputs:
     rows = x.numel() // max(1, x.shape[-1])
-    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
+    return dense_like(x), dense_like(x), x.new_empty(rows, dtype=torch.float32)
 
 
 def _launch(
@@ -44,8 +44,8 @@ def _allocate_backward(
     weight_offset: float, needs: list[bool],
 ) -> Outputs:  # fmt: skip
     return (
-        summed.new_empty(summed.shape) if needs[0] else None,
-        weight.new_empty(weight.shape) if needs[1] and weight is not None and grad_normed is not None else None,
+        dense_like(summed) if needs[0] else None,
+        dense_like(weight) if needs[1] and weight is not None and grad_normed is not None else None,
     )
 
 

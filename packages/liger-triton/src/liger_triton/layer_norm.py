@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
 from liger_triton import _norm
-from liger_triton.launch import TritonKernel, supported
+from liger_triton.launch import TritonKernel, dense_like, supported
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -19,8 +19,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 def _allocate(x: Tensor, *rest: object) -> Outputs:
     rows = x.numel() // max(1, x.shape[-1])
-    mean, inverse = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    return x.new_empty(x.shape), mean, inverse
+    return dense_like(x), x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
 
 
 def _launch(y: Tensor, mean: Tensor, inverse: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
@@ -30,7 +29,7 @@ def _launch(y: Tensor, mean: Tensor, inverse: Tensor, x: Tensor, weight: Tensor 
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool]
 ) -> Outputs:
-    return tuple(t.new_empty(t.shape) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True))
+    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True))
 
 
 def _launch_backward(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
 from liger_triton import _norm
-from liger_triton.launch import TritonKernel, supported
+from liger_triton.launch import TritonKernel, dense_like, supported
 
 
 def rms_norm(
@@ -23,7 +23,7 @@ def rms_norm(
 
 def _allocate(x: Tensor, *rest: object) -> Outputs:
     rows = x.numel() // max(1, x.shape[-1])
-    return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
+    return dense_like(x), x.new_empty(rows, dtype=torch.float32)
 
 
 def _launch(y: Tensor, inverse_rms: Tensor, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast_input: bool) -> None:
@@ -34,8 +34,8 @@ def _allocate_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor, weight_offset: float, needs: list[bool]
 ) -> Outputs:
     return (
-        x.new_empty(x.shape) if needs[0] else None,
-        weight.new_empty(weight.shape) if needs[1] and weight is not None else None,
+        dense_like(x) if needs[0] else None,
+        dense_like(weight) if needs[1] and weight is not None else None,
     )
 
 

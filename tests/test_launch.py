@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher that keeps compiled kernels: an equal call starts one directly, another call never gets the wrong one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from liger_triton.launch import Launcher
+
+X, Y = torch.zeros(8), torch.zeros(8)
+
+
+class Kernel:
+    """Stands in for a Triton kernel; `log` tells how each call reached the device."""
+
+    arg_names = ("x", "y", "width", "eps", "FLAG", "BLOCK")
+
+    def __init__(self, scratch: int = 0) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.scratch = scratch
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self.log.append(("triton", grid, *args))
+            run = SimpleNamespace(
+                launch=lambda *given: self.log.append(("directly", *given)),
+                global_scratch_size=self.scratch,
+                profile_scratch_size=0,
+                launch_cooperative_grid=False,
+                launch_pdl=False,
+            )
+            return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+
+        return call
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: f"stream of {device}", raising=False)
+    return Kernel()
+
+
+def launcher(kernel: Kernel) -> Launcher:
+    made = Launcher(kernel)
+    made.direct = True
+    return made
+
+
+def call(launch: Launcher, x: Any = X, y: Any = Y, width: int = 8, eps: float = 1e-6, flag: bool = True) -> None:
+    launch((3, 2), x, y, width, eps, FLAG=flag, BLOCK=16, num_warps=4)
+
+
+def ways(kernel: Kernel) -> list[str]:
+    return [entry[0] for entry in kernel.log]
+
+
+def test_an_equal_call_starts_the_kernel_with_the_addresses(kernel: Kernel) -> None:
+    launch = launcher(kernel)
+    call(launch)
+    call(launch, y=X.clone(), eps=0.5)
+    assert ways(kernel) == ["triton", "directly"]
+    given = kernel.log[1]
+    assert given[1:6] == (3, 2, 1, "stream of 0", "function")
+    assert "metadata" in given
+    address, _, width, eps, flag, block = given[-6:]
+    assert (address, width, eps, flag, block) == (X.data_ptr(), 8, 0.5, True, 16)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"x": X.double()}, {"y": None}, {"width": 16}, {"flag": False}],
+    ids=["dtype", "absent_tensor", "integer", "flag"],
+)
+def test_a_call_for_another_kernel_does_not_get_this_one(kernel: Kernel, change: dict[str, Any]) -> None:
+    launch = launcher(kernel)
+    call(launch)
+    call(launch, **change)
+    call(launch, **change)
+    call(launch)
+    assert ways(kernel) == ["triton", "triton", "directly", "directly"]
+
+
+def test_another_device_has_kernels_of_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = launcher(kernel)
+    call(launch)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    call(launch)
+    assert ways(kernel) == ["triton", "triton"]
+
+
+def test_an_address_that_is_not_aligned_is_left_to_triton(kernel: Kernel) -> None:
+    launch = launcher(kernel)
+    for x in (X, X[1:], X[1:]):
+        call(launch, x=x)
+    assert ways(kernel) == ["triton", "triton", "triton"]
+
+
+def test_a_kernel_with_scratch_memory_is_left_to_triton(kernel: Kernel) -> None:
+    kernel.scratch = 64
+    launch = launcher(kernel)
+    for _ in range(3):
+        call(launch)
+    assert ways(kernel) == ["triton", "triton", "triton"]
+
+
+def test_the_store_of_kernels_does_not_grow_for_ever(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launcher, "LIMIT", 4)
+    launch = launcher(kernel)
+    for width in range(16):
+        call(launch, width=width)
+    assert len(launch.compiled) <= 4
