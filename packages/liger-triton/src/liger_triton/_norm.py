@@ -12,20 +12,25 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_triton import _norm_wide
-from liger_triton.launch import Launcher, cdiv, power_of_two, processors, rows_of
+from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, column_sum_launch, store_sums
+from liger_triton.launch import Launcher, cdiv, dense, power_of_two, processors, rows, shared_memory
 
 # Wider rows are walked in tiles: past this, one row in float32 no longer fits the registers of a program beside its gradient.
 WIDEST_BLOCK = 16384
 
 
 class Shape(NamedTuple):
-    """How a launch covers (rows, width): block of columns, rows per program, warps, pipeline stages, programs per processor."""
+    """How a launch covers (rows, width): block of columns, rows per program, warps, pipeline stages, programs per processor.
+
+    held  whether the weight stays in registers from row to row
+    """
 
     block: int
     rows: int
     warps: int
     stages: int = 1
     programs: int = 0
+    held: bool = True
 
 
 # Share of copy bandwidth on one H200 (bf16, kernels alone) for the shapes below and their neighbours in rows, warps, stages and grid.
@@ -44,16 +49,23 @@ def forward_shape(width: int, centred: bool) -> Shape:
 
 
 @cache
-def backward_shape(width: int) -> Shape:
-    """Loads of the next rows overlap the current ones (3 stages): .75 at 1024 (1 stage .66), .91 at 4096, .93 at 8192; 16384 spills with more than 1."""
+def backward_shape(width: int, size: int, shared: int) -> Shape:
+    """Loads of the next rows overlap the current ones (3 stages): .75 at 1024 (1 stage .66), .91 at 4096, .93 at 8192.
+
+    size is the bytes of a column that a program reads for one row; rows on their way wait in shared memory, as many as fit. At 16384
+    columns two column sums take half of the registers: with the weight beside them, or on fewer warps, layer_norm spills (for sm_90,
+    bytes a thread: 48 with 32 warps and 3 stages, 92 with 16 warps and 1, 500 with masks and the weight held).
+    """
     block = power_of_two(width)
     if block <= 2048:
-        return Shape(block, max(1, min(32, 4096 // block)), 4, 3, 2)
-    if block <= 4096:
-        return Shape(block, 1, 8, 3, 2)
-    if block <= 8192:
-        return Shape(block, 1, 8, 3, 1)
-    return Shape(block, 1, 16, 1, 1)
+        rows, warps, programs = max(2, min(32, 4096 // block)), 4, 2
+    elif block <= 8192:
+        rows, warps, programs = 1, 8, 2 if block <= 4096 else 1
+    else:
+        rows, warps, programs = 1, 32, 1
+    # A kilobyte stays for the reductions.
+    stages = max(1, min(3, 1 + (shared - 1024) // (rows * block * size)))
+    return Shape(block, rows, warps, stages, programs, held=block <= 8192)
 
 
 def forward(
@@ -61,15 +73,14 @@ def forward(
     summed: Tensor | None, y: Tensor, mean: Tensor | None, inverse: Tensor, eps: float, offset: float, cast_input: bool,
 ) -> None:  # fmt: skip
     """Launch the forward pass. With a residual, x + residual goes to summed and is what is normalised; mean is None for rms_norm."""
-    x = rows_of(x)
-    count, width = x.shape
+    width = x.shape[-1]
+    count = inverse.numel()
     if count == 0:
         return
-    residual = None if residual is None else rows_of(residual)
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-    args = (x, residual, weight, bias, summed, y, mean, inverse, *strides)
+    x, x_stride = rows(x)
+    residual, residual_stride = (None, 0) if residual is None else rows(residual)
+    weight, bias = dense(weight), dense(bias)
+    args = (x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride)
     if width > WIDEST_BLOCK:
         _norm_wide.forward(count, *args, width, eps, offset, cast_input)
         return
@@ -82,39 +93,43 @@ def backward(
     grad_y: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, inverse: Tensor, offset: float,
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """Launch the backward pass: grad_x row by row, and float32 partial sums of grad_weight and grad_bias that a second kernel adds.
+    """Launch the backward pass: grad_x row by row; grad_weight and grad_bias by float32 partial sums that a second kernel adds.
 
     x is what was normalised; grad_summed is what else arrives at it.
     """
-    x, grad_y = rows_of(x), rows_of(grad_y)
-    count, width = x.shape
+    width = x.shape[-1]
+    count = inverse.numel()
+    sums = (grad_weight is not None) + (grad_bias is not None)
     if count == 0:
         for grad in (grad_weight, grad_bias):
             if grad is not None:
                 grad.zero_()
         return
-    grad_summed = None if grad_summed is None else rows_of(grad_summed)
-    weight = None if weight is None else weight.contiguous()
-    wide = width > WIDEST_BLOCK
-    sums = grad_weight is not None or grad_bias is not None
-    args = (grad_y, grad_summed, x, weight, mean, inverse)
-    strides = (grad_y.stride(0), 0 if grad_summed is None else grad_summed.stride(0), x.stride(0))
-    shape = backward_shape(min(width, WIDEST_BLOCK))
-    groups = cdiv(count, 1 if wide else shape.rows)
-    programs = min(groups, _norm_wide.PARTS) if wide else min(groups, shape.programs * processors(x.device)) if sums else groups
-    part_weight, part_bias = (None if g is None else x.new_empty(programs, width, dtype=torch.float32) for g in (grad_weight, grad_bias))
-    if wide:
-        _norm_wide.backward(count, *args, grad_x, part_weight, part_bias, *strides, width, offset, programs)
+    x, x_stride = rows(x)
+    grad_y, grad_stride = rows(grad_y)
+    grad_summed, summed_stride = (None, 0) if grad_summed is None else rows(grad_summed)
+    args = (grad_y, grad_summed, x, dense(weight), mean, inverse, grad_x, grad_weight, grad_bias)
+    if width > WIDEST_BLOCK:
+        _norm_wide.backward(count, *args, grad_stride, summed_stride, x_stride, width, offset)
+        return
+    size = 2 * x.element_size() + (0 if weight is None else weight.element_size()) + (0 if grad_summed is None else x.element_size())
+    shape = backward_shape(width, size, shared_memory(x.device))
+    groups = cdiv(count, shape.rows)
+    direct = count <= DIRECT_ROWS
+    programs = groups if direct or not sums else min(groups, shape.programs * processors(x.device))
+    part = None if direct or not sums else x.new_empty((sums, programs, width), dtype=torch.float32)
+    grid = (programs + cdiv(width, STRIP) if direct and sums else programs,)
+    rest = (part, grad_stride, summed_stride, x_stride, count, width, programs, offset)
+    if shape.rows > 1:
+        tile_backward_launch(grid, *args, *rest, ROWS=shape.rows, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps)
     else:
-        backward_launch(
-            (programs,), *args, grad_x, part_weight, part_bias, *strides, count, width, offset,
-            ROWS=shape.rows, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps,
+        row_backward_launch(
+            grid, *args, *rest,
+            WHOLE=width == shape.block, HELD=shape.held, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps,
         )  # fmt: skip
-    for part, grad in ((part_weight, grad_weight), (part_bias, grad_bias)):
-        if part is not None and grad is not None:
-            # Narrow strips fill the device at usual widths (8 µs against 13 with 64 columns, 264 rows); wide rows have strips enough.
-            strip = 256 if wide else 16
-            column_sum_launch((cdiv(width, strip),), part, grad, programs, width, ROWS=16 if wide else 128, BLOCK=strip)
+    if part is not None:
+        # Narrow strips fill the device at usual widths (8 µs against 13 with 64 columns, 264 rows).
+        column_sum_launch((cdiv(width, 16), sums), part, grad_weight, grad_bias, programs, width, ROWS=128, BLOCK=16)
 
 
 @triton.jit
@@ -152,23 +167,27 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
-    grad_y, grad_summed, x, weight, mean, inverse, grad_x, part_weight, part_bias, grad_stride, summed_stride, x_stride, rows, width, offset,
+def tile_backward_kernel(
+    grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part,
+    grad_stride, summed_stride, x_stride, rows, width, programs, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p walks the row groups p, p + programs, … and writes partial row p.
+    """Program p walks the groups p, p + programs, … of ROWS rows; its column sums go to row p of part, or later programs add columns.
 
     With n = (x - mean) · inverse and g = grad_y · weight:  grad_x = inverse · (g - mean(g) - n · mean(g · n)) + grad_summed,
-    without mean(g) if not centred.
+    without mean(g) if not centred. Masked lanes need no care, since their gradient is zero.
     """
     program = tl.program_id(0)
+    if part is None and program >= programs:
+        add_columns(program - programs, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, width)
+        return
     column = tl.arange(0, BLOCK)
     column_mask = column < width
     if weight is not None:
         factor = (tl.load(weight + column, mask=column_mask, other=0.0).to(tl.float32) + offset)[None, :]
     sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
     sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+    for start in tl.range(program * ROWS, rows, programs * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         row_mask = row < rows
         mask = row_mask[:, None] & column_mask[None, :]
@@ -176,11 +195,10 @@ def backward_kernel(
         value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(inverse + row, mask=row_mask, other=0.0)[:, None]
         if mean is not None:
-            value = tl.where(mask, value - tl.load(mean + row, mask=row_mask, other=0.0)[:, None], 0.0)
+            value = value - tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
         value = value * scale
-        if part_weight is not None:
+        if part is not None:
             sum_weight += tl.sum(grad * value, 0)
-        if part_bias is not None:
             sum_bias += tl.sum(grad, 0)
         if grad_x is not None:
             if weight is not None:
@@ -192,26 +210,69 @@ def backward_kernel(
             if grad_summed is not None:
                 result += tl.load(grad_summed + row[:, None] * summed_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
             tl.store(grad_x + row[:, None] * width + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
-    if part_weight is not None:
-        tl.store(part_weight + program.to(tl.int64) * width + column, sum_weight, mask=column_mask)
-    if part_bias is not None:
-        tl.store(part_bias + program.to(tl.int64) * width + column, sum_bias, mask=column_mask)
+    if part is not None:
+        store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, programs, column, width)
 
 
 @triton.jit
-def column_sum_kernel(part, total, count, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program adds all partial rows of BLOCK columns."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    column_mask = column < width
-    accumulated = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for start in range(0, count, ROWS):
-        row = start + tl.arange(0, ROWS)
-        accumulated += tl.load(
-            part + row.to(tl.int64)[:, None] * width + column[None, :], mask=(row < count)[:, None] & column_mask[None, :], other=0.0
-        )
-    tl.store(total + column, tl.sum(accumulated, 0).to(total.dtype.element_ty), mask=column_mask)
+def row_backward_kernel(
+    grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part,
+    grad_stride, summed_stride, x_stride, rows, width, programs, offset,
+    WHOLE: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same for one row at a time.
+
+    WHOLE: the row is as wide as its block, so that no lane is masked. HELD: the weight stays in registers; else the L2 cache serves it
+    to every row.
+    """
+    program = tl.program_id(0)
+    if part is None and program >= programs:
+        add_columns(program - programs, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, width)
+        return
+    column = tl.arange(0, BLOCK)
+    mask = None if WHOLE else column < width
+    if weight is not None and HELD:
+        factor = read(weight + column, mask) + offset
+    sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
+    sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
+    for row in tl.range(program.to(tl.int64), rows, programs, num_stages=STAGES):
+        grad = read(grad_y + row * grad_stride + column, mask)
+        value = read(x + row * x_stride + column, mask)
+        scale = tl.load(inverse + row)
+        if mean is not None:
+            value = value - tl.load(mean + row)
+        value = value * scale
+        if part is not None:
+            sum_weight += grad * value
+            sum_bias += grad
+        if grad_x is not None:
+            if weight is not None:
+                if not HELD:
+                    factor = read(weight + column, mask) + offset
+                grad = grad * factor
+            if mean is not None:
+                # One reduction for the two sums: each costs two barriers.
+                product, total = tl.split(tl.sum(tl.join(grad * value, grad), 0))
+                result = grad - value * (product / width) - total / width
+            else:
+                result = grad - value * (tl.sum(grad * value, 0) / width)
+            result = result * scale
+            if grad_summed is not None:
+                result += read(grad_summed + row * summed_stride + column, mask)
+            tl.store(grad_x + row * width + column, result.to(grad_x.dtype.element_ty), mask=mask)
+    if part is not None:
+        store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, programs, column, width)
+
+
+@triton.jit
+def read(pointer, mask):
+    """Values in float32, zero where masked."""
+    if mask is None:
+        return tl.load(pointer).to(tl.float32)
+    else:
+        return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 forward_launch = Launcher(forward_kernel)
-backward_launch = Launcher(backward_kernel)
-column_sum_launch = Launcher(column_sum_kernel)
+tile_backward_launch = Launcher(tile_backward_kernel)
+row_backward_launch = Launcher(row_backward_kernel)

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_triton._norm_sum import column_sum_launch, store_sums, tile_sums
 from liger_triton.launch import Launcher, cdiv
 
 TILE = 4096
-# Partial rows of the column sums.
-PARTS = 16
-# Rows and columns of a tile of the column sums.
-SUM_ROWS, SUM_TILE = 8, 512
+# Column sums: partial rows, and rows and columns of a tile.
+PARTS, SUM_ROWS, SUM_TILE = 16, 8, 512
 
 
 def forward(
@@ -29,20 +29,26 @@ def forward(
 
 def backward(
     rows: int, grad_y: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, inverse: Tensor,
-    grad_x: Tensor | None, part_weight: Tensor | None, part_bias: Tensor | None,
-    grad_stride: int, summed_stride: int, x_stride: int, width: int, offset: float, parts: int,
+    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
+    grad_stride: int, summed_stride: int, x_stride: int, width: int, offset: float,
 ) -> None:  # fmt: skip
-    """One program a row for grad_x, then column tiles for the `parts` partial rows of the other two."""
+    """One program a row for grad_x, then column tiles for the other two."""
     if grad_x is not None:
         backward_launch(
             (rows,), grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_stride, summed_stride, x_stride, width, offset,
             BLOCK=TILE, num_warps=8,
         )  # fmt: skip
-    if part_weight is not None or part_bias is not None:
-        partial_launch(
-            (cdiv(width, SUM_TILE), parts), grad_y, x, mean, inverse, part_weight, part_bias, grad_stride, x_stride, rows, width,
-            ROWS=SUM_ROWS, BLOCK=SUM_TILE,
-        )  # fmt: skip
+    sums = (grad_weight is not None) + (grad_bias is not None)
+    if not sums:
+        return
+    programs = min(rows, PARTS)
+    part = x.new_empty((sums, programs, width), dtype=torch.float32)
+    sum_launch(
+        (cdiv(width, SUM_TILE), programs), grad_y, x, mean, inverse, grad_weight, grad_bias, part, grad_stride, x_stride, rows, width,
+        ROWS=SUM_ROWS, BLOCK=SUM_TILE,
+    )  # fmt: skip
+    # Wide rows have strips enough to fill the device.
+    column_sum_launch((cdiv(width, 256), sums), part, grad_weight, grad_bias, programs, width, ROWS=PARTS, BLOCK=256)
 
 
 @triton.jit
@@ -137,30 +143,22 @@ def wide_backward_kernel(
 
 
 @triton.jit
-def wide_partial_kernel(
-    grad_y, x, mean, inverse, part_weight, part_bias, grad_stride, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+def wide_sum_kernel(
+    grad_y, x, mean, inverse, grad_weight, grad_bias, part, grad_stride, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (c, p) sums every programs-th group of ROWS rows, from the p-th on, of column tile c into partial row p."""
+    """Program (c, p) adds every programs-th group of ROWS rows, from the p-th on, of column tile c into partial row p."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
+    program = tl.program_id(1)
     sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
     sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
+    for start in range(program * ROWS, rows, tl.num_programs(1) * ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        row_mask = row < rows
-        tile = row_mask[:, None] & mask[None, :]
-        grad = tl.load(grad_y + row[:, None] * grad_stride + column[None, :], mask=tile, other=0.0).to(tl.float32)
-        value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=tile, other=0.0).to(tl.float32)
-        if mean is not None:
-            value = value - tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
-        sum_weight += tl.sum(grad * value * tl.load(inverse + row, mask=row_mask, other=0.0)[:, None], 0)
-        sum_bias += tl.sum(grad, 0)
-    if part_weight is not None:
-        tl.store(part_weight + tl.program_id(1).to(tl.int64) * width + column, sum_weight, mask=mask)
-    if part_bias is not None:
-        tl.store(part_bias + tl.program_id(1).to(tl.int64) * width + column, sum_bias, mask=mask)
+        weight, bias = tile_sums(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width)
+        sum_weight += weight
+        sum_bias += bias
+    store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, tl.num_programs(1), column, width)
 
 
 forward_launch = Launcher(wide_forward_kernel)
 backward_launch = Launcher(wide_backward_kernel)
-partial_launch = Launcher(wide_partial_kernel)
+sum_launch = Launcher(wide_sum_kernel)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Column sums over all rows, for grad_weight and grad_bias of the norms.
+
+Many rows: each program that walks rows adds its own, a second kernel adds what the programs have. Few rows: programs beside them
+add whole columns, which reads the rows twice but spares memory, a launch and its wait.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from liger_triton.launch import Launcher
+
+DIRECT_ROWS = 512
+# Columns of a program that adds whole columns, and rows that it reads at once.
+STRIP, STRIP_ROWS = 32, 128
+
+
+@triton.jit
+def add_columns(
+    strip, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, width,
+    ROWS: tl.constexpr = STRIP_ROWS, BLOCK: tl.constexpr = STRIP,
+):  # fmt: skip
+    """Write one strip of the gradients."""
+    column = strip * BLOCK + tl.arange(0, BLOCK)
+    sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
+    sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, rows, ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        weight, bias = tile_sums(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width)
+        sum_weight += weight
+        sum_bias += bias
+    store(sum_weight, grad_weight, column, width)
+    store(sum_bias, grad_bias, column, width)
+
+
+@triton.jit
+def tile_sums(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width):
+    """The column sums of grad_y · n and of grad_y over a tile."""
+    row_mask = row < rows
+    mask = row_mask[:, None] & (column < width)[None, :]
+    grad = tl.load(grad_y + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if mean is not None:
+        value = value - tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
+    return tl.sum(grad * value * tl.load(inverse + row, mask=row_mask, other=0.0)[:, None], 0), tl.sum(grad, 0)
+
+
+@triton.jit
+def store(total, gradient, column, width):
+    """Write a sum where it is asked for."""
+    if gradient is not None:
+        tl.store(gradient + column, total.to(gradient.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, programs, column, width):
+    """Write what one program added to its rows of part (sums, programs, width)."""
+    mask = column < width
+    row = part + program.to(tl.int64) * width + column
+    if grad_weight is not None:
+        tl.store(row, sum_weight, mask=mask)
+        row += programs.to(tl.int64) * width
+    if grad_bias is not None:
+        tl.store(row, sum_bias, mask=mask)
+
+
+@triton.jit
+def column_sum_kernel(part, grad_weight, grad_bias, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (c, s) adds all rows of BLOCK columns of part[s] into the s-th of the gradients that are there."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    part += tl.program_id(1).to(tl.int64) * programs * width
+    accumulated = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)
+        accumulated += tl.load(
+            part + row.to(tl.int64)[:, None] * width + column[None, :], mask=(row < programs)[:, None] & mask[None, :], other=0.0
+        )
+    total = tl.sum(accumulated, 0)
+    if grad_weight is None or grad_bias is None:
+        store(total, grad_weight, column, width)
+        store(total, grad_bias, column, width)
+    elif tl.program_id(1) == 0:
+        store(total, grad_weight, column, width)
+    else:
+        store(total, grad_bias, column, width)
+
+
+column_sum_launch = Launcher(column_sum_kernel)
