@@ -63,7 +63,7 @@ def test_every_dtype_has_the_same_samples(op: Op[..., Any], device: torch.device
 def test_every_option_has_a_sample_that_sets_it(op: Op[..., Any], device: torch.device) -> None:
     given = {n for sample in op.samples(device, torch.float32) for n in arguments_of(op, sample)}
     # What an option does to its inputs beyond the outputs cannot be compared with copies of them; tests/ops has those.
-    assert set(op.signature.parameters) - given <= {"inplace", "main_grad"}
+    assert set(op.signature.parameters) - given <= {"inplace", "main_grad", "overwrite"}
 
 
 def test_the_docstring_names_every_tensor_with_its_shape_and_every_error(op: Op[..., Any], device: torch.device) -> None:

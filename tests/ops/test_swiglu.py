@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_core import swiglu
+from liger_core import explain, swiglu
 from ops.agreement import disagreements, leaf
+from ops.allocations import allocations
 
 
 def test_swiglu_is_silu_of_the_gate_times_up(device: torch.device) -> None:
@@ -54,3 +55,39 @@ def test_any_shape_is_the_naive_formula(device: torch.device, draw: int, shape: 
     if not packed:
         arguments["up"] = leaf(*shape, width, device=device)
     assert disagreements(swiglu, naive, **arguments) == []
+
+
+def gradients(shape: tuple[int, ...], device: torch.device, *, overwrite: bool, packed: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients by a backward that keeps its graph, and then by one that frees it."""
+    torch.manual_seed(0)
+    inputs = [leaf(*shape, device=device) for _ in range(1 if packed else 2)]
+    # Results of something, as they are in a model, so that nobody else holds them.
+    result = swiglu(*[x * 1.0 for x in inputs], overwrite=overwrite)
+    upstream = torch.randn_like(result)
+    kept = torch.autograd.grad(result, inputs, upstream, retain_graph=True)
+    return list(kept), list(torch.autograd.grad(result, inputs, upstream))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_overwriting_gate_and_up_gives_the_same_gradients(packed: bool, device: torch.device) -> None:
+    expected, _ = gradients((5, 78), device, overwrite=False, packed=packed)
+    for got in gradients((5, 78), device, overwrite=True, packed=packed):
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other)
+            assert not one.requires_grad
+
+
+def test_a_fused_backward_that_may_overwrite_needs_no_memory(measured_device: torch.device) -> None:
+    if explain(swiglu, torch.zeros(1, 2, device=measured_device)).backend == "reference":
+        pytest.skip("plain PyTorch keeps more than the inputs")
+    gate, up = (leaf(512, 512, device=measured_device) for _ in range(2))
+
+    def backward(overwrite: bool) -> int:
+        product = [x * 1.0 for x in (gate, up)]
+        result = swiglu(*product, overwrite=overwrite)
+        # Nobody else holds them now.
+        product.clear()
+        upstream = torch.ones_like(result)
+        return allocations(lambda: torch.autograd.grad(result, (gate, up), upstream), measured_device).peak
+
+    assert backward(True) < backward(False)

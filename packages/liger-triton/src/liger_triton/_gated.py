@@ -20,23 +20,25 @@ BLOCK = 1024
 
 
 def gated(name: str) -> Callable[..., Any]:
-    """The differentiable gated unit `name(gate, up or None, activation)`."""
+    """The differentiable gated unit `name(gate, up or None, activation, overwrite)`."""
     return differentiable(
-        TritonKernel(f"{name}(Tensor gate, Tensor? up, int activation) -> (Tensor y)", _allocate, _launch),
+        TritonKernel(f"{name}(Tensor gate, Tensor? up, int activation, bool overwrite) -> (Tensor y)", _allocate, _launch),
         TritonKernel(
-            f"{name}_backward(Tensor grad_y, Tensor gate, Tensor? up, int activation, bool[2] needs) -> (Tensor? grad_gate, Tensor? grad_up)",
+            f"{name}_backward(Tensor grad_y, Tensor gate, Tensor? up, int activation, bool overwrite, bool[2] needs)"
+            " -> (Tensor? grad_gate, Tensor? grad_up)",
             _allocate_backward,
             _launch_backward,
+            _recycle_backward,
         ),
     )
 
 
-def _allocate(gate: Tensor, up: Tensor | None, activation: int) -> Outputs:
+def _allocate(gate: Tensor, up: Tensor | None, activation: int, overwrite: bool) -> Outputs:
     width = gate.shape[-1] if up is not None else gate.shape[-1] // 2
     return (gate.new_empty((*gate.shape[:-1], width)),)
 
 
-def _launch(y: Tensor, gate: Tensor, up: Tensor | None, activation: int) -> None:
+def _launch(y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool) -> None:
     first, second = _halves(gate, up)
     rows, width, tiles, block = _tiles(first, second, y)
     if rows * width:
@@ -45,13 +47,21 @@ def _launch(y: Tensor, gate: Tensor, up: Tensor | None, activation: int) -> None
         )
 
 
-def _allocate_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, needs: list[bool]) -> Outputs:
+def _allocate_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool, needs: list[bool]) -> Outputs:
     return tuple(t.new_empty(t.shape) if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))
 
 
+def _recycle_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool, needs: list[bool]) -> Outputs:
+    """Gate and up themselves: every element is read before its gradient is written there."""
+    if not overwrite or not gate.is_contiguous() or not (up is None or up.is_contiguous()):
+        return _allocate_backward(grad_y, gate, up, activation, overwrite, needs)
+    return tuple(t.detach() if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))
+
+
 def _launch_backward(
-    grad_gate: Tensor | None, grad_up: Tensor | None, grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, needs: list[bool]
-) -> None:
+    grad_gate: Tensor | None, grad_up: Tensor | None, grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool,
+    needs: list[bool],
+) -> None:  # fmt: skip
     first, second = _halves(gate, up)
     grad_y = rows_of(grad_y)
     grad_first: Tensor | None

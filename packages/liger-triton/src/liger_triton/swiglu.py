@@ -9,9 +9,9 @@ from liger_triton._gated import SILU, gated
 from liger_triton.launch import supported
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
     supported(gate)
-    result: Tensor = _swiglu(gate, up, SILU)
+    result: Tensor = _swiglu(gate, up, SILU, overwrite)
     return result
 
 

@@ -19,7 +19,7 @@ from liger_core.ops import _gated
 Approximate = Literal["tanh", "none"]
 
 
-def check(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh") -> None:
+def check(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False) -> None:
     _gated.check("geglu", gate, up)
     checks.choice("geglu", "approximate", approximate, ("tanh", "none"))
 
@@ -37,12 +37,12 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield Misuse("approximate", (x, x), {"approximate": "erf"}, OptionError, "geglu: approximate must be one of 'tanh', 'none', got 'erf'")
 
 
-def work(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh") -> Work:
+def work(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False) -> Work:
     return _gated.work(gate, up)
 
 
 @op(check=check, samples=samples, misuses=misuses, workloads=_gated.workloads, work=work)
-def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh") -> Tensor:
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False) -> Tensor:
     """Gate one linear map of the input by the GELU of another.
 
         y = gelu(gate) · up
@@ -51,6 +51,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = 
 
     gate    (..., width)   any floating dtype; or (..., 2·width) packed, gate first, when up is None
     up      (..., width)   shape and dtype of gate
+    overwrite              nobody else needs gate and up: a backward pass that frees its graph may write their gradients over them, which
+                           saves their size (a kept graph leaves them as they are)
     returns (..., width), dtype of gate; a fused backend keeps only the inputs for the backward pass
 
     Raises ShapeError if the shapes differ or a packed width is odd, DtypeError if the dtypes differ, OptionError for another approximation.

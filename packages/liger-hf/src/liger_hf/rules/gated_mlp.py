@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 
 from liger_core import Op, geglu, swiglu
 from liger_hf.patch import forward_of, replacement
@@ -108,16 +109,23 @@ def _forward(op: Callable[..., Any], argument: str, inputs: tuple[str, ...], dow
 
         def forward_packed(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
             (x,) = args or (named.pop(argument),)
-            return getattr(self, down)(op(getattr(self, packed)(x)))
+            inner = getattr(self, packed)
+            return getattr(self, down)(op(inner(x), overwrite=unobserved(inner)))
 
         return forward_packed
     gate, up = inputs
 
     def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
         (x,) = args or (named.pop(argument),)
-        return getattr(self, down)(op(getattr(self, gate)(x), getattr(self, up)(x)))
+        first, second = getattr(self, gate), getattr(self, up)
+        return getattr(self, down)(op(first(x), second(x), overwrite=unobserved(first, second)))
 
     return forward
+
+
+def unobserved(*modules: nn.Module) -> bool:
+    """No hook sees, and so might keep, what these modules return."""
+    return not (global_hooks._global_forward_hooks or any(module._forward_hooks for module in modules))
 
 
 def _cases(
