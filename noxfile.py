@@ -24,7 +24,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
-# parity repeats a part of tests; bench and gpu measure the machine.
+# parity repeats a part of tests, of sweep the tests take a sample; bench and gpu measure the machine.
 nox.options.sessions = ["lint", "types", "tests", "mutants", "demo", "build"]
 
 
@@ -61,6 +61,12 @@ def parity(session: nox.Session, backend: str) -> None:
 def mutants(session: nox.Session) -> None:
     """Plant known bugs, one at a time; the tests must turn red for each."""
     python(session, "tests/mutants/mutants.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def sweep(session: nox.Session) -> None:
+    """Every causal language model type of Transformers, plain against patched; writes docs/models.md and can be interrupted."""
+    python(session, "tests/hf/sweep.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")

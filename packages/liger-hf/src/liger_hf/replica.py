@@ -61,7 +61,17 @@ class Draw:
 
 
 class DoublePrecision(TorchFunctionMode):
-    """Casts to float32 that a module makes inside become casts to float64, so that its float64 run is exact."""
+    """Casts to float32 that a module makes inside become casts to float64, and so do its new tensors: its float64 run is exact."""
+
+    def __enter__(self) -> DoublePrecision:
+        self.default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        torch.set_default_dtype(self.default)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:

@@ -8,6 +8,7 @@ function replaced. A global that is rebound in the modelling file after `apply` 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -35,6 +36,9 @@ def look(module: nn.Module) -> Found | None:
     name, function = called
     if name != NAME:
         return Found("rope", refusal=f"it calls {name}, which no rule knows")
+    arguments = list(inspect.signature(function).parameters.values())[:4]
+    if [a.name for a in arguments] != ["q", "k", "cos", "sin"] or any(a.default is not a.empty for a in arguments):
+        return Found("rope", refusal=f"its {name} takes ({', '.join(map(str, arguments))}), not (q, k, cos, sin)")
     width = getattr(module, "head_dim", None)
     width = width if isinstance(width, int) and width % 2 == 0 else 64
     parameter = next(module.parameters(), None)

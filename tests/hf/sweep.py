@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every causal language model type of Transformers, plain against patched: loss, logits, all gradients, training, evaluation, undo.
+
+`python tests/hf/sweep.py` checks each type in a process of its own, so that a crash or a hang is a row of the table and no end of
+the sweep, keeps what it has found in .sweep/results.jsonl, and writes docs/models.md. Started again, it goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import json
+import logging
+import multiprocessing
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import liger_hf
+from hf.tiny_configs import TYPES, VOCABULARY, tiny_config
+from liger_core import use
+from liger_core.accuracy import floor
+from liger_hf.replica import DoublePrecision
+from liger_hf.report import REPLACED
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / ".sweep" / "results.jsonl"
+PAGE = ROOT / "docs" / "models.md"
+COLUMNS = {"norm": ("rms_norm", "layer_norm"), "MLP": ("swiglu", "geglu"), "rope": ("rope",), "head": ("linear_cross_entropy",)}
+SAME, WRONG, UNBUILT = "same", "wrong", "not built"
+SECONDS = 120
+
+
+@dataclass
+class Result:
+    """One type: what was replaced (column → modules replaced, modules left) and whether the results are those of the plain model."""
+
+    model_type: str
+    verdict: str
+    model: str = ""
+    detail: str = ""
+    columns: dict[str, tuple[int, int]] = field(default_factory=dict)
+    reasons: dict[str, list[str]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def check(model_type: str) -> Result:
+    """Build the type, patch a copy, and compare."""
+    began = time.monotonic()
+    with use("reference"):
+        result = _checked(model_type)
+    result.seconds = round(time.monotonic() - began, 1)
+    return result
+
+
+def _checked(model_type: str) -> Result:
+    try:
+        plain = build(model_type)
+        expected = _outcomes(plain)
+    except Exception as problem:
+        return Result(model_type, UNBUILT, detail=_short(problem))
+    with DoublePrecision():
+        exact = _outcomes(_wide(plain))
+    patched = copy.deepcopy(plain)
+    report = liger_hf.apply(patched)
+    result = Result(model_type, SAME, type(plain).__name__)
+    _count(result, report)
+    with DoublePrecision():
+        problems = differences(_outcomes(_wide(patched)), exact, None)
+    problems += differences(_outcomes(patched), exact, expected)
+    report.undo()
+    problems += [f"after undo, {name} differs" for name, value in _outcomes(patched).items() if not torch.equal(value, expected[name])]
+    if problems:
+        result.verdict, result.detail = WRONG, "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if len(problems) > 3 else "")
+    return result
+
+
+def differences(got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor] | None) -> list[str]:
+    """What a patched model computes differently: in float64 (without `plain`) anything, in float32 what is less accurate than `plain`.
+
+    The errors of a whole model are sums of many roundings, which another order of the same sums changes by a factor of two; 3 is
+    the factor that `liger demo` uses. A gradient that is zero but for round-off is measured against all the gradients.
+    """
+    if got.keys() != exact.keys():
+        return [f"{name} on one side only" for name in sorted(got.keys() ^ exact.keys())]
+    scale = max((float(v.double().square().mean().sqrt()) for name, v in exact.items() if "gradient" in name), default=0.0)
+    problems = []
+    for name, value in got.items():
+        true = exact[name].double()
+        size = max(float(true.square().mean().sqrt()), 1e-3 * scale if "gradient" in name else 0.0) or 1.0
+
+        def error(result: Tensor, true: Tensor = true, size: float = size) -> float:
+            return float((result.double() - true).square().mean().sqrt()) / size
+
+        allowed = 1e-9 if plain is None else 3 * error(plain[name]) + floor(torch.float32)
+        if value.shape != true.shape or not error(value) <= allowed:
+            dtype = "float64" if plain is None else "float32"
+            problems.append(f"{dtype}, {name}: error {error(value):.2e}, allowed {allowed:.2e}")
+    return problems
+
+
+def _wide(model: Any) -> Any:
+    """The same model in float64."""
+    wide = copy.deepcopy(model).double()
+    if wide._can_set_experts_implementation():
+        # The grouped matrix product of torch has no float64.
+        wide.set_experts_implementation("eager")
+    return wide
+
+
+MODES = ("training", "evaluation")
+
+
+def build(model_type: str) -> Any:
+    """A model whose weights are large enough that every part of it matters to the result."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter + 0.2 * noise if parameter.dim() < 2 else 0.1 * noise)
+    return model
+
+
+def _outcomes(model: nn.Module) -> dict[str, Tensor]:
+    return {f"{mode}, {name}": value for mode in MODES for name, value in _outcome(model, mode).items()}
+
+
+def _outcome(model: nn.Module, mode: str) -> dict[str, Tensor]:
+    """Loss and logits, and in training the gradient of every parameter."""
+    ids = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(2))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    torch.manual_seed(3)
+    model.train(mode == "training")
+    model.zero_grad()
+    with torch.set_grad_enabled(mode == "training"):
+        outputs = model(input_ids=ids, labels=labels, use_cache=False)
+    results = {"loss": outputs.loss.detach(), "logits": outputs.logits.detach()}
+    if mode == "training":
+        outputs.loss.backward()
+        results |= {f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return results
+
+
+def _count(result: Result, report: liger_hf.Report) -> None:
+    for column, ops in COLUMNS.items():
+        counts = [0, 0]
+        reasons: Counter[str] = Counter()
+        for row in report.rows:
+            if row.op in ops:
+                counts[row.verdict != REPLACED] += row.count
+                if row.verdict != REPLACED:
+                    reasons[f"{row.module}: {row.reason}"] += row.count
+        result.columns[column] = (counts[0], counts[1])
+        result.reasons[column] = [reason for reason, _ in reasons.most_common()]
+
+
+def _short(problem: BaseException) -> str:
+    text = " ".join(str(problem).split())
+    return f"{type(problem).__name__}: {text[:140]}"
+
+
+# -- the sweep
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("types", nargs="*", help="model types; all by default, and only then is the page written")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    options = parser.parse_args()
+    key = fingerprint()
+    known = {} if options.fresh else _known(key)
+    chosen = options.types or list(TYPES)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hf.sweep"])
+    for number, model_type in enumerate(chosen, 1):
+        if model_type not in known or options.types:
+            known[model_type] = _in_a_process(context, model_type)
+            RESULTS.parent.mkdir(exist_ok=True)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps({"key": key, **asdict(known[model_type])}) + "\n")
+        result = known[model_type]
+        cells = " ".join(f"{column} {done}/{done + left}" for column, (done, left) in result.columns.items())
+        print(f"[{number}/{len(chosen)}] {model_type}: {result.verdict} {cells} {result.detail} ({result.seconds} s)", flush=True)
+    if not options.types:
+        PAGE.write_text(page([known[t] for t in chosen]))
+        print(f"{PAGE.relative_to(ROOT)}: {summary(known.values())}")
+    return int(any(known[t].verdict == WRONG for t in chosen))
+
+
+def fingerprint() -> str:
+    """Of everything that a result depends on."""
+    sources = [*sorted((ROOT / "packages").glob("liger-[ch]*/src/**/*.py")), Path(__file__), Path(__file__).with_name("tiny_configs.py")]
+    text = b"".join(path.read_bytes() for path in sources) + f"{torch.__version__} {transformers.__version__}".encode()
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _known(key: str) -> dict[str, Result]:
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    found: dict[str, Result] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            # The last line of a sweep that was killed.
+            continue
+        if row.pop("key") == key:
+            found[row["model_type"]] = Result(**row)
+    return found
+
+
+def _in_a_process(context: Any, model_type: str) -> Result:
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, model_type), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(SECONDS):
+            return receiver.recv()
+        return Result(model_type, WRONG, detail=f"not done after {SECONDS} s")
+    except EOFError:
+        process.join()
+        return Result(model_type, WRONG, detail=f"its process ended with exit code {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send(sender: Any, model_type: str) -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    try:
+        result = check(model_type)
+    except Exception as problem:
+        result = Result(model_type, WRONG, detail=_short(problem))
+    sender.send(result)
+
+
+# -- the page
+
+
+def summary(results: Any) -> str:
+    """How many types were compared, and in how many of them each part was replaced."""
+    compared = [r for r in results if r.verdict != UNBUILT]
+    counts = [f"{column} {sum(r.columns.get(column, (0, 0))[0] > 0 for r in compared)}" for column in COLUMNS]
+    return f"{len(compared)} types compared: {', '.join(counts)}; wrong: {sum(r.verdict == WRONG for r in compared)}"
+
+
+def line(result: Result) -> str:
+    """The row of one type."""
+    cells = []
+    for column in COLUMNS:
+        done, left = result.columns.get(column, (0, 0))
+        cells.append(f"✓ {done}" if done and not left else f"{done} of {done + left}" if done or left else "–")
+    return f"| {result.model_type} | {result.model} | {' | '.join(cells)} | {result.verdict} |"
+
+
+def page(results: list[Result]) -> str:
+    compared = [r for r in results if r.verdict != UNBUILT]
+    reasons: Counter[tuple[str, str]] = Counter((c, reason) for r in compared for c, rs in r.reasons.items() for reason in rs)
+    where = {key: [r.model_type for r in compared if key[1] in r.reasons.get(key[0], ())] for key in reasons}
+    lines = [
+        "# Model types",
+        "",
+        f"Written by `nox -s sweep`: every causal language model type of Transformers {transformers.__version__}, as a tiny random model, plain against",
+        "patched: loss, logits and the gradient of every parameter, in training and in evaluation. In float64 both must agree to 1e-9; in",
+        "float32 the patched model must be as accurate as the plain one; after `undo` it must be the same bit for bit.",
+        "",
+        f"**{summary(results)}.**",
+        "",
+        "✓ n: all n modules of the model are replaced. n of m: the others are left, for the reasons below. –: the model has none.",
+        "",
+        f"| type | class | {' | '.join(COLUMNS)} | results |",
+        f"| --- | --- | {' | '.join('---' for _ in COLUMNS)} | --- |",
+        *(line(r) for r in compared),
+        "",
+        "## Why modules were left",
+        "",
+        *(f"* {c} – {reason} ({', '.join(where[c, reason])})" for c, reason in sorted(reasons)),
+        "",
+        "## Not compared",
+        "",
+        *(f"* {r.model_type}: {r.detail}" for r in results if r.verdict == UNBUILT),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    # Under its name as a module, so that the results pickle.
+    sys.path.insert(0, str(ROOT / "tests"))
+    from hf import sweep
+
+    raise SystemExit(sweep.main())

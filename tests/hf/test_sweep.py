@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sample of the model types that `nox -s sweep` compares, and that the sweep notices what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_hf
+from hf import sweep
+from hf.sweep import COLUMNS, PAGE, SAME, TYPES, UNBUILT, WRONG
+from liger_hf import causal_loss
+
+# One of each way to write a norm, a gated unit, a rotary function or a head.
+SAMPLE = [
+    "bamba",
+    "bart",
+    "bert",
+    "blenderbot",
+    "bloom",
+    "cohere2",
+    "deepseek_v3",
+    "ernie4_5",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "gpt_oss",
+    "granitemoe",
+    "helium",
+    "llama4_text",
+    "mamba2",
+    "olmo2",
+    "opt",
+    "phi3",
+    "qwen3_5_text",
+]
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_patched_computes_what_plain_does_and_the_page_says_what_was_replaced(model_type: str) -> None:
+    result = sweep.check(model_type)
+    assert (result.verdict, result.detail) == (SAME, "")
+    assert sweep.line(result) in PAGE.read_text().splitlines()
+
+
+def test_the_page_names_every_type() -> None:
+    page = PAGE.read_text()
+    assert [name for name in TYPES if f"| {name} |" not in page and f"* {name}: " not in page] == []
+    assert f"| {WRONG} |" not in page
+
+
+def test_a_type_that_cannot_be_built_is_told_apart_from_a_wrong_one() -> None:
+    result = sweep.check("git")
+    assert result.verdict == UNBUILT
+    assert "batch_size" in result.detail
+    assert result.columns == {}
+
+
+class Larger(torch.autograd.Function):
+    """The identity with a gradient that is a hundredth too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 1.01
+
+
+def test_a_wrong_gradient_of_one_percent_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, apply = causal_loss.linear_cross_entropy, liger_hf.apply
+    monkeypatch.setattr(causal_loss, "linear_cross_entropy", lambda x, *args, **options: right(Larger.apply(x), *args, **options))
+    monkeypatch.setattr(liger_hf, "apply", lambda model: apply(model, verify=False))
+    result = sweep.check("llama")
+    assert result.verdict == WRONG
+    assert "float64, training, gradient of" in result.detail
+
+
+def test_a_result_that_is_less_accurate_in_float32_alone_is_wrong() -> None:
+    true = torch.linspace(1, 2, 50, dtype=torch.float64)
+    plain = {"logits": (true * (1 + 2e-7)).float()}
+    assert sweep.differences({"logits": (true * (1 + 5e-7)).float()}, {"logits": true}, plain) == []
+    (problem,) = sweep.differences({"logits": (true * (1 + 5e-6)).float()}, {"logits": true}, plain)
+    assert problem.startswith("float32, logits: error 5.")
+
+
+def test_a_crash_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "_send", crash)
+    result = sweep._in_a_process(sweep.multiprocessing.get_context("fork"), "llama")
+    assert (result.verdict, result.detail) == (WRONG, "its process ended with exit code 7")
+
+
+def crash(sender: Any, model_type: str) -> None:
+    import os
+
+    os._exit(7)
+
+
+def test_an_interrupted_sweep_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(sweep, "RESULTS", tmp_path / "results.jsonl")
+    sweep.RESULTS.write_text('{"key": "now", "model_type": "llama", "verdict": "same"}\n{"key": "now", "model_ty')
+    assert list(sweep._known("now")) == ["llama"]
+    assert sweep._known("another state of the sources") == {}
+
+
+def test_columns_cover_every_op_that_is_put_into_models() -> None:
+    from liger_hf.application import OPS
+
+    assert {op for ops in COLUMNS.values() for op in ops} == set(OPS)
