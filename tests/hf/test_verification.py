@@ -15,7 +15,7 @@ from hf.tiny_models import make, step, tokens, twin
 from liger_core import BackendError, DeviceError, LigerError, OptionError, rms_norm
 from liger_core import rope as rope_op
 from liger_hf import causal_loss
-from liger_hf.rules import gated_mlp, norm, rotary
+from liger_hf.rules import gated_mlp, norm, rotary_forms
 
 
 class OffBy(torch.autograd.Function):
@@ -49,7 +49,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, **wrong: float) -> None:
     elif op == "swiglu":
         monkeypatch.setattr(gated_mlp, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_mlp.ACTIVATIONS))
     elif op == "rope":
-        monkeypatch.setattr(rotary, "rope", Wrong(rope_op, **wrong))
+        monkeypatch.setattr(rotary_forms, "rope", Wrong(rope_op, **wrong))
     else:
         monkeypatch.setattr(causal_loss, "linear_cross_entropy", Wrong(causal_loss.linear_cross_entropy, **wrong))
 
@@ -117,6 +117,11 @@ def test_a_module_that_looks_like_a_norm_but_is_none_is_left(formula: Callable[[
     report = liger_hf.apply(nn.Sequential(HalfNorm(formula)))
     assert report.replaced == {}
     assert "no op computes what the module does" in report.rows[0].reason
+
+
+def test_a_module_that_does_something_else_in_float64_is_left() -> None:
+    report = liger_hf.apply(nn.Sequential(HalfNorm(lambda x: x if x.dtype == torch.float64 else nn.functional.rms_norm(x, (32,)))))
+    assert report.rows[0].reason == "it could not be checked, since its float64 run gives another result (float32, output)"
 
 
 def test_a_norm_without_a_weight_is_replaced() -> None:

@@ -63,7 +63,7 @@ def look(module: nn.Module) -> Found | None:
             str(weight.device) if weight is not None else "",
         ),
         original=original,
-        candidates=tuple(_candidates(original, arguments[0].name, layout)),
+        candidates=lambda: _candidates(original, arguments[0].name, layout),
         cases=lambda device, dtypes: _cases(module, linears, layout, device, dtypes),
         device=lambda: device_of(module),
         dtype=weight.dtype if weight is not None else torch.float32,

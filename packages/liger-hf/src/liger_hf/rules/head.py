@@ -54,7 +54,7 @@ def look(module: nn.Module) -> Found | None:
         OP,
         kind=(id(module),),
         original=original,
-        candidates=(Candidate(linear_cross_entropy, "", patches, lambda model: patches(model, head)),),
+        candidates=lambda: (Candidate(linear_cross_entropy, "", patches, lambda model: patches(model, head)),),
         cases=lambda device, dtypes: _cases(module, head, sizes[0], device, dtypes),
         device=lambda: device_of(head),
         dtype=dtype,

@@ -42,7 +42,7 @@ def look(module: nn.Module) -> Found | None:
         op,
         kind=(type(module), eps, getattr(module, eps), shape),
         original=original,
-        candidates=tuple(_candidates(original, arguments[0], eps, tuple(weights))),
+        candidates=lambda: _candidates(original, arguments[0], eps, tuple(weights)),
         cases=lambda device, dtypes: _cases(module, tuple(weights), device, dtypes),
         device=lambda: device_of(module),
         dtype=dtype,

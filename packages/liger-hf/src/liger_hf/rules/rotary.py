@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding: an attention module whose forward calls a function `apply_rotary…` of its modelling file.
+"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modelling file.
 
-That function is a global of the file, shared by every model of the process, so it is not replaced there. Each instance gets a
-forward made from the same code with a private namespace: the globals that the code names, copied once, and in them this one
-function replaced. A global that is rebound in the modelling file after `apply` is therefore not seen by a patched instance.
+Such a function is a global of the file, shared by every model of the process, so it is not replaced there. Each instance gets a
+forward made from the same code with a private namespace: the globals that the code names, copied once, and in them the rotary
+functions replaced. A global that is rebound in the modelling file after `apply` is therefore not seen by a patched instance.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_core import rope
+from liger_core import Unsupported, rope
+from liger_core.accuracy import error
 from liger_hf.patch import forward_of, replacement
-from liger_hf.replica import Draw, device_of
+from liger_hf.replica import Draw, device_of, undisturbed
+from liger_hf.rules.rotary_forms import Form, Signature, Tried, forms, fused, signature
 from liger_hf.verification import Candidate, Case, Found, Results
 
 NOTHING = "no attention module calls a function apply_rotary… of its modelling file"
-NAME = "apply_rotary_pos_emb"
+PREFIX = "apply_rotary"
+Functions = dict[str, Callable[..., Any]]
 
 
 def look(module: nn.Module) -> Found | None:
@@ -30,87 +33,37 @@ def look(module: nn.Module) -> Found | None:
     if isinstance(original, str):
         inside = getattr(type(module), "forward", None)
         return Found("rope", refusal=original) if inside is not None and _called(inside) else None
-    called = _called(original)
-    if called is None:
+    functions = _called(original)
+    if not functions:
         return None
-    name, function = called
-    if name != NAME:
-        return Found("rope", refusal=f"it calls {name}, which no rule knows")
-    arguments = list(inspect.signature(function).parameters.values())[:4]
-    if [a.name for a in arguments] != ["q", "k", "cos", "sin"] or any(a.default is not a.empty for a in arguments):
-        return Found("rope", refusal=f"its {name} takes ({', '.join(map(str, arguments))}), not (q, k, cos, sin)")
+    readable = {name: found for name, function in functions.items() if (found := signature(function)) is not None}
+    if not readable:
+        return Found("rope", refusal=f"it calls {', '.join(functions)}, which takes other arguments than queries, keys and their angles")
     width = getattr(module, "head_dim", None)
-    width = width if isinstance(width, int) and width % 2 == 0 else 64
+    width = width if isinstance(width, int) and width % 8 == 0 else 64
     parameter = next(module.parameters(), None)
+    device = str(parameter.device) if parameter is not None else ""
+    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
+    functions = {name: functions[name] for name in readable}
     return Found(
         "rope",
-        kind=(
-            type(module),
-            function,
-            width,
-            parameter.dtype if parameter is not None else None,
-            str(parameter.device) if parameter is not None else "",
-        ),
-        original=function,
-        candidates=tuple(_candidate(original, function, interleaved) for interleaved in (False, True)),
-        cases=lambda device, dtypes: _cases(function, width, device, dtypes),
+        kind=(type(module), tuple(functions.values()), width, dtype, device),
+        original=lambda name, *args, **options: functions[name](*args, **options),
+        candidates=_candidates(original, functions, readable, width),
+        cases=lambda device, dtypes: _cases(functions, readable, width, device, dtypes),
         device=lambda: device_of(module),
-        dtype=parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32,
+        dtype=dtype,
     )
 
 
-def _candidate(original: Callable[..., Any], function: Callable[..., Any], interleaved: bool) -> Candidate:
-    fused = _fused(function, interleaved)
-    forward: list[Callable[..., Any]] = []
-
-    def install(module: nn.Module) -> list[Any]:
-        # One namespace for all the layers of a model: torch.compile then guards it once.
-        if not forward:
-            forward.append(rebound(original, fused))
-        return [replacement(module, forward[0], original)]
-
-    return Candidate(rope, "interleaved=True" if interleaved else "", fused, install)
-
-
-def _fused(original: Callable[..., Any], interleaved: bool) -> Callable[..., Any]:
-    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
-        # Tables of another dtype promote the result, unless autocast rounds it in the attention anyway.
-        mixed = cos.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type)
-        if rest or options or mixed or q.dim() != 4 or cos.dim() != 3 or cos.requires_grad:
-            return original(q, k, cos, sin, *rest, **options)
-        return rope(q, k, cos, sin, interleaved=interleaved)
-
-    return apply_rotary_pos_emb
-
-
-def _called(function: Any, depth: int = 0) -> tuple[str, Callable[..., Any]] | None:
-    """The rotary function that a forward calls, also through decorators that keep it in a closure."""
+def _called(function: Any, depth: int = 0) -> Functions:
+    """The rotary functions that a forward calls, also through decorators that keep it in a closure."""
     if not isinstance(function, FunctionType) or depth > 4:
-        return None
-    for name in _names(function.__code__):
-        if name.startswith("apply_rotary") and callable(function.__globals__.get(name)):
-            return name, function.__globals__[name]
+        return {}
+    found = {n: function.__globals__[n] for n in _names(function.__code__) if n.startswith(PREFIX) and n in function.__globals__}
     for cell in function.__closure__ or ():
-        found = _called(_content(cell), depth + 1)
-        if found is not None:
-            return found
-    return None
-
-
-def rebound(function: FunctionType | Any, fused: Callable[..., Any]) -> FunctionType:
-    """The same code, with `fused` where it says NAME."""
-    space, cells = function.__globals__, function.__closure__
-    if NAME in _names(function.__code__):
-        # No __name__: with one, torch.compile would look globals up in the module of that name instead of here.
-        space = {name: space[name] for name in _names(function.__code__) if name in space}
-        space |= {"__builtins__": function.__globals__["__builtins__"], "__package__": function.__globals__.get("__package__"), NAME: fused}
-    else:
-        cells = tuple(CellType(rebound(_content(c), fused)) if _called(_content(c)) else c for c in cells or ())
-    twin = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    twin.__annotations__ = function.__annotations__
-    twin.__doc__, twin.__module__ = function.__doc__, function.__module__
-    return twin
+        found |= _called(_content(cell), depth + 1)
+    return {name: value for name, value in found.items() if callable(value)}
 
 
 def _content(cell: CellType) -> Any:
@@ -127,34 +80,165 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _cases(function: Callable[..., Any], width: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
-    draw = Draw(device)
-    q, k = draw.normal(2, 5, 4, width).transpose(1, 2), draw.normal(2, 5, 2, width).transpose(1, 2)
-    upstream = [draw.normal(2, 4, 5, width), draw.normal(2, 2, 5, width)]
-    for batch, rotary in ((2, width), (1, width), (1, width // 2)):
-        # Independent entries: nothing may rely on cos² + sin² = 1 or on equal halves.
-        table = [draw.normal(batch, 5, rotary) for _ in range(2)]
-        if rotary < width and (rotary % 2 or not _takes(function, q, k, *table)):
-            continue
-        for dtype in dtypes:
-            name = f"{str(dtype).removeprefix('torch.')}, {rotary} of {width} columns, tables of batch {batch}"
-            yield Case(name, dtype, _run([t.to(dtype) for t in (q, k, *table)], [g.to(dtype) for g in upstream]))
+# -- candidates
 
 
-def _takes(function: Callable[..., Any], *args: Tensor) -> bool:
+def _candidates(
+    original: Callable[..., Any], functions: Functions, readable: Mapping[str, Signature], width: int
+) -> Callable[[], Iterator[Candidate]]:
+    def candidates() -> Iterator[Candidate]:
+        fitting = {name: _fitting(functions[name], readable[name], width) for name in functions}
+        fitting = {name: found for name, found in fitting.items() if found}
+        for chosen in product(*fitting.values()) if fitting else ():
+            yield _candidate(original, functions, dict(zip(fitting, chosen, strict=True)))
+
+    return candidates
+
+
+def _fitting(function: Callable[..., Any], found: Signature, width: int) -> list[tuple[Form, Callable[..., Any]]]:
+    """The forms that may be meant: they give what the function does, roughly, in float32 on the CPU."""
+    device, fitting = torch.device("cpu"), []
+    with undisturbed(device), torch.no_grad():
+        trials = [(given, function(**given)) for given in _calls(function, found, width, device)]
+        if not trials:
+            return []
+        parts = frozenset(given[found.tables[0]].shape[-1] / width for given, _ in trials)
+        tried = Tried(parts, _keeps_dtype(function, trials[0][0]))
+        for form in forms(found):
+            # Without the original behind it: a form that takes none of the calls would agree with it on all.
+            alone = fused(found, form, _declined, tried)
+            if all(_same(alone, given, result) for given, result in trials):
+                fitting.append((form, fused(found, form, function, tried)))
+    return fitting
+
+
+def _declined(*args: Any, **options: Any) -> Any:
+    raise Unsupported("the form does not take the call")
+
+
+def _keeps_dtype(function: Callable[..., Any], given: dict[str, Any]) -> bool:
+    """The result has the dtype of what is rotated although the tables are wider."""
+    low = {
+        name: value.bfloat16() if name not in ("cos", "sin", "freqs_cis") and isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }
+    return all(r.dtype == torch.bfloat16 for r in _results(function(**low)))
+
+
+def _same(candidate: Callable[..., Any], given: dict[str, Any], result: Any) -> bool:
     try:
-        function(*args)
+        got = candidate(**given)
     except Exception:
         return False
-    return True
+    pairs = list(zip(_results(got), _results(result), strict=False))
+    return all(a.shape == b.shape and error(a, b).frobenius < 0.1 for a, b in pairs)
 
 
-def _run(inputs: list[Tensor], upstream: list[Tensor]) -> Callable[[Callable[..., Any], bool], Results]:
+def _candidate(original: Callable[..., Any], functions: Functions, chosen: Mapping[str, tuple[Form, Callable[..., Any]]]) -> Candidate:
+    replaced = {name: function for name, (_, function) in chosen.items()}
+    forward: list[Callable[..., Any]] = []
+
+    def function(name: str, *args: Any, **options: Any) -> Any:
+        return replaced.get(name, functions[name])(*args, **options)
+
+    def install(module: nn.Module) -> list[Any]:
+        # One namespace for all the layers of a model: torch.compile then guards it once.
+        if not forward:
+            forward.append(rebound(original, replaced))
+        return [replacement(module, forward[0], original)]
+
+    details = dict.fromkeys(form.name for form, _ in chosen.values() if form.name)
+    kept = [name for name in functions if name not in chosen]
+    return Candidate(rope, ", ".join([*details, *(f"{name} stays" for name in kept)]), function, install)
+
+
+def rebound(function: FunctionType | Any, replaced: Functions) -> FunctionType:
+    """The same code, with the replaced functions in the place of those of these names."""
+    space, cells = function.__globals__, function.__closure__
+    names = set(_names(function.__code__))
+    if names & replaced.keys():
+        # No __name__: with one, torch.compile would look globals up in the module of that name instead of here.
+        space = {name: space[name] for name in names if name in space} | {name: replaced[name] for name in names & replaced.keys()}
+        space |= {"__builtins__": function.__globals__["__builtins__"], "__package__": function.__globals__.get("__package__")}
+    else:
+        cells = tuple(CellType(rebound(_content(c), replaced)) if _called(_content(c)) else c for c in cells or ())
+    twin = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__annotations__ = function.__annotations__
+    twin.__doc__, twin.__module__ = function.__doc__, function.__module__
+    return twin
+
+
+# -- cases
+
+
+def _calls(function: Callable[..., Any], found: Signature, width: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Random arguments that the function takes: whole tables and parts, shared by the batch or not, both axes of the heads."""
+    draw = Draw(device)
+    for batch, rotary in product((2, 1), (width, width // 2, width // 4)):
+        # Independent entries: nothing may rely on cos² + sin² = 1 or on equal halves.
+        tables = [draw.normal(batch, 5, rotary) for _ in found.tables]
+        if found.tables == ("freqs_cis",):
+            tables = [torch.complex(tables[0], draw.normal(batch, 5, rotary))]
+        for axis in (1, 2):
+            states = [draw.normal(2, 5, heads, width) for heads in (4, 2)[: len(found.rotated)]]
+            given: dict[str, Any] = dict(zip(found.rotated, (s.transpose(1, 2) if axis == 1 else s for s in states), strict=True))
+            given |= dict(zip(found.tables, tables, strict=True))
+            if found.heads is not None:
+                given["unsqueeze_dim"] = axis
+            if _runs(function, given):
+                yield given
+
+
+def _runs(function: Callable[..., Any], given: dict[str, Any]) -> bool:
+    try:
+        results = _results(function(**given))
+    except Exception:
+        return False
+    # Tables that were broadcast against another axis are no tables of positions.
+    states = [value for value in given.values() if isinstance(value, Tensor)][: len(results)]
+    return [r.shape for r in results] == [s.shape for s in states]
+
+
+def _results(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _cases(
+    functions: Functions, readable: Mapping[str, Signature], width: int, device: torch.device, dtypes: Iterable[torch.dtype]
+) -> Iterator[Case]:
+    for name, function in functions.items():
+        for number, given in enumerate(_calls(function, readable[name], width, device)):
+            for dtype in dtypes:
+                for table_dtype in dict.fromkeys((dtype, torch.float32)):
+                    chosen = _cast(given, readable[name], dtype, table_dtype)
+                    if table_dtype == dtype or _keeps_dtype(function, chosen):
+                        tables = next(given[t] for t in readable[name].tables)
+                        words = f"{tables.shape[-1]} table columns for {width}, tables of batch {tables.shape[0]}"
+                        label = f"{str(dtype).removeprefix('torch.')}, {name}, {words}{', float32 tables' if table_dtype != dtype else ''}"
+                        yield Case(f"{label}, call {number + 1}", dtype, _run(name, chosen, readable[name]))
+
+
+def _cast(given: dict[str, Any], found: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
+    """Complex angles stay what they are."""
+    changed = {name: given[name].to(dtype) for name in found.rotated}
+    return {**given, **changed, **{name: given[name].to(tables) for name in found.tables if not given[name].is_complex()}}
+
+
+def _run(name: str, given: dict[str, Any], found: Signature) -> Callable[[Callable[..., Any], bool], Results]:
+    # Drawn here: within a float64 run other numbers would come.
+    draw = Draw(given[found.rotated[0]].device, seed=1)
+    upstream = [draw.normal(*given[key].shape).to(given[key].dtype) for key in found.rotated]
+
     def run(function: Callable[..., Any], exact: bool) -> Results:
-        q, k, cos, sin = (t.double() if exact else t for t in inputs)
-        q, k = q.clone().requires_grad_(), k.clone().requires_grad_()
-        rotated = function(q, k, cos, sin)
-        torch.autograd.backward(list(rotated), [g.to(r.dtype) for g, r in zip(upstream, rotated, strict=True)])
-        return {"q": rotated[0].detach(), "k": rotated[1].detach(), "gradient of q": q.grad, "gradient of k": k.grad}
+        def wide(tensor: Tensor) -> Tensor:
+            return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) if exact else tensor
+
+        states = {key: wide(given[key]).clone().requires_grad_() for key in found.rotated}
+        rotated = _results(function(name, **{**given, **{t: wide(given[t]) for t in found.tables}, **states}))
+        torch.autograd.backward(list(rotated), [u.to(r.dtype) for u, r in zip(upstream, rotated, strict=True)])
+        results = {f"rotated {key}": r.detach() for key, r in zip(states, rotated, strict=True)}
+        results |= {f"gradient of {key}": s.grad for key, s in states.items() if s.grad is not None}
+        return results
 
     return run

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way to write a rotary function is either computed by `rope` or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from liger_hf.rules import rotary, rotary_forms
+from liger_hf.verification import Decision, decide
+
+WIDTH = 16
+# Modelling file → the function that it has, and the form in which `rope` computes it.
+FORMS = {
+    "llama": ("apply_rotary_pos_emb", ""),
+    "gpt_neox": ("apply_rotary_pos_emb", ""),
+    "olmo2": ("apply_rotary_pos_emb", ""),
+    "cohere": ("apply_rotary_pos_emb", "interleaved=True"),
+    "glm4": ("apply_rotary_pos_emb", "interleaved=True, first half of the tables"),
+    "gptj": ("apply_rotary_pos_emb", "interleaved=True, half a table"),
+    "gpt_oss": ("apply_rotary_pos_emb", "half a table"),
+    "nanochat": ("apply_rotary_pos_emb", "turned the other way"),
+    "deepseek_v3": ("apply_rotary_pos_emb_interleave", "from pairs to halves"),
+    "deepseek_v2": ("apply_rotary_emb", "complex"),
+    "llama4": ("apply_rotary_emb", "complex"),
+    "gemma4": ("apply_rotary_pos_emb", ""),
+}
+
+
+def function_of(family: str, name: str = "apply_rotary_pos_emb") -> Callable[..., Any]:
+    return getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name)
+
+
+def decision(function: Callable[..., Any]) -> tuple[Decision, type[nn.Module]]:
+    """What becomes of a module that calls the function, which takes what the function takes."""
+    space: dict[str, Any] = {"nn": nn, "apply_rotary": function}
+    exec(
+        "class Attention(nn.Module):\n"
+        f"    head_dim = {WIDTH}\n"
+        "    def forward(self, *args, **options):\n"
+        "        return apply_rotary(*args, **options)\n",
+        space,
+    )
+    found = rotary.look(space["Attention"]())
+    assert found is not None
+    return (decide(found, True) if found.refusal is None else Decision(None, found.refusal)), space["Attention"]
+
+
+def patched(function: Callable[..., Any]) -> nn.Module:
+    chosen, kind = decision(function)
+    assert chosen.candidate is not None
+    module = kind()
+    for patch in chosen.candidate.install(module):
+        patch.install()
+    return module
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+class Counted:
+    """`rope`, with the number of its calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.op, self.calls, self.name = rotary_forms.rope, 0, "rope"
+        monkeypatch.setattr(rotary_forms, "rope", self)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.op(*args, **options)
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_each_way_to_write_it_is_known(family: str) -> None:
+    name, form = FORMS[family]
+    chosen, _ = decision(function_of(family, name))
+    assert chosen.reason.removeprefix("outputs and gradients agree").removeprefix(", ") == form
+
+
+def test_columns_that_are_rotated_at_the_end_are_left_alone() -> None:
+    chosen, _ = decision(function_of("deepseek_v4"))
+    assert chosen.candidate is None
+
+
+def test_a_function_of_other_arguments_is_left_alone() -> None:
+    chosen, _ = decision(lambda states, angles: states * angles)
+    assert chosen.reason == "it calls apply_rotary, which takes other arguments than queries, keys and their angles"
+
+
+def test_a_table_of_a_width_that_was_not_tried_goes_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It takes whole tables only; a part would rotate too little without a word.
+    module, count = patched(function_of("llama")), Counted(monkeypatch)
+    q, k, cos, sin = tensors((1, 2, 5, WIDTH), (1, 2, 5, WIDTH), (1, 5, 1), (1, 5, 1))
+    expected = function_of("llama")(q, k, cos, sin)
+    assert all(torch.equal(a, b) for a, b in zip(module(q, k, cos, sin), expected, strict=True))
+    assert count.calls == 0
+
+
+def test_any_part_is_taken_where_parts_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, count = patched(function_of("gpt_neox")), Counted(monkeypatch)
+    q, k, cos, sin = tensors((1, 2, 5, WIDTH), (1, 2, 5, WIDTH), (1, 5, 6), (1, 5, 6))
+    expected = function_of("gpt_neox")(q, k, cos, sin)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(module(q, k, cos, sin), expected, strict=True))
+    assert count.calls == 1
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_heads_may_lie_on_either_axis(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, count = patched(function_of("llama")), Counted(monkeypatch)
+    shapes = [(2, 4, 5, WIDTH), (2, 2, 5, WIDTH)] if axis == 1 else [(2, 5, 4, WIDTH), (2, 5, 2, WIDTH)]
+    q, k, cos, sin = tensors(*shapes, (2, 5, WIDTH), (2, 5, WIDTH))
+    expected = function_of("llama")(q, k, cos, sin, unsqueeze_dim=axis)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(module(q, k, cos, sin, unsqueeze_dim=axis), expected, strict=True))
+    assert count.calls == 1
+
+
+def test_one_tensor_of_two_may_be_left_out() -> None:
+    module = patched(function_of("qwen4_exp"))
+    q, cos, sin = tensors((1, 2, 5, WIDTH), (1, 5, WIDTH), (1, 5, WIDTH))
+    assert torch.equal(module(q, cos=cos, sin=sin), function_of("qwen4_exp")(q, cos=cos, sin=sin))
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("olmo2", torch.bfloat16)])
+def test_tables_of_another_dtype_give_the_dtype_of_the_original(family: str, dtype: torch.dtype) -> None:
+    module = patched(function_of(family))
+    q, k = tensors((1, 2, 5, WIDTH), (1, 2, 5, WIDTH), dtype=torch.bfloat16)
+    cos, sin = tensors((1, 5, WIDTH), (1, 5, WIDTH))
+    assert [r.dtype for r in module(q, k, cos, sin)] == [dtype, dtype]
+
+
+def test_a_table_that_requires_a_gradient_gets_it() -> None:
+    module = patched(function_of("llama"))
+    q, k, cos, sin = tensors((1, 2, 5, WIDTH), (1, 2, 5, WIDTH), (1, 5, WIDTH), (1, 5, WIDTH))
+    cos.requires_grad_()
+    module(q, k, cos, sin)[0].sum().backward()
+    assert cos.grad is not None
