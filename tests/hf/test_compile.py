@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 import liger_hf
+from hf.sweep import build
 from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
 
 
@@ -44,6 +45,24 @@ def test_a_patched_model_is_one_graph_with_the_right_gradients(architecture: str
     assert graphs() == 1
     assert not torch._dynamo.utils.counters["graph_break"]
     assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+@pytest.mark.parametrize("model_type", ["opt", "bert", "glm4", "gemma4_text"])
+def test_other_heads_and_rotary_functions_break_no_graph(model_type: str) -> None:
+    plain = build(model_type).train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = {"input_ids": tokens()["input_ids"], "labels": tokens()["labels"], "use_cache": False}
+    breaks = []
+    for model in (plain, patched):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        results = step(torch.compile(model, backend="aot_eager"), **inputs)
+        breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
+    assert breaks[1] <= breaks[0]
+    expected = step(plain, **inputs)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[f"_orig_mod.{name}" if name != "loss" else name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import liger_hf
 import liger_hf.causal_loss
-from hf.tiny_models import VOCABULARY, disagreements, make, tokens, twin
+from hf.sweep import build
+from hf.tiny_models import VOCABULARY, LargestResult, disagreements, make, tokens, twin
 from liger_hf.projection import scale_and_cap
 from liger_hf.rules.head import patches
 
@@ -59,7 +61,21 @@ USES: dict[str, Callable[[Any], Any]] = {
     "detach": lambda z: z.detach(),
     "topk": lambda z: z.topk(3).values,
     "numpy": lambda z: torch.from_numpy(z.detach().numpy()),
+    "reshape": lambda z: z.reshape((22, -1)) + 0,
+    "regroup": lambda z: z.view(11, 2, VOCABULARY) + 0,
+    "split_classes": lambda z: z.view(2, 11, 3, 100) + 0,
+    "flatten": lambda z: z.flatten(0, 1) + 0,
+    "flatten_all": lambda z: z.flatten(),
+    "cross_entropy": lambda z: F.cross_entropy(z.view(-1, VOCABULARY), TARGET),
+    "cross_entropy_ignoring": lambda z: F.cross_entropy(z.view(-1, VOCABULARY), TARGET, ignore_index=7),
+    "cross_entropy_module": lambda z: torch.nn.CrossEntropyLoss()(z[..., :-1, :].contiguous().view(-1, VOCABULARY), TARGET[2:]),
+    "cross_entropy_smoothed": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, label_smoothing=0.1),
+    "cross_entropy_weighted": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, weight=torch.arange(1.0, VOCABULARY + 1)),
+    "cross_entropy_summed": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, reduction="sum"),
+    "cross_entropy_per_token": lambda z: F.cross_entropy(z.transpose(1, 2), TARGET.view(2, 11), reduction="none"),
+    "cross_entropy_with_probabilities": lambda z: F.cross_entropy(z.flatten(0, 1), torch.full((22, VOCABULARY), 1 / VOCABULARY)),
 }
+TARGET = torch.arange(22) % 9
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
@@ -87,6 +103,28 @@ def test_outputs_by_key_attribute_and_position_are_the_same_object(pair: tuple[A
 def test_reading_twice_computes_once(pair: tuple[Any, Any]) -> None:
     logits = pair[1](**tokens()).logits
     assert logits.materialize() is logits.materialize()
+
+
+@pytest.mark.parametrize("model_type", ["opt", "bert", "bart", "xlm", "electra"])
+def test_a_loss_that_the_model_computes_itself_reads_no_logits(model_type: str) -> None:
+    model = build(model_type).train()
+    liger_hf.apply(model, only=["linear_cross_entropy"])
+    ids = tokens()["input_ids"]
+    with LargestResult() as lean, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("liger_core.ops._chunked_loss.CPU_BYTES", 4 * VOCABULARY * 4)
+        logits = model(input_ids=ids.repeat(1, 4), labels=ids.repeat(1, 4)).logits
+    assert logits.real is None
+    # 88 tokens: more than the largest weight has rows.
+    assert lean.elements < 88 * VOCABULARY
+
+
+def test_cross_entropy_of_the_logits_that_a_step_returned_makes_none(pair: tuple[Any, Any]) -> None:
+    losses = []
+    for model in pair:
+        logits = model(**tokens()).logits
+        losses.append(F.cross_entropy(logits.view(-1, VOCABULARY), TARGET))
+    torch.testing.assert_close(*losses)
+    assert logits.real is None
 
 
 def test_moving_to_the_same_device_computes_nothing(pair: tuple[Any, Any]) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_core import cross_entropy, linear_cross_entropy
-from liger_hf.lazy_logits import LazyLogits
+from liger_hf.lazy_logits import LOSSES, LazyLogits, still_valid
 from liger_hf.projection import compute, gathered, replay, scale_and_cap
 
 # Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
@@ -39,18 +39,53 @@ def causal_lm_loss(
         if torch.is_grad_enabled() or not _fits(real, target, vocab_size):
             return ForCausalLMLoss(real, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
         # Nobody will differentiate: no float32 copy of the logits is needed.
-        return _mean(cross_entropy, real.reshape(-1, vocab_size), target.reshape(-1), num_items_in_batch, ignore_index)
+        return _mean(cross_entropy, real.reshape(-1, vocab_size), target.reshape(-1), num_items_in_batch, ignore_index).float()
     if not _fits(logits, target, vocab_size):
         return ForCausalLMLoss(logits.materialize(), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
+    # The loss of transformers is float32 for every model.
+    return _fused(logits, target, num_items_in_batch, ignore_index).float()
+
+
+def plain_cross_entropy(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy`, which some models and trainers call themselves."""
+    old = size_average is not None or reduce is not None
+    plain = weight is None and label_smoothing == 0.0 and reduction == "mean" and not old
+    if (
+        not isinstance(input, LazyLogits)
+        or input.real is not None
+        or not plain
+        or not _fits(input, target, input.shape[-1])
+        or input.ndim != 2
+    ):
+        options: dict[str, Any] = {"weight": weight, "size_average": size_average, "ignore_index": ignore_index, "reduce": reduce}
+        real = input.materialize() if isinstance(input, LazyLogits) else input
+        return F.cross_entropy(real, target, **options, reduction=reduction, label_smoothing=label_smoothing)
+    loss = _fused(input, target, None, ignore_index)
+    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+
+
+LOSSES[F.cross_entropy] = plain_cross_entropy
+
+
+def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) -> Tensor:
+    still_valid(logits)
     logits.cell.used = True
     target = target.reshape(logits.hidden.shape[:-1])
     form = scale_and_cap(logits.steps)
     if form is None or not _plain_linear(logits.head):
-        return _in_chunks(logits, target, num_items_in_batch, ignore_index)
+        return _in_chunks(logits, target, items, ignore_index)
     head: Any = logits.head
-    weight, bias, hidden = head.weight, head.bias, logits.hidden
-    options = {"bias": bias, "logit_scale": form[0], "softcap": form[1]}
-    return _mean(linear_cross_entropy, hidden, target, num_items_in_batch, ignore_index, weight, **options)
+    options = {"bias": head.bias, "logit_scale": form[0], "softcap": form[1]}
+    return _mean(linear_cross_entropy, logits.hidden, target, items, ignore_index, head.weight, **options)
 
 
 def _target(logits: Any, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -83,9 +118,7 @@ def _mean(
         items = items.to(values.device).reshape(())
     elif items is not None and not items > 0:
         items = torch.full((), items, device=values.device)
-    loss = op(values, *weight, target, ignore_index=ignore_index, normalizer=items, **options)
-    # The loss of transformers is float32 for every model.
-    return loss.float()
+    return op(values, *weight, target, ignore_index=ignore_index, normalizer=items, **options)
 
 
 def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, ignore_index: int) -> Tensor:
@@ -96,7 +129,7 @@ def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, i
 
     def part(x: Tensor, y: Tensor) -> Tensor:
         real = replay(compute(logits.head, x, logits.cell.autocast), logits.steps)
-        return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum").float()
+        return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum")
 
     for start in range(0, hidden.shape[0], rows):
         x, y = hidden[start : start + rows], labels[start : start + rows]

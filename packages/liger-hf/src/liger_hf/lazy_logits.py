@@ -34,6 +34,10 @@ class Cell:
         self.autocast = autocast
 
 
+# Functions that take lazy logits as they are; the module of the losses fills it.
+LOSSES: dict[Any, Any] = {}
+
+
 class LazyLogits:
     """`steps` applied to `head(hidden)`; `materialize()` computes that once."""
 
@@ -59,7 +63,7 @@ class LazyLogits:
     def materialize(self) -> Tensor:
         """The logits themselves."""
         if self.real is None:
-            _still_valid(self)
+            still_valid(self)
             self.real = replay(compute(self.head, self.hidden, self.cell.autocast), self.steps)
         return self.real
 
@@ -116,11 +120,31 @@ class LazyLogits:
         # A step even where the dtype seems to be this one: a head of another kind may return a dtype of its own.
         return self if dtype is None else self._then(dtype, "to", dtype)
 
+    def reshape(self, *sizes: Any) -> Any:
+        sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        if self.real is None and _keeps_classes(sizes, self.shape):
+            return self._rows(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
+        return self.materialize().reshape(*sizes)
+
+    def view(self, *sizes: Any) -> Any:
+        if len(sizes) == 1 and isinstance(sizes[0], torch.dtype):
+            return self.materialize().view(sizes[0])
+        return self.reshape(*sizes)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        last = end_dim % self.ndim
+        if self.real is None and last < self.ndim - 1:
+            return self._rows(self.hidden.flatten(start_dim, last))
+        return self.materialize().flatten(start_dim, end_dim)
+
+    def _rows(self, hidden: Tensor) -> Any:
+        return LazyLogits(hidden, self.head, self.classes, self.dtype, self.cell, self.steps, view=True)
+
     def __getitem__(self, index: Any) -> Any:
         rows = _rows(index, self.ndim) if self.real is None else None
         if rows is None:
             return self.materialize()[_plain(index)]
-        return LazyLogits(self.hidden[rows], self.head, self.classes, self.dtype, self.cell, self.steps, view=True)
+        return self._rows(self.hidden[rows])
 
     # -- what is known without computing anything
 
@@ -168,6 +192,8 @@ class LazyLogits:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.tanh and not kwargs:
             return args[0].tanh()
+        if function in LOSSES:
+            return LOSSES[function](*args, **(kwargs or {}))
         return function(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -237,6 +263,19 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 
+def _keeps_classes(sizes: Any, shape: torch.Size) -> bool:
+    """The sizes regroup rows only; all of the vocabulary stays the last dimension."""
+    if not sizes or not all(isinstance(size, int) for size in sizes):
+        return False
+    rows = 1
+    for size in sizes[:-1]:
+        rows *= size
+    count = shape.numel() // shape[-1]
+    if sizes[-1] == -1:
+        return -1 not in sizes[:-1] and rows == count
+    return sizes[-1] == shape[-1] and (rows == count or -1 in sizes[:-1])
+
+
 def _rows(index: Any, dimensions: int) -> tuple[Any, ...] | None:
     """The index for hidden, if it selects rows by numbers and slices only and takes all of the vocabulary."""
     parts = index if isinstance(index, tuple) else (index,)
@@ -255,7 +294,8 @@ def _rows(index: Any, dimensions: int) -> tuple[Any, ...] | None:
     return parts
 
 
-def _still_valid(logits: LazyLogits) -> None:
+def still_valid(logits: LazyLogits) -> None:
+    """Raises LogitsError if the logits would be others than those of the forward pass."""
     if logits.view_of_another and logits.cell.changed:
         raise LogitsError(
             "logits: a slice must be used before the logits that it was taken from are written to, they were changed in place; "

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a model's own forward around random hidden states and a small head, to compare its loss with and without lazy logits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from liger_hf.errors import LogitsError
+from liger_hf.lazy_logits import LazyLogits
+from liger_hf.patch import Patch, forward_of
+from liger_hf.replica import Draw, replica
+from liger_hf.verification import Case, Results
+
+CLASSES = 97
+# Between the base model and the head only small modules are expected; larger ones are not copied to be run in another dtype.
+SMALL = 1 << 24
+
+
+def cases(model: PreTrainedModel, path: str, sizes: tuple[int, int], device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    """path is the name of the head in the model, sizes its inputs and outputs."""
+    draw = Draw(device)
+    head = model.get_submodule(path)
+    layer = draw.linear(sizes[0], CLASSES, bias=getattr(head, "bias", None) is not None)
+    labels = draw.integers(CLASSES, 2, 9)
+    labels[1, 3:5] = -100
+    hidden = draw.normal(2, 9, _width(model, path, sizes, layer, labels))
+    for dtype in dtypes:
+        yield Case(str(dtype).removeprefix("torch."), dtype, _run(model, path, sizes[1], layer, hidden.to(dtype), labels))
+
+
+def _width(model: PreTrainedModel, path: str, sizes: tuple[int, int], layer: nn.Linear, labels: Tensor) -> int:
+    """Of the hidden states: that of the head, unless there is a projection between them."""
+    stated = getattr(model.config.get_text_config(), "hidden_size", sizes[0])
+    if stated == sizes[0]:
+        return sizes[0]
+    try:
+        hidden = torch.zeros(2, 9, sizes[0], device=labels.device)
+        with torch.no_grad():
+            forward_of(model)(_stand_in(model, path, sizes[1], hidden, layer), input_ids=labels.clamp(min=0))  # type: ignore[operator]
+    except RuntimeError:
+        return int(stated)
+    return sizes[0]
+
+
+def _run(
+    model: PreTrainedModel, path: str, classes: int, layer: nn.Linear, hidden: Tensor, labels: Tensor
+) -> Callable[[Callable[..., Any], bool], Results]:
+    original: Any = forward_of(model)
+
+    def run(function: Callable[..., Sequence[Patch]], exact: bool) -> Results:
+        patched = function is not original
+        wide = torch.float64 if exact else hidden.dtype
+        values = {name: p.detach().to(hidden.dtype).to(wide) for name, p in layer.named_parameters()}
+        leaf, small = hidden.to(wide).clone().requires_grad_(), replica(layer, parameters=values)
+        twin = _stand_in(model, path, classes, leaf, small)
+        if patched:
+            for patch in function(twin, small):
+                patch.install()
+        inputs = {"input_ids": labels.clamp(min=0), "labels": labels}
+        forward = twin.forward if patched else lambda **named: original(twin, **named)
+        outputs = forward(**inputs)
+        if patched and not isinstance(outputs["logits"], LazyLogits):
+            raise LogitsError("its forward must hand the logits to its loss function, it reads them itself")
+        outputs["loss"].backward()
+        gradients = {f"gradient of {name}": p.grad for name, p in small.named_parameters()}
+        with torch.no_grad():
+            scored = forward(**inputs)
+        results = {"loss": outputs["loss"].detach(), "logits": outputs["logits"].detach(), "evaluated loss": scored["loss"]}
+        return {**results, "evaluated logits": scored["logits"], "gradient of hidden": leaf.grad, **gradients}
+
+    return run
+
+
+def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, layer: nn.Module) -> Any:
+    """The model with its own forward, but random hidden states and a small head; the vocabulary is as small."""
+    head, top = model.get_submodule(path), path.split(".")[0]
+    children: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        if child is head:
+            children[name] = layer
+        elif name == top or not isinstance(child, PreTrainedModel):
+            # The memo stands for the head, which is not copied.
+            if sum(p.numel() for p in child.parameters()) - sum(p.numel() for p in head.parameters() if name == top) <= SMALL:
+                children[name] = copy.deepcopy(child, {id(head): layer}).to(hidden.dtype)
+        else:
+            children[name] = _BaseModel(child, hidden)
+    twin = replica(model, children=children)
+    twin.config = copy.deepcopy(model.config)
+    for config in (twin.config, twin.config.get_text_config()):
+        config.vocab_size = CLASSES
+    for part in (twin, *(m for child in children.values() if not isinstance(child, _BaseModel) for m in child.modules())):
+        for name, value in list(vars(part).items()):
+            if isinstance(value, int) and not isinstance(value, bool) and value == classes:
+                part.__dict__[name] = CLASSES
+            elif isinstance(value, PretrainedConfig) and value is model.config:
+                part.__dict__[name] = twin.config
+    twin.training = True
+    return twin
+
+
+class _BaseOutput:
+    """The output of a base model of which only the hidden states are of interest."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class _BaseModel(nn.Module):
+    """Gives the hidden states whatever it is asked, and so do its parts; all else is that of the real one."""
+
+    def __init__(self, real: nn.Module, hidden: Tensor) -> None:
+        super().__init__()
+        # In the dictionary: as a submodule the real one would be found, moved and cast.
+        self.__dict__["real"] = real
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **options: Any) -> _BaseOutput:
+        return _BaseOutput(self.hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["real"], name)
+        return _BaseModel(value, self.hidden) if isinstance(value, nn.Module) else value
