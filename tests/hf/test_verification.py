@@ -119,6 +119,61 @@ def test_a_module_that_looks_like_a_norm_but_is_none_is_left(formula: Callable[[
     assert "no op computes what the module does" in report.rows[0].reason
 
 
+class Unit(nn.Module):
+    """A gated unit, with something done to what goes into its last projection."""
+
+    def __init__(self, between: Callable[[Unit, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(24, 40), nn.Linear(24, 40), nn.Linear(40, 24)
+        self.dropout, self.act = nn.Dropout(0.1), nn.SiLU()
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self, self.act(self.gate(x)), self.up(x)))
+
+
+UNITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
+    "dropout_before": (lambda unit, gate, up: unit.dropout(gate * up), True),
+    "dropout_of_one_factor": (lambda unit, gate, up: unit.dropout(gate) * up, False),
+    "dropout_unused": (lambda unit, gate, up: gate * up, False),
+    "dropout_as_a_function": (lambda unit, gate, up: unit.dropout(nn.functional.dropout(gate * up, 0.5, unit.training)), False),
+    "limited": (lambda unit, gate, up: unit.dropout(gate * up.clamp(-7, 7)), False),
+}
+
+
+@pytest.mark.parametrize(("between", "fits"), UNITS.values(), ids=UNITS.keys())
+def test_a_gated_unit_is_replaced_only_if_all_of_it_is_computed(between: Callable[..., Tensor], fits: bool) -> None:
+    # Evaluation: a dropout must be noticed although it does nothing yet.
+    report = liger_hf.apply(nn.Sequential(Unit(between)).eval())
+    assert report.replaced == ({"swiglu": 1} if fits else {})
+
+
+def test_the_dropout_of_a_replaced_unit_still_drops() -> None:
+    plain = nn.Sequential(Unit(lambda unit, gate, up: unit.dropout(gate * up))).train()
+    patched = twin(plain)
+    assert liger_hf.apply(patched).replaced == {"swiglu": 1}
+    x = torch.randn(2, 5, 24)
+    torch.manual_seed(1)
+    expected = plain(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(patched(x), expected)
+    assert not torch.equal(patched(x), patched(x))
+
+
+def test_units_of_one_class_with_other_settings_are_checked_one_by_one() -> None:
+    class Limited(Unit):
+        def __init__(self, limit: float) -> None:
+            super().__init__(lambda unit, gate, up: unit.dropout(gate * up.clamp(-limit, limit)))
+            self.limit = limit
+            self.between = type(self).between_
+
+        def between_(self, gate: Tensor, up: Tensor) -> Tensor:
+            return self.dropout(gate * up.clamp(-self.limit, self.limit))
+
+    report = liger_hf.apply(nn.Sequential(Limited(float("inf")), Limited(5.0)))
+    assert [row.verdict for row in report.rows] == ["replaced", "left"]
+
+
 def test_a_module_that_does_something_else_in_float64_is_left() -> None:
     report = liger_hf.apply(nn.Sequential(HalfNorm(lambda x: x if x.dtype == torch.float64 else nn.functional.rms_norm(x, (32,)))))
     assert report.rows[0].reason == "it could not be checked, since its float64 run gives another result (float32, output)"

@@ -21,7 +21,7 @@ from liger_hf.report import LEFT, REPLACED, Report, Row
 from liger_hf.rules import RULES, Rule
 from liger_hf.verification import Decision, Found, decide
 
-OPS = tuple(op for rule in RULES for op in rule.ops)
+OPS = tuple(dict.fromkeys(op for rule in RULES for op in rule.ops))
 
 
 def apply(
@@ -123,7 +123,7 @@ def _decision(decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: 
         return Decision(None, "not asked for")
     if found.refusal is not None:
         return Decision(None, found.refusal)
-    key = (rule.ops, found.kind)
+    key = (rule.look, found.kind)
     if key not in decisions:
         decision = decide(found, verify)
         if decision.candidate is not None and decision.candidate.op.name not in wanted:

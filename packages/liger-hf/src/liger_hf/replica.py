@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,15 @@ def replica(
     twin._buffers = dict(module._buffers)
     twin._modules = {**module._modules, **(children or {})}
     return twin
+
+
+def configuration(module: nn.Module) -> tuple[Any, ...]:
+    """What besides weights and children tells two instances of one class apart."""
+    plain = (bool, int, float, str, type(None), torch.dtype)
+    kept = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("training", "layer_idx")}
+    return tuple(sorted((n, repr(v)) for n, v in kept.items())) + tuple(
+        sorted((n, getattr(v, "__qualname__", "")) for n, v in vars(module).items() if inspect.isroutine(v) and n != "forward")
+    )
 
 
 class Draw:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from liger_hf.rules import gated_mlp, head, norm, rotary
+from liger_hf.rules import experts, gated_mlp, head, norm, rotary
 from liger_hf.verification import Found
 
 
@@ -28,6 +28,7 @@ class Rule:
 RULES = (
     Rule(norm.look, ("rms_norm", "layer_norm"), norm.NOTHING),
     Rule(gated_mlp.look, ("swiglu", "geglu"), gated_mlp.NOTHING),
+    Rule(experts.look, ("swiglu", "geglu"), gated_mlp.NOTHING),
     Rule(rotary.look, ("rope",), rotary.NOTHING),
     Rule(head.look, ("linear_cross_entropy",), head.NOTHING),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.modules import module as global_hooks
 
 from liger_core import Op, geglu, swiglu
 from liger_hf.patch import forward_of, replacement
-from liger_hf.replica import Draw, device_of, replica
+from liger_hf.replica import Draw, configuration, device_of, replica
 from liger_hf.verification import Candidate, Case, Found, Results
 
 NOTHING = "no module is a gated unit: none takes one tensor through two or three Linear children around an activation"
@@ -27,6 +28,8 @@ ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
     (geglu, {"approximate": "tanh"}),
     (geglu, {"approximate": "none"}),
 )
+# The curvature of an activation shows in moderate inputs, a limit on its values in large ones.
+SCALES = {"moderate": 2.0, "large": 150.0}
 # Sizes of the stand-in; an op that works elementwise does not care.
 HIDDEN, INNER = 24, 40
 
@@ -34,7 +37,7 @@ HIDDEN, INNER = 24, 40
 def look(module: nn.Module) -> Found | None:
     linears = {name: child for name, child in module._modules.items() if child is not None and _is_linear(child)}
     layout = _layout(linears)
-    if layout is None:
+    if layout is None or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return None
     original = forward_of(module)
     if isinstance(original, str):
@@ -42,29 +45,25 @@ def look(module: nn.Module) -> Found | None:
     arguments = list(inspect.signature(original).parameters.values())[1:]
     if len(arguments) != 1:
         return None
-    for name, child in module._modules.items():
-        if child is None or name in linears:
-            continue
-        if isinstance(child, nn.Dropout) and child.p > 0:
-            return Found("swiglu", refusal=f"dropout with p={child.p:g} works between its projections ({name})")
-        if next(child.parameters(), None) is not None:
-            return Found("swiglu", refusal=f"{name} ({type(child).__name__}) has weights of its own between the projections")
+    others = {name: child for name, child in module._modules.items() if child is not None and name not in linears}
+    between = tuple(name for name, child in others.items() if isinstance(child, nn.Dropout) or next(child.parameters(), None) is not None)
+    if len(between) > 1:
+        return Found("swiglu", refusal=f"more than one module works between its projections: {', '.join(between)}")
     first = next(iter(linears.values()))
     weight = next((p for p in first.parameters() if p.is_floating_point()), None)
-    others = tuple((name, type(child)) for name, child in module._modules.items() if name not in linears)
     return Found(
         "swiglu",
         kind=(
             type(module),
             layout,
-            others,
-            _configured(module),
+            tuple((name, type(child)) for name, child in others.items()),
+            configuration(module),
             weight.dtype if weight is not None else None,
             str(weight.device) if weight is not None else "",
         ),
         original=original,
-        candidates=lambda: _candidates(original, arguments[0].name, layout),
-        cases=lambda device, dtypes: _cases(module, linears, layout, device, dtypes),
+        candidates=lambda: _candidates(original, arguments[0].name, layout, between),
+        cases=lambda device, dtypes: _cases(module, linears, between, layout, device, dtypes),
         device=lambda: device_of(module),
         dtype=weight.dtype if weight is not None else torch.float32,
     )
@@ -89,28 +88,27 @@ def _layout(linears: dict[str, nn.Module]) -> Layout | None:
     return None
 
 
-def _configured(module: nn.Module) -> tuple[Any, ...]:
-    """What tells two instances of one class apart: the activation, if it is no child."""
-    return tuple(sorted((name, getattr(value, "__name__", "")) for name, value in vars(module).items() if inspect.isroutine(value)))
-
-
-def _candidates(original: Callable[..., Any], argument: str, layout: Layout) -> Iterator[Candidate]:
+def _candidates(original: Callable[..., Any], argument: str, layout: Layout, between: tuple[str, ...]) -> Iterator[Candidate]:
     inputs, down = layout
     for op, options in ACTIVATIONS:
         label = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        for order in (inputs, inputs[::-1])[: len(inputs)]:
-            function = _forward(partial(op, **options) if options else op, argument, order, down)
+        for order, place in product((inputs, inputs[::-1])[: len(inputs)], ("before", "after") if between else ("",)):
+            names = (*between, down) if place == "before" else (down, *between)
+            function = _forward(partial(op, **options) if options else op, argument, order, names)
             yield Candidate(op, label, function, lambda module, function=function: [replacement(module, function, original)])  # type: ignore[misc]
 
 
-def _forward(op: Callable[..., Any], argument: str, inputs: tuple[str, ...], down: str) -> Callable[..., Any]:
+def _forward(op: Callable[..., Any], argument: str, inputs: tuple[str, ...], rest: tuple[str, ...]) -> Callable[..., Any]:
     if len(inputs) == 1:
         (packed,) = inputs
 
         def forward_packed(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
             (x,) = args or (named.pop(argument),)
             inner = getattr(self, packed)
-            return getattr(self, down)(op(inner(x), overwrite=unobserved(inner)))
+            y = op(inner(x), overwrite=unobserved(inner))
+            for name in rest:
+                y = getattr(self, name)(y)
+            return y
 
         return forward_packed
     gate, up = inputs
@@ -118,7 +116,10 @@ def _forward(op: Callable[..., Any], argument: str, inputs: tuple[str, ...], dow
     def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
         (x,) = args or (named.pop(argument),)
         first, second = getattr(self, gate), getattr(self, up)
-        return getattr(self, down)(op(first(x), second(x), overwrite=unobserved(first, second)))
+        y = op(first(x), second(x), overwrite=unobserved(first, second))
+        for name in rest:
+            y = getattr(self, name)(y)
+        return y
 
     return forward
 
@@ -128,21 +129,33 @@ def unobserved(*modules: nn.Module) -> bool:
     return not (global_hooks._global_forward_hooks or any(module._forward_hooks for module in modules))
 
 
+class _Marker(nn.Module):
+    """In the place of a dropout or a norm: whoever calls it elsewhere, or not at all, gets another result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.25 + 0.1 * x.abs()
+
+
 def _cases(
-    module: nn.Module, linears: dict[str, nn.Module], layout: Layout, device: torch.device, dtypes: Iterable[torch.dtype]
+    module: nn.Module,
+    linears: dict[str, nn.Module],
+    between: tuple[str, ...],
+    layout: Layout,
+    device: torch.device,
+    dtypes: Iterable[torch.dtype],
 ) -> Iterator[Case]:
     draw = Draw(device)
     inputs, down = layout
     sizes = {name: (HIDDEN, INNER * (3 - len(inputs))) for name in inputs} | {down: (INNER, HIDDEN)}
     layers = {name: draw.linear(*sizes[name], bias=getattr(child, "bias", None) is not None) for name, child in linears.items()}
-    # Large enough that the curvature of the activation, by which its variants differ, matters.
-    x, upstream = draw.normal(2, 9, HIDDEN, scale=2.0), draw.normal(2, 9, HIDDEN)
-    for dtype in dtypes:
-        yield Case(str(dtype).removeprefix("torch."), dtype, _run(module, layers, x.to(dtype), upstream.to(dtype), dtype))
+    x, upstream = draw.normal(2, 9, HIDDEN), draw.normal(2, 9, HIDDEN)
+    for dtype, (size, scale) in product(dtypes, SCALES.items()):
+        name = f"{str(dtype).removeprefix('torch.')}, {size} input"
+        yield Case(name, dtype, _run(module, layers, between, (x * scale).to(dtype), upstream.to(dtype), dtype))
 
 
 def _run(
-    module: nn.Module, layers: dict[str, nn.Linear], x: Tensor, upstream: Tensor, dtype: torch.dtype
+    module: nn.Module, layers: dict[str, nn.Linear], between: tuple[str, ...], x: Tensor, upstream: Tensor, dtype: torch.dtype
 ) -> Callable[[Callable[..., Any], bool], Results]:
     def run(function: Callable[..., Any], exact: bool) -> Results:
         wide = torch.float64 if exact else dtype
@@ -151,7 +164,10 @@ def _run(
             values = {n: p.detach().to(dtype).to(wide) for n, p in layer.named_parameters()}
             children[name] = replica(layer, parameters=values)
         leaf = x.to(wide).clone().requires_grad_()
-        y = function(replica(module, children=children), leaf)
+        twin = replica(module, children={**children, **{name: _Marker() for name in between}})
+        # A dropout that is written as a function is there while training only.
+        twin.training = True
+        y = function(twin, leaf)
         y.backward(upstream.to(y.dtype))
         gradients = {f"gradient of {name}.{n}": p.grad for name, child in children.items() for n, p in child.named_parameters()}
         return {"output": y.detach(), "gradient of x": leaf.grad, **gradients}

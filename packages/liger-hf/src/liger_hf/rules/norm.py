@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from liger_core import Op, layer_norm, rms_norm
 from liger_hf.patch import forward_of, replacement
-from liger_hf.replica import Draw, device_of, replica
+from liger_hf.replica import Draw, configuration, device_of, replica
 from liger_hf.verification import Candidate, Case, Found, Results
 
 NOTHING = "no module is a norm: none without children has an eps"
@@ -40,7 +40,7 @@ def look(module: nn.Module) -> Found | None:
     shape = tuple((name, tuple(p.shape), p.dtype, p.device.type) for name, p in weights.items())
     return Found(
         op,
-        kind=(type(module), eps, getattr(module, eps), shape),
+        kind=(type(module), configuration(module), shape),
         original=original,
         candidates=lambda: _candidates(original, arguments[0], eps, tuple(weights)),
         cases=lambda device, dtypes: _cases(module, tuple(weights), device, dtypes),
@@ -56,6 +56,8 @@ def _candidates(original: Callable[..., Any], argument: str, eps: str, weights: 
                 detail = f"weight_offset={offset:g}, cast={cast!r}" if weights else "no weight"
                 yield _candidate(rms_norm, detail, original, argument, eps, {"weight_offset": offset, "cast": cast}, False)
     yield _candidate(layer_norm, "", original, argument, eps, {}, True)
+    if weights:
+        yield _candidate(layer_norm, "weight + 1", original, argument, eps, {}, True)
 
 
 def _candidate(
@@ -68,6 +70,7 @@ def _candidate(
         if (weight is not None and x.dtype != weight.dtype) or (biased and torch.is_autocast_enabled(x.device.type)):
             return original(self, x)
         if biased:
+            weight = weight + 1 if detail and weight is not None else weight
             return op(x, weight, self.bias if hasattr(self, "bias") else None, getattr(self, eps))
         return op(x, weight, getattr(self, eps), **options)
 
@@ -80,9 +83,12 @@ def _candidate(
 
 
 def _cases(module: nn.Module, weights: tuple[str, ...], device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
-    width = max((module._parameters[name].shape[0] for name in weights), default=WIDTH) or WIDTH  # type: ignore[union-attr]
+    stated = getattr(module, "normalized_shape", (WIDTH,))
+    width = max((module._parameters[name].shape[0] for name in weights), default=stated[-1]) or WIDTH  # type: ignore[union-attr]
     draw = Draw(device)
-    x, upstream = draw.normal(3, 7, width), draw.normal(3, 7, width)
+    # Small rows show where eps is added, large ones whether anything is limited.
+    x = draw.normal(3, 7, width) * torch.tensor([0.01, 1.0, 100.0], device=device)[:, None, None]
+    upstream = draw.normal(3, 7, width)
     values = {name: draw.positive(width) for name in weights}
     for dtype in dtypes:
         yield Case(
@@ -98,6 +104,7 @@ def _run(module: nn.Module, x: Tensor, upstream: Tensor, values: dict[str, Tenso
             return tensor.double() if exact else tensor
 
         twin = replica(module, parameters={name: cast(value) for name, value in values.items()})
+        twin.training = True
         leaf = cast(x).clone().requires_grad_()
         y = function(twin, leaf)
         y.backward(cast(upstream).to(y.dtype))
