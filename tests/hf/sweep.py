@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import liger_hf
-from hf.tiny_configs import TYPES, VOCABULARY, tiny_config
+from hf.tiny_configs import COMPOSITES, TYPES, VOCABULARY, tiny_config
 from liger_core import use
 from liger_core.accuracy import floor
 from liger_hf.replica import DoublePrecision
@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / ".sweep" / "results.jsonl"
 PAGE = ROOT / "docs" / "models.md"
 COLUMNS = {"norm": ("rms_norm", "layer_norm"), "MLP": ("swiglu", "geglu"), "rope": ("rope",), "head": ("linear_cross_entropy",)}
+CLASSES: dict[str, Any] = {"": AutoModelForCausalLM, "vision": AutoModelForImageTextToText, "seq2seq": AutoModelForSeq2SeqLM}
 SAME, WRONG, UNBUILT = "same", "wrong", "not built"
 SECONDS = 120
 
@@ -112,9 +113,10 @@ def differences(got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[st
 def _wide(model: Any) -> Any:
     """The same model in float64."""
     wide = copy.deepcopy(model).double()
-    if wide._can_set_experts_implementation():
-        # The grouped matrix product of torch has no float64.
-        wide.set_experts_implementation("eager")
+    for module in wide.modules():
+        if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
+            # The grouped matrix product of torch has no float64.
+            module.set_experts_implementation("eager")
     return wide
 
 
@@ -124,7 +126,8 @@ MODES = ("training", "evaluation")
 def build(model_type: str) -> Any:
     """A model whose weights are large enough that every part of it matters to the result."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+    kind, _, name = model_type.rpartition(":")
+    model = CLASSES[kind].from_config(tiny_config(name))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -146,7 +149,8 @@ def _outcome(model: nn.Module, mode: str) -> dict[str, Tensor]:
     model.train(mode == "training")
     model.zero_grad()
     with torch.set_grad_enabled(mode == "training"):
-        outputs = model(input_ids=ids, labels=labels, use_cache=False)
+        # A model of two parts may take no word on its cache.
+        outputs = model(input_ids=ids, labels=labels, **({} if model.config.is_encoder_decoder else {"use_cache": False}))
     results = {"loss": outputs.loss.detach(), "logits": outputs.logits.detach()}
     if mode == "training":
         outputs.loss.backward()
@@ -182,7 +186,7 @@ def main() -> int:
     options = parser.parse_args()
     key = fingerprint()
     known = {} if options.fresh else _known(key)
-    chosen = options.types or list(TYPES)
+    chosen = options.types or [*TYPES, *COMPOSITES]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hf.sweep"])
     for number, model_type in enumerate(chosen, 1):
@@ -196,7 +200,8 @@ def main() -> int:
         print(f"[{number}/{len(chosen)}] {model_type}: {result.verdict} {cells} {result.detail} ({result.seconds} s)", flush=True)
     if not options.types:
         PAGE.write_text(page([known[t] for t in chosen]))
-        print(f"{PAGE.relative_to(ROOT)}: {summary(known.values())}")
+        for composite in (False, True):
+            print(f"{PAGE.relative_to(ROOT)}: {summary(r for r in known.values() if (':' in r.model_type) == composite)}")
     return int(any(known[t].verdict == WRONG for t in chosen))
 
 
@@ -269,9 +274,14 @@ def line(result: Result) -> str:
 
 
 def page(results: list[Result]) -> str:
+    parts = [[r for r in results if (":" in r.model_type) == composite] for composite in (False, True)]
     compared = [r for r in results if r.verdict != UNBUILT]
     reasons: Counter[tuple[str, str]] = Counter((c, reason) for r in compared for c, rs in r.reasons.items() for reason in rs)
     where = {key: [r.model_type for r in compared if key[1] in r.reasons.get(key[0], ())] for key in reasons}
+    heading = [
+        f"| type | class | {' | '.join(COLUMNS)} | results |",
+        f"| --- | --- | {' | '.join('---' for _ in COLUMNS)} | --- |",
+    ]
     lines = [
         "# Model types",
         "",
@@ -279,13 +289,21 @@ def page(results: list[Result]) -> str:
         "patched: loss, logits and the gradient of every parameter, in training and in evaluation. In float64 both must agree to 1e-9; in",
         "float32 the patched model must be as accurate as the plain one; after `undo` it must be the same bit for bit.",
         "",
-        f"**{summary(results)}.**",
+        f"**{summary(parts[0])}.**",
         "",
         "✓ n: all n modules of the model are replaced. n of m: the others are left, for the reasons below. –: the model has none.",
         "",
-        f"| type | class | {' | '.join(COLUMNS)} | results |",
-        f"| --- | --- | {' | '.join('---' for _ in COLUMNS)} | --- |",
-        *(line(r) for r in compared),
+        *heading,
+        *(line(r) for r in parts[0] if r.verdict != UNBUILT),
+        "",
+        "## Models of several parts",
+        "",
+        "Those that see, given text only, and those of an encoder and a decoder.",
+        "",
+        f"**{summary(parts[1])}.**",
+        "",
+        *heading,
+        *(line(r) for r in parts[1] if r.verdict != UNBUILT),
         "",
         "## Why modules were left",
         "",

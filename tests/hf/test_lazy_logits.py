@@ -61,6 +61,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "detach": lambda z: z.detach(),
     "topk": lambda z: z.topk(3).values,
     "numpy": lambda z: torch.from_numpy(z.detach().numpy()),
+    "bias": lambda z: (torch.arange(VOCABULARY) * 0.01 + z * 2 + torch.ones(1, 1, VOCABULARY)) * 2 + 0,
     "reshape": lambda z: z.reshape((22, -1)) + 0,
     "regroup": lambda z: z.view(11, 2, VOCABULARY) + 0,
     "split_classes": lambda z: z.view(2, 11, 3, 100) + 0,
@@ -319,16 +320,19 @@ def test_a_forward_that_writes_into_its_logits_is_served(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
-        ((), (1.0, None)),
-        ((("div", 4.0),), (0.25, None)),
-        ((("to", torch.float32), ("mul", 2.0), ("mul", 3.0)), (6.0, None)),
-        ((("div", 49.0), ("tanh",), ("mul", 49.0)), (1.0, 49.0)),
-        ((("mul", 2.0), ("div", 30.0), ("tanh",), ("mul", 30.0)), (2.0, 30.0)),
-        ((("tanh",), ("mul", -5.0)), (-5.0, 5.0)),
+        ((), (1.0, None, None)),
+        ((("div", 4.0),), (0.25, None, None)),
+        ((("to", torch.float32), ("mul", 2.0), ("mul", 3.0)), (6.0, None, None)),
+        ((("div", 49.0), ("tanh",), ("mul", 49.0)), (1.0, 49.0, None)),
+        ((("mul", 2.0), ("div", 30.0), ("tanh",), ("mul", 30.0)), (2.0, 30.0, None)),
+        ((("tanh",), ("mul", -5.0)), (-5.0, 5.0, None)),
         ((("tanh",), ("tanh",)), None),
         ((("tanh",), ("mul", 0.0)), None),
+        ((("mul", 2.0), ("add", torch.ones(1, 1)), ("mul", 3.0)), (6.0, None, torch.tensor([0.5]))),
+        ((("tanh",), ("add", torch.ones(1))), None),
+        ((("add", torch.ones(1)), ("add", torch.ones(1))), None),
     ],
-    ids=["none", "scale", "two_scales", "cap", "scale_and_cap", "negative_cap", "two_caps", "zero"],
+    ids=["none", "scale", "two_scales", "cap", "scale_and_cap", "negative_cap", "two_caps", "zero", "bias", "late_bias", "two_biases"],
 )
 def test_steps_become_scale_and_cap(steps: tuple[Any, ...], expected: Any) -> None:
     assert scale_and_cap(steps) == expected

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 import liger_hf
 from hf.tiny_models import COMMON, OPTIONS, disagreements, exact_step, make, step, tokens, twin
 from liger_core import rms_norm, swiglu
+from liger_hf import application
+from liger_hf.verification import decide
 
 
 def test_a_row_tells_pattern_count_class_op_backend_and_reason() -> None:
@@ -132,13 +135,31 @@ def test_another_loss_function_is_left_and_named() -> None:
     model = make()
     model.loss_function = own_loss
     reasons = {row.op: row.reason for row in liger_hf.apply(model).rows}
-    assert reasons["linear_cross_entropy"] == "its loss function must be ForCausalLMLoss, it is own_loss"
+    assert reasons["linear_cross_entropy"] == "its loss function must be ForCausalLMLoss or ForMaskedLMLoss, it is own_loss"
 
 
 def test_kernels_of_transformers_are_noted() -> None:
     model = make()
     model._use_kernels = True
     assert "use_kernels=True" in liger_hf.apply(model).notes[0]
+
+
+def test_a_deep_model_costs_one_check_for_each_kind_of_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    monkeypatch.setattr(application, "decide", lambda found, verify: checked.append(found.op) or decide(found, verify))
+    liger_hf.apply(make(num_hidden_layers=9))
+    assert sorted(checked) == ["linear_cross_entropy", "rms_norm", "rope", "swiglu"]
+
+
+def test_a_model_of_eight_billion_weights_is_patched_in_two_seconds() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    # No weights: they could not be copied.
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=32, **sizes))
+    began = time.process_time()
+    report = liger_hf.apply(model, verify=False)
+    assert time.process_time() - began < 2
+    assert report.replaced == {"linear_cross_entropy": 1, "rope": 32, "swiglu": 32, "rms_norm": 65}
 
 
 def test_auto_models_come_with_their_report(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import liger_hf
 from hf import sweep
-from hf.sweep import COLUMNS, PAGE, SAME, TYPES, UNBUILT, WRONG
+from hf.sweep import COLUMNS, COMPOSITES, PAGE, SAME, TYPES, UNBUILT, WRONG
 from liger_hf import causal_loss
 
 # One of each way to write a norm, a gated unit, a rotary function or a head.
@@ -48,7 +48,7 @@ def test_patched_computes_what_plain_does_and_the_page_says_what_was_replaced(mo
 
 def test_the_page_names_every_type() -> None:
     page = PAGE.read_text()
-    assert [name for name in TYPES if f"| {name} |" not in page and f"* {name}: " not in page] == []
+    assert [name for name in (*TYPES, *COMPOSITES) if f"| {name} |" not in page and f"* {name}: " not in page] == []
     assert f"| {WRONG} |" not in page
 
 

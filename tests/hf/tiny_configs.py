@@ -11,9 +11,23 @@ from typing import Any
 
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+# Models of several parts: those that see, and those of an encoder and a decoder; "kind:type", where the causal class is another one.
+COMPOSITES: tuple[str, ...] = tuple(
+    f"{kind}:{model_type}"
+    for kind, classes in (
+        ("vision", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+        ("seq2seq", MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    )
+    for model_type, name in sorted(classes.items())
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != name
+)
 VOCABULARY = 300
 # Fields that some classes leave without a value that their models need.
 UNSET = ("head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
@@ -55,7 +69,10 @@ SIZES: tuple[tuple[str, Any], ...] = (
 def tiny_config(model_type: str, **options: Any) -> PretrainedConfig:
     """The configuration, with `options` over everything else."""
     kind = CONFIG_MAPPING[model_type]
-    return kind(**{**shrunk(kind()), **options})
+    config = kind(**{**shrunk(kind()), **options})
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+    return config
 
 
 def shrunk(default: PretrainedConfig) -> dict[str, Any]:
@@ -100,6 +117,7 @@ COMPASS_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
     "full_attention": None,
 }
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 
 # What the rules above cannot know: sizes that depend on each other, and which layers are of which kind where a rule computes it.
@@ -109,6 +127,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_expand": 2},
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text", "glm4v_text", "glm_ocr_text", "qwen2_5_omni_text"), MROPE),
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from liger_core import cross_entropy, linear_cross_entropy
 from liger_hf.lazy_logits import LOSSES, LazyLogits, still_valid
@@ -44,6 +44,17 @@ def causal_lm_loss(
         return ForCausalLMLoss(logits.materialize(), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
     # The loss of transformers is float32 for every model.
     return _fused(logits, target, num_items_in_batch, ignore_index).float()
+
+
+def masked_lm_loss(
+    logits: Any, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, ignore_index: int = -100, **options: Any
+) -> Tensor:
+    """Cross entropy of each token's logits with its own label: the causal loss of labels that need no shift."""
+    return causal_lm_loss(logits, None, vocab_size, num_items_in_batch, ignore_index, labels, **options)
+
+
+# Loss functions of Transformers → what takes their place.
+MODEL_LOSSES: dict[Any, Any] = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
 
 
 def plain_cross_entropy(
@@ -84,7 +95,11 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) ->
     if form is None or not _plain_linear(logits.head):
         return _in_chunks(logits, target, items, ignore_index)
     head: Any = logits.head
-    options = {"bias": head.bias, "logit_scale": form[0], "softcap": form[1]}
+    scale, cap, bias = form
+    if bias is not None:
+        # What the model adds to its logits, in the dtype of a bias of the head.
+        bias = bias.to(head.weight.dtype) if head.bias is None else head.bias + bias.to(head.weight.dtype)
+    options = {"bias": head.bias if bias is None else bias, "logit_scale": scale, "softcap": cap}
     return _mean(linear_cross_entropy, logits.hidden, target, items, ignore_index, head.weight, **options)
 
 

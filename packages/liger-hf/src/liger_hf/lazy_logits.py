@@ -84,6 +84,18 @@ class LazyLogits:
             return self._then(self.dtype, "div", other)
         return self.materialize() / _plain(other)
 
+    def __add__(self, other: Any) -> Any:
+        if (
+            self.real is None
+            and isinstance(other, Tensor)
+            and other.numel() == self.classes == other.shape[-1]
+            and other.dim() <= self.ndim
+        ):
+            return self._then(torch.promote_types(self.dtype, other.dtype), "add", other)
+        return self.materialize() + _plain(other)
+
+    __radd__ = __add__
+
     def tanh(self) -> Any:
         return self._then(self.dtype, "tanh") if self.real is None else self.real.tanh()
 
@@ -250,7 +262,7 @@ def _operator(name: str) -> Any:
 
 
 OPERATORS = (
-    "add radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert "
+    "sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert "
     "eq ne lt le gt ge and rand or ror xor rxor float int"
 )
 for _name in OPERATORS.split():

@@ -20,29 +20,35 @@ def replay(logits: Any, steps: tuple[Step, ...]) -> Any:
             logits = logits / value[0]
         elif kind == "tanh":
             logits = torch.tanh(logits)
+        elif kind == "add":
+            logits = logits + value[0]
         else:
             logits = logits.to(value[0])
     return logits
 
 
-def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
-    """(logit_scale, softcap) such that the steps are `softcap · tanh(logit_scale · z / softcap)`; None if they are not."""
-    before, after, capped = [1.0, 1.0], [1.0, 1.0], False
+def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None, Tensor | None] | None:
+    """(logit_scale, softcap, bias) with which the steps are `softcap · tanh(logit_scale · (z + bias) / softcap)`; None if they are not."""
+    before, after, capped, bias = [1.0, 1.0], [1.0, 1.0], False, None
     for kind, *value in steps:
         if kind == "tanh":
             if capped:
                 return None
             capped = True
+        elif kind == "add":
+            if capped or bias is not None or before[0] == 0.0:
+                return None
+            bias = value[0].flatten() * (before[1] / before[0])
         elif kind in ("mul", "div"):
             # int: the compiler of torch 2.11 takes no bool as an index.
             (after if capped else before)[int(kind == "div")] *= value[0]
     if not capped:
-        return before[0] / before[1], None
+        return before[0] / before[1], None, bias
     cap = after[0] / after[1]
     if cap == 0.0 or before[0] == 0.0:
         return None
     # One division: (1 / cap) · cap need not be 1.
-    return (before[0] * after[0]) / (before[1] * after[1]), abs(cap)
+    return (before[0] * after[0]) / (before[1] * after[1]), abs(cap), bias
 
 
 def gathered(head: nn.Module) -> bool:

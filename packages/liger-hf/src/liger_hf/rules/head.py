@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_core import linear_cross_entropy
-from liger_hf.causal_loss import causal_lm_loss
+from liger_hf.causal_loss import MODEL_LOSSES
 from liger_hf.lazy_logits import Cell, LazyLogits
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.projection import version_of
@@ -41,9 +40,9 @@ def look(module: nn.Module) -> Found | None:
     if isinstance(original, str) or isinstance(projection, str):
         return Found(OP, refusal=original if isinstance(original, str) else f"the head: {projection}")
     # Some forwards compute their loss themselves; for those the check finds whether the logits were read.
-    if module.loss_function is not ForCausalLMLoss:
+    if module.loss_function not in MODEL_LOSSES:
         name = getattr(module.loss_function, "__name__", type(module.loss_function).__name__)
-        return Found(OP, refusal=f"its loss function must be ForCausalLMLoss, it is {name}")
+        return Found(OP, refusal=f"its loss function must be {' or '.join(f.__name__ for f in MODEL_LOSSES)}, it is {name}")
     sizes = _sizes(head)
     if sizes is None:
         return Found(OP, refusal=f"its head ({type(head).__name__}) has no in_features and out_features")
@@ -90,7 +89,7 @@ def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
         # In a list: as an attribute the head would become a second submodule.
         Patch(model, "liger_head", [head]),
         replacement(head, _head_forward(inner, sizes[1]), inner),
-        Patch(model, "_loss_function", causal_lm_loss),
+        Patch(model, "_loss_function", MODEL_LOSSES[model.loss_function]),
         replacement(model, _model_forward(original), original),
     ]
 

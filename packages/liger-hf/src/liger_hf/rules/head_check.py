@@ -93,8 +93,15 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
     twin = replica(model, children=children)
     twin.config = copy.deepcopy(model.config)
     for config in (twin.config, twin.config.get_text_config()):
-        config.vocab_size = CLASSES
+        for name, value in list(vars(config).items()):
+            if name.endswith("vocab_size") and value == classes:
+                setattr(config, name, CLASSES)
     for part in (twin, *(m for child in children.values() if not isinstance(child, _BaseModel) for m in child.modules())):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.shape[-1:] == (classes,):
+                part._buffers[name] = (
+                    torch.linspace(-1, 1, CLASSES, device=hidden.device).to(hidden.dtype).expand(*buffer.shape[:-1], CLASSES)
+                )
         for name, value in list(vars(part).items()):
             if isinstance(value, int) and not isinstance(value, bool) and value == classes:
                 part.__dict__[name] = CLASSES
