@@ -58,7 +58,8 @@ def test_other_heads_and_rotary_functions_break_no_graph(model_type: str) -> Non
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         results = step(torch.compile(model, backend="aot_eager"), **inputs)
-        breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
+        # By reason: a break that the model brings (OPT draws a number) is met in each frame around it.
+        breaks.append(set(torch._dynamo.utils.counters["graph_break"]))
     assert breaks[1] <= breaks[0]
     expected = step(plain, **inputs)
     for name, value in expected.items():
