@@ -173,9 +173,21 @@ class Crowded:
 
 def test_memory_that_runs_out_among_others_is_asked_for_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("liger_bench.model.run.Process", Crowded)
-    found = [m.row for m in measured([job(batch=1), job(batch=2), job(batch=3)], WHERE, 3)]
-    assert [(row.batch, row.reason) for row in found] == [(1, ""), (2, ""), (3, "")]
-    assert Crowded.peers == [3, 3, 3, 1, 1]
+    monkeypatch.setattr(Crowded, "peers", [])
+    found = [m.row for m in measured([job(batch=2), job("liger", batch=2)], WHERE, 2)]
+    assert [(row.implementation, row.reason) for row in found] == [("hf", ""), ("liger", "")]
+    assert Crowded.peers == [2, 2, 1, 1]
+
+
+def test_processes_of_different_shapes_are_not_prepared_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liger_bench.model.run.Process", Crowded)
+    monkeypatch.setattr(Crowded, "peers", [])
+    jobs = [job(name, batch=batch) for batch in (1, 2) for name in ("hf", "hf-compiled", "liger")]
+    assert len(list(measured(jobs[:3], WHERE, 2))) == 3
+    assert Crowded.peers == [2, 2, 1]
+    monkeypatch.setattr(Crowded, "peers", [])
+    assert len(list(measured([jobs[0], jobs[3]], WHERE, 2))) == 2
+    assert Crowded.peers == [1, 1]
 
 
 def test_an_interrupted_run_ends_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -82,5 +83,7 @@ def _result(process: Process, where: dict[str, str]) -> Measured:
 
 
 def _groups(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:
-    for start in range(0, len(jobs), size):
-        yield list(jobs[start : start + size])
+    """So many at a time, all of one shape, so that none has to wait for a larger one."""
+    for _, same in groupby(jobs, key=lambda job: (job.model, job.shape)):
+        rest = list(same)
+        yield from (rest[start : start + size] for start in range(0, len(rest), size))
