@@ -360,3 +360,26 @@ def test_rope_may_be_named_with_its_keywords(third: None) -> None:
     q, t = torch.randn(1, 2, 3, 8), torch.randn(3, 8)
     with use("reference"):
         assert torch.equal(rope(k=q, q=q, cos=t, sin=t)[0], rope.reference(q, q, t, t)[0])
+
+
+@pytest.fixture
+def third_that_hands_over(install: Install) -> None:
+    """The backend that `auto` takes, which leaves rms_norm in compiled regions to the compiler."""
+    source = THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY", "50")
+    install("third", source.replace("liger_core.swiglu: swiglu}", "liger_core.swiglu: swiglu}, handed_over=(liger_core.rms_norm,)"))
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["auto", "named"])
+def test_a_compiled_region_gets_the_reference_of_an_op_that_is_handed_over(third_that_hands_over: None, named: bool) -> None:
+    compiled = torch.compile(lambda x: (rms_norm(x), swiglu(x, x)), backend="eager", fullgraph=True)
+    with use("third" if named else "auto"):
+        normed, gated = compiled(X)
+        assert torch.equal(rms_norm(X), rms_norm.reference(X) + 1)
+    assert torch.equal(normed, rms_norm.reference(X))
+    assert torch.equal(gated, swiglu.reference(X, X) + 1)
+
+
+def test_explain_tells_what_is_handed_over(third_that_hands_over: None) -> None:
+    told = "; a compiled region gets the reference"
+    assert explain(rms_norm, X).reason.endswith(told)
+    assert not explain(swiglu, X, X).reason.endswith(told)

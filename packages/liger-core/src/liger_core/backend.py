@@ -27,6 +27,7 @@ class Backend:
     priority         the highest available one wins under `auto`; the reference has 0, so a negative one never wins
     implementations  op → function, or a function that returns that table (so that importing the plugin imports no compiler)
     unavailable      returns None, or why this backend cannot run here
+    handed_over      ops of which a compiled region gets the reference instead, since the compiler fuses it with what is around it
     """
 
     name: str
@@ -34,6 +35,7 @@ class Backend:
     priority: int
     implementations: Implementations | Callable[[], Implementations]
     unavailable: Callable[[], str | None] = always
+    handed_over: tuple[Op[..., Any], ...] = ()
     distribution: str = ""
 
     def table(self, known: Mapping[str, Op[..., Any]]) -> dict[str, Callable[..., Any]]:
@@ -50,6 +52,12 @@ class Backend:
             if drift := _drift(known[name], implementation):
                 raise PluginError(f"backend {self.name!r} of {self.distribution}: {name} must have the signature of its reference; {drift}")
             table[name] = implementation
+        for op in self.handed_over:
+            if op.name not in table:
+                raise PluginError(
+                    f"backend {self.name!r} of {self.distribution}: every op it hands over must be one that it implements, got {op.name!r}; "
+                    f"implemented: {', '.join(sorted(table))}"
+                )
         return table
 
 

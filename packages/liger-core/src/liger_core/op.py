@@ -94,7 +94,8 @@ class Op(Generic[P, R]):
     """A function of tensors and plain scalars; calling it checks the arguments, then runs the selected implementation.
 
     `reference` is the definition: pure PyTorch, any device. `table` maps a device type to the selected
-    implementation; it is a plain attribute, so Dynamo guards it and a new selection recompiles.
+    implementation, `traced` to what a compiled region gets; they are plain attributes, so Dynamo guards them and a new selection
+    recompiles.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Op(Generic[P, R]):
         self.signature = inspect.signature(reference)
         self.first = next(iter(self.signature.parameters))
         self.table: Table | None = None
+        self.traced: Table = {}
         self.otherwise: Callable[..., Any] = reference
         self.declined: Callable[..., Any] = reference
         # The checker has the signature of the reference; a wrong keyword is then reported under the op's own name.
@@ -128,12 +130,14 @@ class Op(Generic[P, R]):
         self.__signature__ = self.signature
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        compiling = torch.compiler.is_compiling()
         # In this order: an attribute that tracing has read already would stay as it was.
-        if torch.compiler.is_compiling() or self.table is None:
+        if compiling or self.table is None:
             _settle()
         self.check(*args, **kwargs)
         first: Any = args[0] if args else kwargs[self.first]
-        implementation = self.table.get(first.device.type, self.otherwise)  # type: ignore[union-attr]
+        table: Any = self.traced if compiling else self.table
+        implementation = table.get(first.device.type, self.otherwise)
         try:
             return implementation(*args, **kwargs)  # type: ignore[no-any-return]
         except Unsupported as reason:

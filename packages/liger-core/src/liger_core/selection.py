@@ -180,13 +180,22 @@ def _apply(found: Registry) -> None:
         if name == AUTO:
             chosen = automatic(found, op)
             op.table = {device: found.implementations[backend][op.name] for device, backend in chosen.items()}
+            op.traced = {device: _traced(found, op, backend) for device, backend in chosen.items()}
             op.otherwise, op.declined = op.reference, _fall_back(op)
         elif name == "reference":
-            op.table, op.otherwise, op.declined = {}, op.reference, _fall_back(op)
+            op.table, op.traced, op.otherwise, op.declined = {}, {}, op.reference, _fall_back(op)
         else:
             backend = found.backends[name]
             op.table = dict.fromkeys(backend.device_types, found.implementations[name][op.name])
+            op.traced = dict.fromkeys(backend.device_types, _traced(found, op, name))
             op.otherwise, op.declined = _wrong_device(op, backend, source), _refuse(op, name, source)
+
+
+def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
+    """What a compiled region gets where this backend is selected."""
+    if op in found.backends[backend].handed_over:
+        return op.reference
+    return found.implementations[backend][op.name]
 
 
 def _fall_back(op: Op[..., Any]) -> Callable[..., Any]:
@@ -251,11 +260,15 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     name, source = _settled[op.name]
     candidates = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
     if name != AUTO:
-        return Explanation(op.name, name, f"selected by {source}; {candidates[name]}", candidates)
+        return Explanation(op.name, name, f"selected by {source}; {candidates[name]}{_compiled(found, op, name)}", candidates)
     best = automatic(found, op).get(device, "reference")
     if best != "reference" and candidates[best] != "can run":
         return Explanation(op.name, "reference", f"auto ({source}); {best!r} {candidates[best]}", candidates)
-    return Explanation(op.name, best, f"auto ({source}): highest priority on {device} tensors", candidates)
+    return Explanation(op.name, best, f"auto ({source}): highest priority on {device} tensors{_compiled(found, op, best)}", candidates)
+
+
+def _compiled(found: Registry, op: Op[..., Any], backend: str) -> str:
+    return "; a compiled region gets the reference" if op in found.backends[backend].handed_over else ""
 
 
 def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: Any, kwargs: Any) -> str:
