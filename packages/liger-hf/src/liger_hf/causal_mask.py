@@ -47,7 +47,8 @@ def _forward(original: Any) -> Callable[..., Any]:
     places = [(name, names.index(name) if name in names else len(names)) for name in READ]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        # torch 2.11 answers is_exporting() with True in every compiled region; this one is False in an export that is not compiled first.
+        compiling = torch.compiler.is_dynamo_compiling()
         nothing = all(kwargs.get(name) is None and (place >= len(args) or args[place] is None) for name, place in places)
         chosen = causal if compiling and nothing and _implementation_is_sdpa(self) else original
         return chosen(self, *args, **kwargs)
