@@ -99,6 +99,13 @@ def test_the_default_chunk_covers_all_rows_or_is_long(device_type: str) -> None:
     assert long.dtype == torch.float32
 
 
+@pytest.mark.parametrize(("width", "expected"), [(2048, Plan(4096, torch.float32)), (4096, Plan(8192, torch.bfloat16))])
+def test_two_long_halves_are_the_default_where_they_take_less_than_one_chunk(width: int, expected: Plan) -> None:
+    """Half of the logits against a gradient of weight that is kept in float32 meanwhile."""
+    assert plan(8192, width, 128256, torch.bfloat16, "cuda") == expected
+    assert plan(8192, width, 128256, torch.bfloat16, "cuda", trained=False).rows == 8192 // (2 if width == 2048 else 1)
+
+
 def test_a_given_chunk_is_never_longer_than_the_batch() -> None:
     assert plan(10, 8, 100, torch.float32, "cpu", chunk=4).rows == 4
     assert plan(10, 8, 100, torch.float32, "cpu", chunk=400).rows == 10

@@ -22,6 +22,7 @@ MiB = 1 << 20
 CHUNK_BYTES = 2150 * MiB
 CPU_BYTES = 64 * MiB
 LONG_CHUNK = 2048
+HALF_CHUNK = 4096
 
 
 class Plan(NamedTuple):
@@ -57,6 +58,15 @@ def plan(
         length = 1 << max(0, -(-rows // max(1, -(-classes // width))) - 1).bit_length()
     elif count * row <= (budget or (CPU_BYTES if device == "cpu" else CHUNK_BYTES)):
         length = count
+        half = -(-count // 2)
+        if (
+            not budget
+            and device != "cpu"
+            and half >= HALF_CHUNK
+            and (count - half) * row > classes * width * (wide.itemsize - once.itemsize)
+        ):
+            # Two halves that share a buffer and the float32 sum take less than one chunk, and hardly longer.
+            length = half
     elif not budget:
         length = max(1, CPU_BYTES // row) if device == "cpu" else _power_below(CHUNK_BYTES // row)
     else:
