@@ -30,7 +30,7 @@ Names = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")]
 Backends = Annotated[
-    list[str] | None, typer.Option("--backend", help="A backend to measure beside the eager reference; repeatable; all by default.")
+    list[str] | None, typer.Option("--backend", help="A backend to measure; repeatable; all by default, the reference first.")
 ]
 AllPeers = Annotated[bool, typer.Option("--peers", help="Measure all peers that are installed too.")]
 SomePeers = Annotated[list[str] | None, typer.Option("--peer", help=f"A peer to measure too; repeatable: {', '.join(peers.FILES)}.")]
@@ -183,11 +183,10 @@ def _check_backend(found: Registry, name: str, device: torch.device) -> None:
 
 
 def _backends(found: Registry, op: Op[..., Any], asked: list[str], device: torch.device) -> list[str]:
-    """The reference first, then the backends in the order asked for, or all that run on this device."""
+    """The backends in the order asked for, or all that run on this device, the reference first."""
     able = [name for name, table in found.implementations.items() if op.name in table and device.type in found.backends[name].device_types]
     reference = [name for name in able if found.implementations[name][op.name] is op.reference]
-    others = [name for name in asked or able if name not in reference]
-    return [*reference, *others]
+    return list(asked) or [*reference, *(name for name in able if name not in reference)]
 
 
 def _rows(plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dtype, seconds: float, bar: Progress) -> Iterator[Row]:
