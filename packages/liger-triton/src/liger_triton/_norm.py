@@ -55,12 +55,13 @@ def forward_shape(width: int, centred: bool) -> Shape:
 
 
 @cache
-def backward_shape(width: int, size: int, shared: int) -> Shape:
+def backward_shape(width: int, size: int, weight: int, shared: int) -> Shape:
     """Loads of the next rows overlap the current ones (3 stages): .75 at 1024 (1 stage .66), .91 at 4096, .93 at 8192.
 
-    size is the bytes of a column that a program reads for one row; rows on their way wait in shared memory, as many as fit. At 16384
-    columns two column sums take half of the registers: layer_norm reaches .77 with the weight left in memory, 8 warps and no masks (16
-    warps .73, 32 .62); with masks, as at 14336, .59 with 32 warps and .47 with 8.
+    size and weight are the bytes of a column of a row (4: two tensors of bfloat16) and of the weight. Rows on their way wait in shared
+    memory, as many as fit, and the weight with them where it is not held. At 16384 columns two column sums take half of the registers:
+    layer_norm reaches .77 with the weight left in memory, 8 warps and no masks (16 warps .73, 32 .62); with masks, as at 14336, .59 with
+    32 warps and .47 with 8.
     """
     block = power_of_two(width)
     if block <= 2048:
@@ -69,10 +70,11 @@ def backward_shape(width: int, size: int, shared: int) -> Shape:
         rows, warps, programs = 1, 8, 2 if block <= 4096 else 1
     else:
         rows, warps, programs = 1, 8 if width == block and size <= 4 else 32, 1
+    held = block <= 8192
     # A kilobyte stays for the reductions. Three tensors of 16384 columns are faster without (.95, with .92).
-    fitting = 1 + (shared - 1024) // (rows * block * size)
-    stages = max(1, min(3, fitting)) if block <= 8192 or size <= 4 else 1
-    return Shape(block, rows, warps, stages, programs, held=block <= 8192)
+    fitting = 1 + (shared - 1024) // (rows * block * (size if held else size + weight))
+    stages = max(1, min(3, fitting)) if held or size <= 4 else 1
+    return Shape(block, rows, warps, stages, programs, held)
 
 
 def forward(
@@ -119,8 +121,8 @@ def backward(
     if width > WIDEST_BLOCK:
         _norm_wide.backward(count, *args, grad_stride, summed_stride, x_stride, width, offset)
         return
-    size = 2 * x.element_size() + (0 if weight is None else weight.element_size()) + (0 if grad_summed is None else x.element_size())
-    shape = backward_shape(width, size, shared_memory(x.device))
+    size = (2 if grad_summed is None else 3) * x.element_size()
+    shape = backward_shape(width, size, 0 if weight is None else weight.element_size(), shared_memory(x.device))
     groups = cdiv(count, shape.rows)
     direct = count <= DIRECT_ROWS
     programs = groups if direct or not sums else min(groups, shape.programs * processors(x.device))

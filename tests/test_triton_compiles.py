@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel that a sample launches compiles for an H100 or H200, without one: the interpreter accepts more than the compiler does."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.cases import arguments_of, differentiable, leaves
+from liger_core import Op, Sample, Unsupported, layer_norm
+from liger_core.ops import CATALOGUE
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the kernels are interpreted", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from liger_triton import launch
+from liger_triton.table import TABLE
+
+TARGET = GPUTarget("cuda", 90, 32)
+PROCESSORS, SHARED = 132, 232_448
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
+
+Kernels = dict[str, Callable[[], Any]]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """Launches put the kernel that they would start here, as a function that compiles it; nothing runs."""
+    found: Kernels = {}
+
+    def record(self: launch.Launcher, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        kernel, described = self.kernel, _describe(self.kernel.arg_names, args, options)
+        found.setdefault(f"{kernel.__name__} {described}", lambda: _compile(kernel, *described))
+
+    monkeypatch.setattr(launch.Launcher, "__call__", record)
+    for module in [m for name, m in sys.modules.items() if name.startswith("liger_triton.")]:
+        for name, value in (("processors", PROCESSORS), ("shared_memory", SHARED)):
+            if inspect.isfunction(inspect.unwrap(getattr(module, name, None))):
+                monkeypatch.setattr(module, name, lambda device, value=value: value)
+    return found
+
+
+def _describe(names: list[str], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """What Triton specialises a kernel on: types, constants, the integers that 16 divides, options."""
+    types: dict[str, str] = {}
+    constants = {name: value for name, value in options.items() if name in names}
+    divisible = []
+    for name, arg in zip(names, args, strict=False):
+        if arg is None or (type(arg) is int and arg == 1):
+            constants[name] = arg
+        elif isinstance(arg, Tensor):
+            types[name] = POINTERS[arg.dtype]
+        elif isinstance(arg, float):
+            types[name] = "fp32"
+        else:
+            types[name] = "i32" if arg < 2**31 else "i64"
+            if arg % 16 == 0:
+                divisible.append(name)
+    return types, constants, divisible, {name: value for name, value in options.items() if name not in names}
+
+
+def _compile(kernel: Any, types: dict[str, str], constants: dict[str, Any], divisible: list[str], options: dict[str, Any]) -> Any:
+    names = kernel.arg_names
+    aligned = [name for name in names if name in divisible or types.get(name, "").startswith("*")]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=TARGET, options=options)
+
+
+def _launch(op: Op[..., Any], sample: Sample) -> None:
+    arguments = arguments_of(op, sample)
+    trained = differentiable(arguments, sample)
+    given = {n: v.detach().requires_grad_(n in trained) if isinstance(v, Tensor) else v for n, v in arguments.items()}
+    try:
+        outputs = [o for o in leaves(TABLE[op](**given)).values() if o.requires_grad]
+    except Unsupported:
+        return
+    if outputs:
+        torch.autograd.grad(outputs, [given[n] for n in trained], [torch.randn_like(o) for o in outputs], allow_unused=True)
+
+
+@pytest.mark.parametrize("op", [op for op in CATALOGUE if op in TABLE], ids=lambda op: str(op.name))
+def test_every_kernel_that_a_sample_launches_compiles(op: Op[..., Any], kernels: Kernels) -> None:
+    for sample in op.samples(torch.device("cpu"), torch.bfloat16):
+        _launch(op, sample)
+    assert kernels
+    too_large = {name: compiled.metadata.shared for name, make in kernels.items() if (compiled := make()).metadata.shared > SHARED}
+    assert too_large == {}
+
+
+@pytest.mark.parametrize(("width", "warps"), [(16384, 8), (14336, 32)], ids=["whole_block", "masked"])
+def test_long_rows_of_layer_norm_get_the_warps_that_were_measured(width: int, warps: int, kernels: Kernels) -> None:
+    x, weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((1, width), (width,), (width,)))
+    y = TABLE[layer_norm](x, weight, bias)
+    torch.autograd.grad(y, [x, weight, bias], torch.ones_like(y))
+    (name,) = (name for name in kernels if name.startswith("row_backward_kernel"))
+    assert f"'num_warps': {warps}" in name
