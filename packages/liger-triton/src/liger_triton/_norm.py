@@ -95,7 +95,13 @@ def forward(
         return
     shape = forward_shape(width, mean is not None)
     grid = (cdiv(count, shape.rows),)
-    forward_launch(grid, *args, count, width, eps, offset, CAST_INPUT=cast_input, ROWS=shape.rows, BLOCK=shape.block, num_warps=shape.warps)
+    # Triton 3.6 lets every thread that knows a row's sum write it to shared memory (triton-lang/triton#7264, #11614). All know the same
+    # bits only if no thread fuses the square of its one element into the sum with its neighbour's, which was rounded.
+    fuses = shape.block > 512
+    forward_launch(
+        grid, *args, count, width, eps, offset,
+        CAST_INPUT=cast_input, ROWS=shape.rows, BLOCK=shape.block, num_warps=shape.warps, enable_fp_fusion=fuses,
+    )  # fmt: skip
 
 
 def backward(
@@ -194,8 +200,9 @@ def tile_backward_kernel(
     column_mask = column < width
     if weight is not None:
         factor = (tl.load(weight + column, mask=column_mask, other=0.0).to(tl.float32) + offset)[None, :]
-    sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-    sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
+    # Tiles, added up once at the end: all threads that know a sum of a column know the same bits.
+    sum_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    sum_bias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in tl.range(program * ROWS, rows, programs * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         row_mask = row < rows
@@ -207,8 +214,8 @@ def tile_backward_kernel(
             value = value - tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
         value = value * scale
         if part is not None:
-            sum_weight += tl.sum(grad * value, 0)
-            sum_bias += tl.sum(grad, 0)
+            sum_weight += grad * value
+            sum_bias += grad
         if grad_x is not None:
             if weight is not None:
                 grad = grad * factor
@@ -220,7 +227,7 @@ def tile_backward_kernel(
                 result += tl.load(grad_summed + row[:, None] * summed_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
             tl.store(grad_x + row[:, None] * width + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
     if part is not None:
-        store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, programs, column, width)
+        store_sums(tl.sum(sum_weight, 0), tl.sum(sum_bias, 0), part, grad_weight, grad_bias, program, programs, column, width)
 
 
 @triton.jit

@@ -24,27 +24,27 @@ def add_columns(
 ):  # fmt: skip
     """Write one strip of the gradients."""
     column = strip * BLOCK + tl.arange(0, BLOCK)
-    sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-    sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
+    sum_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    sum_bias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in range(0, rows, ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        weight, bias = tile_sums(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width)
-        sum_weight += weight
-        sum_bias += bias
-    store(sum_weight, grad_weight, column, width)
-    store(sum_bias, grad_bias, column, width)
+        product, grad = summands(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width)
+        sum_weight += product
+        sum_bias += grad
+    store(tl.sum(sum_weight, 0), grad_weight, column, width)
+    store(tl.sum(sum_bias, 0), grad_bias, column, width)
 
 
 @triton.jit
-def tile_sums(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width):
-    """The column sums of grad_y · n and of grad_y over a tile."""
+def summands(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width):
+    """A tile of grad_y · n and of grad_y, of which grad_weight and grad_bias are the column sums."""
     row_mask = row < rows
     mask = row_mask[:, None] & (column < width)[None, :]
     grad = tl.load(grad_y + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if mean is not None:
         value = value - tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
-    return tl.sum(grad * value * tl.load(inverse + row, mask=row_mask, other=0.0)[:, None], 0), tl.sum(grad, 0)
+    return grad * value * tl.load(inverse + row, mask=row_mask, other=0.0)[:, None], grad
 
 
 @triton.jit

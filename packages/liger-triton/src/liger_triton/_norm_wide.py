@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_triton._norm_sum import column_sum_launch, store_sums, tile_sums
+from liger_triton._norm_sum import column_sum_launch, store_sums, summands
 from liger_triton.launch import Launcher, cdiv
 
 TILE = 4096
@@ -149,14 +149,14 @@ def wide_sum_kernel(
     """Program (c, p) adds every programs-th group of ROWS rows, from the p-th on, of column tile c into partial row p."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     program = tl.program_id(1)
-    sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-    sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
+    sum_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    sum_bias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in range(program * ROWS, rows, tl.num_programs(1) * ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        weight, bias = tile_sums(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width)
-        sum_weight += weight
-        sum_bias += bias
-    store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, tl.num_programs(1), column, width)
+        product, grad = summands(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width)
+        sum_weight += product
+        sum_bias += grad
+    store_sums(tl.sum(sum_weight, 0), tl.sum(sum_bias, 0), part, grad_weight, grad_bias, program, tl.num_programs(1), column, width)
 
 
 forward_launch = Launcher(wide_forward_kernel)
