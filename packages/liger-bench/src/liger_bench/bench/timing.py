@@ -80,11 +80,15 @@ class Stopwatch:
         into.taken += [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
 
-def time_call(function: Call, device: torch.device, seconds: float, least: int = 5) -> Timing:
-    """Repeat function for about `seconds`, at least so many times, after a warm-up."""
+def time_call(function: Call, device: torch.device, seconds: float, least: int = 5, warm: float = 0.0) -> Timing:
+    """Repeat function for about `seconds`, at least so many times, after a warm-up of two calls and on a GPU `warm` seconds."""
     watch, samples = Stopwatch(device), Samples()
+    started = time.perf_counter()
     for _ in range(1 if device.type == "cpu" else 2):
         function()
+    while device.type != "cpu" and time.perf_counter() - started < warm:
+        function()
+        torch.cuda.synchronize(device)
     watch.sample(samples, function, repetitions(seconds, watch.seconds(function) if seconds else 1.0, least, 200))
     return samples.timing()
 
