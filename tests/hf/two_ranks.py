@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps on two processes, compared with the mean of the gradients of one process."""
+"""Training on two processes, compared with the mean of the gradients of one process, and with what one process trains to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,28 +47,104 @@ WAYS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-def work(rank: int, store: str, ways: tuple[str, ...], patch_last: bool) -> None:
-    """One process; raises if a gradient is wrong or if all the logits were made."""
+@contextmanager
+def two_processes(rank: int, store: str) -> Iterator[None]:
+    """This process is one of two."""
     torch.set_num_threads(1)
     # A rank that waits for one that failed gives up, instead of half an hour later.
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(minutes=2))
-    base = make("llama", tie_word_embeddings=False).train()
-    single = [step(twin(base), **batch(r)) for r in range(2)]
-    liger_hf.LazyLogits.materialize = _refuse  # type: ignore[method-assign]
     with use("reference"):
+        yield
+    dist.destroy_process_group()
+
+
+def work(rank: int, store: str, ways: tuple[str, ...], patch_last: bool) -> None:
+    """One process; raises if a gradient is wrong or if all the logits were made."""
+    with two_processes(rank, store):
+        base = make("llama", tie_word_embeddings=False).train()
+        single = [step(twin(base), **batch(r)) for r in range(2)]
         for way in ways:
             _compare(way, base, {name: (single[0][name] + single[1][name]) / 2 for name in single[0]}, rank, patch_last)
-    dist.destroy_process_group()
+
+
+STEPS = 4
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(rank: int, store: str, ways: tuple[str, ...], patch_last: bool) -> None:
+    """One process; raises if a patched model trains to other losses than the plain one does in one process."""
+    with two_processes(rank, store):
+        base = make("llama", tie_word_embeddings=False).train()
+        expected = _losses_of_one_process(twin(base))[rank]
+        for way in ways:
+            begin = _zero(int(way[-1])) if way.startswith("zero") else _fsdp2
+            losses = begin(twin(base), rank, patch_last)
+            if max(abs(got / want - 1) for got, want in zip(losses, expected, strict=True)) > 1e-4:
+                raise AssertionError(f"{way}, rank {rank}: the losses are {losses}, they must be {expected}")
+
+
+def _losses_of_one_process(model: Any) -> list[list[float]]:
+    """By rank and step."""
+    optimizer, losses = optimizer_of(model), []
+    for _ in range(STEPS):
+        both = [model(**batch(rank)).loss for rank in range(2)]
+        (sum(both) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([float(loss.detach()) for loss in both])
+    return [list(of_rank) for of_rank in zip(*losses, strict=True)]
+
+
+def _fsdp2(model: Any, rank: int, patch_last: bool) -> list[float]:
+    patched_and_wrapped(model, sharded, patch_last)
+    optimizer, losses = optimizer_of(model), []
+    for _ in range(STEPS):
+        with no_logits():
+            loss = model(**batch(rank)).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _zero(stage: int) -> Callable[[Any, int, bool], list[float]]:
+    def engine_of(model: Any) -> Any:
+        import deepspeed
+
+        # Else it compiles a collective of its own, for most of a minute.
+        deepspeed.ops.__compatible_ops__.clear()
+        # Threshold 0: otherwise small weights, so all of these, stay whole on every rank.
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_optimization": zero}
+        optimizer = optimizer_of(model)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def run(model: Any, rank: int, patch_last: bool) -> list[float]:
+        # DeepSpeed reads the one when it is imported, its launcher would set the other.
+        os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
+        engine, losses = patched_and_wrapped(model, engine_of, patch_last), []
+        if (model.lm_head.weight.numel() == 0) != (stage == 3):
+            raise AssertionError(f"ZeRO-{stage}: the head has {model.lm_head.weight.numel()} weights between the steps")
+        for _ in range(STEPS):
+            with no_logits():
+                loss = engine(**batch(rank)).loss
+                engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    return run
 
 
 def _compare(way: str, base: Any, expected: dict[str, Tensor], rank: int, patch_last: bool) -> None:
     model = twin(base)
-    if not patch_last:
-        liger_hf.apply(model)
-    wrapped = WAYS[way](model)
-    if patch_last:
-        liger_hf.apply(model)
-    wrapped(**batch(rank)).loss.backward()
+    wrapped = patched_and_wrapped(model, WAYS[way], patch_last)
+    with no_logits():
+        wrapped(**batch(rank)).loss.backward()
     for name, parameter in model.named_parameters():
         gradient: Any = parameter.grad
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
@@ -74,5 +153,20 @@ def _compare(way: str, base: Any, expected: dict[str, Tensor], rank: int, patch_
             raise AssertionError(f"{way}: the gradient of {name} is off by {largest:.3g} of its largest element")
 
 
-def _refuse(self: Any) -> Tensor:
-    raise AssertionError("all the logits of a training step were made")
+def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool) -> Any:
+    if not patch_last:
+        liger_hf.apply(model)
+    wrapped = wrap(model)
+    if patch_last:
+        liger_hf.apply(model)
+    if model.liger_report.replaced != {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}:
+        raise AssertionError(f"not everything was replaced: {model.liger_report}")
+    return wrapped
+
+
+@contextmanager
+def no_logits() -> Iterator[None]:
+    """All the logits of a training step are not made. (The check of apply makes some.)"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("all the logits of a training step were made"))
+        yield
