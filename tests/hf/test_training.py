@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training as people do it: the Trainer, gradient checkpointing, adapters, tied embeddings."""
+"""Training as people do it: the Trainer, accelerate, gradient checkpointing, mixed precision."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, cpu_offload
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 import liger_hf
-import liger_hf.causal_loss
-from hf.tiny_models import VOCABULARY, LargestResult, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -141,78 +138,6 @@ def test_checkpointing_of_the_whole_model_gives_the_same_gradients(reentrant: bo
     assert disagreements(whole(patched), whole(plain), whole(twin(plain).double())) == {}
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_the_gradient_of_tied_embeddings_is_the_sum_of_both_uses(tied: bool) -> None:
-    plain = make("llama", tie_word_embeddings=tied).train()
-    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == tied
-    patched = twin(plain)
-    liger_hf.apply(patched)
-    assert (patched.lm_head.weight is patched.model.embed_tokens.weight) == tied
-    inputs = tokens()
-    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
-
-
-def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one() -> None:
-    plain = make(tie_word_embeddings=False).train()
-    plain.lm_head.requires_grad_(False)
-    patched = twin(plain)
-    liger_hf.apply(patched)
-    inputs = tokens()
-    results = step(patched, **inputs)
-    assert patched.lm_head.weight.grad is None
-    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
-
-
-def adapted(model: Any, target: str, **options: Any) -> Any:
-    """The model with LoRA on some projection, its second factor not zero, so that both get a gradient."""
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM", **options))
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return wrapped.train()
-
-
-@pytest.mark.parametrize("target", ["q_proj", "down_proj", "gate_proj", "lm_head"])
-@pytest.mark.parametrize("first", ["peft", "liger"])
-def test_adapters_get_the_gradients_of_the_plain_model(target: str, first: str) -> None:
-    plain = adapted(make(tie_word_embeddings=False), target)
-    if first == "peft":
-        patched = twin(plain)
-        liger_hf.apply(patched)
-    else:
-        model = make(tie_word_embeddings=False)
-        liger_hf.apply(model)
-        patched = adapted(model, target)
-    inputs = tokens()
-    results = step(patched, **inputs)
-    assert all(float(value.abs().max()) > 0 for name, value in results.items() if "lora_" in name)
-    assert sum("lora_" in name for name in results) >= 2
-    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
-
-
-def test_an_adapted_head_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched = adapted(make(tie_word_embeddings=False), "lm_head")
-    inputs = tokens(batch=4, length=50)
-    report = liger_hf.apply(patched)
-    assert report.replaced["linear_cross_entropy"] == 1
-    monkeypatch.setitem(liger_hf.causal_loss.CHUNK_ELEMENTS, "cpu", 16 * VOCABULARY)
-    with LargestResult() as largest:
-        step(patched, **inputs)
-    assert largest.elements < 200 * VOCABULARY
-
-
-def test_a_head_that_is_saved_beside_the_adapters_is_trained() -> None:
-    plain = adapted(make(tie_word_embeddings=False), "q_proj", modules_to_save=["lm_head"])
-    patched = twin(plain)
-    liger_hf.apply(patched)
-    inputs = tokens()
-    results = step(patched, **inputs)
-    assert any("modules_to_save" in name for name in results)
-    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
-
-
 @pytest.fixture
 def fresh_accelerator() -> Iterator[None]:
     """Accelerate keeps the precision of a process in a class; it is forgotten before and after."""
@@ -240,29 +165,3 @@ def test_functional_calls_use_the_weights_that_they_are_given() -> None:
     weights = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
     outputs = torch.func.functional_call(model, weights, (), tokens())
     assert outputs.loss.item() == pytest.approx(torch.tensor(float(VOCABULARY)).log().item())
-
-
-def test_a_model_with_accelerate_hooks_is_patched_under_them() -> None:
-    plain = make().train()
-    patched = twin(plain)
-    for module in [*patched.modules()]:
-        if not list(module.children()):
-            add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
-    report = liger_hf.apply(patched)
-    assert report.replaced == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
-    inputs = tokens()
-    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
-    report.undo()
-    step(patched, **inputs)
-
-
-def test_weights_that_accelerate_has_offloaded_are_used_where_its_hooks_bring_them() -> None:
-    plain = make(tie_word_embeddings=False).train()
-    patched = twin(plain)
-    cpu_offload(patched, execution_device=torch.device("cpu"))
-    report = liger_hf.apply(patched)
-    assert report.replaced == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
-    outputs, expected = patched(**tokens()), plain(**tokens())
-    torch.testing.assert_close(outputs.loss, expected.loss)
-    with torch.no_grad():
-        torch.testing.assert_close(patched(**tokens()).logits, expected.logits, rtol=1e-5, atol=1e-6)

@@ -102,11 +102,24 @@ def _names(option: str, given: Iterable[Op[..., Any] | str] | None, otherwise: t
 
 
 def _notes(model: nn.Module) -> list[str]:
+    notes = []
     if any(getattr(module, "_use_kernels", False) is True for module in model.modules()):
-        return [
+        notes.append(
             "The model was loaded with use_kernels=True: Transformers puts its kernels back at each train() and eval(), over these replacements."
-        ]
-    return []
+        )
+    untrained = [
+        f"{name}.{weight}"
+        for name, module in model.named_modules()
+        if "_hf_hook" in module.__dict__
+        for weight, value in module.named_parameters(recurse=False)
+        if value.is_meta and value.requires_grad
+    ]
+    if untrained:
+        notes.append(
+            f"accelerate has offloaded {len(untrained)} weights that require a gradient ({untrained[0]}): they get none, since its hooks "
+            "drop them after each use; freeze them, or offload with FSDP2 or DeepSpeed ZeRO-3."
+        )
+    return notes
 
 
 def _absent(report: Report, looked: list[tuple[str, nn.Module, Rule, Found]], wanted: set[str]) -> None:

@@ -69,8 +69,7 @@ def compute(head: nn.Module, hidden: Tensor, autocast: tuple[str, torch.dtype] |
 
 
 def version_of(head: nn.Module) -> int | None:
-    """The version counter of a plain weight, by which a later update is noticed; compiled code carries none."""
-    if torch.compiler.is_compiling() or gathered(head):
+    """The version counters of its plain weights, adapters too, by which a later update is noticed; compiled code carries none."""
+    if torch.compiler.is_compiling() or gathered(head) or not all(isinstance(p, nn.Parameter) for p in head.parameters()):
         return None
-    weight = getattr(head, "weight", None)
-    return weight._version if type(weight) is nn.Parameter else None
+    return sum(p._version for p in head.parameters())

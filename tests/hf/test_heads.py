@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads that are not a plain Linear: tied, frozen, adapted, saved beside adapters, quantised, offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import liger_hf
+import liger_hf.causal_loss
+from hf.tiny_models import VOCABULARY, LargestResult, disagreements, exact_step, make, step, tokens, twin
+
+ALL = {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_gradient_of_tied_embeddings_is_the_sum_of_both_uses(tied: bool) -> None:
+    plain = make("llama", tie_word_embeddings=tied).train()
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == tied
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    assert (patched.lm_head.weight is patched.model.embed_tokens.weight) == tied
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one() -> None:
+    plain = make(tie_word_embeddings=False).train()
+    plain.lm_head.requires_grad_(False)
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens()
+    results = step(patched, **inputs)
+    assert patched.lm_head.weight.grad is None
+    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def adapted(model: Any, target: str, **options: Any) -> Any:
+    """The model with LoRA on some projection, its second factor not zero, so that both get a gradient."""
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM", **options))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return wrapped.train()
+
+
+KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", ["q_proj", "down_proj", "gate_proj", "lm_head"])
+@pytest.mark.parametrize("first", ["peft", "liger"])
+def test_adapters_get_the_gradients_of_the_plain_model(target: str, first: str, kind: str, tied: bool) -> None:
+    plain = adapted(make(tie_word_embeddings=tied), target, **KINDS[kind])
+    if first == "peft":
+        patched = twin(plain)
+        liger_hf.apply(patched)
+    else:
+        model = make(tie_word_embeddings=tied)
+        liger_hf.apply(model)
+        patched = adapted(model, target, **KINDS[kind])
+    inputs = tokens()
+    results = step(patched, **inputs)
+    assert all(float(value.abs().max()) > 0 for name, value in results.items() if "lora_" in name)
+    assert sum("lora_" in name for name in results) >= 2
+    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_an_adapted_head_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = adapted(make(tie_word_embeddings=False), "lm_head")
+    inputs = tokens(batch=4, length=50)
+    report = liger_hf.apply(patched)
+    assert report.replaced["linear_cross_entropy"] == 1
+    monkeypatch.setitem(liger_hf.causal_loss.CHUNK_ELEMENTS, "cpu", 16 * VOCABULARY)
+    with LargestResult() as largest:
+        step(patched, **inputs)
+    assert largest.elements < 200 * VOCABULARY
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_head_that_is_saved_beside_the_adapters_is_trained(tied: bool) -> None:
+    plain = adapted(make(tie_word_embeddings=tied), "q_proj", modules_to_save=["lm_head"])
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens()
+    results = step(patched, **inputs)
+    assert any("modules_to_save" in name for name in results)
+    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_single_tokens_of_tied_embeddings_are_trained_in_both_places() -> None:
+    plain = adapted(make(tie_word_embeddings=True), "q_proj", trainable_token_indices=[3, 4, 5])
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = tokens()
+    results = step(patched, **inputs)
+    assert any("trainable_tokens" in name for name in results)
+    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_logits_of_an_adapted_head_cannot_be_read_after_its_adapters_were_updated() -> None:
+    patched = adapted(make(tie_word_embeddings=False), "lm_head")
+    liger_hf.apply(patched)
+    outputs = patched(**tokens())
+    outputs.loss.backward()
+    torch.optim.SGD([p for p in patched.parameters() if p.requires_grad], lr=0.1).step()
+    with pytest.raises(liger_hf.LogitsError, match="has been updated since the forward pass"):
+        outputs.logits.argmax(-1)
+
+
+def test_a_model_with_accelerate_hooks_is_patched_under_them() -> None:
+    plain = make().train()
+    patched = twin(plain)
+    for module in [*patched.modules()]:
+        if not list(module.children()):
+            add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    report = liger_hf.apply(patched)
+    assert report.replaced == ALL
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    report.undo()
+    step(patched, **inputs)
+
+
+def test_weights_that_accelerate_has_offloaded_are_used_where_its_hooks_bring_them() -> None:
+    plain = make(tie_word_embeddings=False).train()
+    patched = twin(plain)
+    cpu_offload(patched, execution_device=torch.device("cpu"))
+    report = liger_hf.apply(patched)
+    assert report.replaced == ALL
+    outputs, expected = patched(**tokens()), plain(**tokens())
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    with torch.no_grad():
+        torch.testing.assert_close(patched(**tokens()).logits, expected.logits, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_an_offloaded_model_cannot_train_are_named() -> None:
+    model = make(tie_word_embeddings=False).train()
+    dispatch_model(model, {"model": "cpu", "lm_head": "cpu"}, main_device="cpu", force_hooks=True)
+    assert not any("offloaded" in note for note in liger_hf.apply(model).notes)
+    model = make(tie_word_embeddings=False).train()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    (note,) = (note for note in liger_hf.apply(model).notes if "offloaded" in note)
+    assert note.startswith("accelerate has offloaded 21 weights that require a gradient (model.embed_tokens.weight): they get none")
+    model = make(tie_word_embeddings=False).train().requires_grad_(False)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert not any("offloaded" in note for note in liger_hf.apply(model).notes)
+
+
+@pytest.mark.parametrize("first", ["liger", "accelerate"])
+def test_a_head_on_the_disk_passes_gradients_on_to_the_adapters(first: str, tmp_path: Path) -> None:
+    plain = adapted(make(tie_word_embeddings=False), "q_proj")
+    patched = twin(plain)
+    inputs = tokens()
+    expected, exact = step(plain, **inputs), exact_step(plain, **inputs)
+    if first == "liger":
+        liger_hf.apply(patched)
+    places = {"base_model.model.model": "cpu", "base_model.model.lm_head": "disk"}
+    dispatch_model(patched, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    if first == "accelerate":
+        assert liger_hf.apply(patched).replaced == ALL
+    assert patched.get_output_embeddings().weight.is_meta
+    assert disagreements(step(patched, **inputs), expected, exact) == {}
+
+
+def by_torchao(model: Any) -> Any:
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
+def by_bitsandbytes(replace: Callable[[Any, nn.Linear], nn.Module]) -> Callable[[Any], Any]:
+    def quantised(model: Any) -> Any:
+        library = pytest.importorskip("bitsandbytes")
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear):
+                parent, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(parent), attribute, replace(library, module).to("cpu"))
+        return model
+
+    return quantised
+
+
+def four_bits(library: Any, linear: nn.Linear) -> Any:
+    module = library.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32)
+    module.weight = library.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=module)
+    return module
+
+
+def eight_bits(library: Any, linear: nn.Linear) -> Any:
+    module = library.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
+    module.weight = library.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+    return module
+
+
+QUANTISED: dict[str, Callable[[Any], Any]] = {
+    "torchao_int8": by_torchao,
+    "bitsandbytes_4bit": by_bitsandbytes(four_bits),
+    "bitsandbytes_8bit": by_bitsandbytes(eight_bits),
+}
+
+
+def assert_same(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Up to rounding: quantised weights have no float64 to compare with."""
+    assert results.keys() == expected.keys()
+    distances = {name: float((results[name] - value).abs().max() / value.abs().max()) for name, value in expected.items()}
+    assert {name: distance for name, distance in distances.items() if distance > 1e-5} == {}
+
+
+@pytest.mark.parametrize("adapter", [None, "lm_head", "q_proj"], ids=["no_adapter", "adapted_head", "adapted_attention"])
+@pytest.mark.parametrize("quantise", QUANTISED.values(), ids=QUANTISED.keys())
+def test_what_is_not_quantised_gets_the_gradients_of_the_plain_model(quantise: Callable[[Any], Any], adapter: str | None) -> None:
+    # On the CPU bitsandbytes takes widths that are multiples of its blocks.
+    plain = quantise(make(tie_word_embeddings=False, intermediate_size=128)).train()
+    if adapter is not None:
+        plain = adapted(plain, adapter)
+    patched = twin(plain)
+    assert liger_hf.apply(patched).replaced["linear_cross_entropy"] == 1
+    inputs = tokens()
+    expected = step(plain, **inputs)
+    trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert expected.keys() == trained | {"loss"}
+    assert_same(step(patched, **inputs), expected)
+    assert isinstance(patched(**inputs).logits, liger_hf.LazyLogits)
+
+
+def test_a_quantised_head_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = by_torchao(make(tie_word_embeddings=False)).train()
+    liger_hf.apply(patched)
+    monkeypatch.setitem(liger_hf.causal_loss.CHUNK_ELEMENTS, "cpu", 16 * VOCABULARY)
+    with LargestResult() as largest:
+        step(patched, **tokens(batch=4, length=50))
+    # The rows of the head's own dequantised weight are 64 wide.
+    assert largest.elements < 200 * VOCABULARY
