@@ -55,7 +55,18 @@ PUBLIC = {
         "use",
     ],
     "liger_triton": [],
-    "liger_hf": ["AutoLigerModelForCausalLM", "LazyLogits", "LogitsError", "ModelError", "Report", "Row", "apply"],
+    "liger_hf": [
+        "AutoLigerModelForCausalLM",
+        "LazyLogits",
+        "LigerCallback",
+        "LogitsError",
+        "ModelError",
+        "Report",
+        "Row",
+        "apply",
+        "compat",
+        "inspect",
+    ],
     "liger_bench": [],
 }
 
@@ -108,14 +119,14 @@ def test_importing_core_loads_no_compiler_and_no_transformers() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_loading_the_plugins_loads_no_compiler() -> None:
+def test_loading_the_plugins_loads_no_compiler_and_no_transformers() -> None:
     # Where a backend is available its implementations are loaded with it, to compare their signatures.
     code = (
         "import os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; from liger_core.plugins import registry; registry(); "
-        "print('triton.language' in sys.modules, 'matplotlib' in sys.modules)"
+        "print('triton.language' in sys.modules, 'matplotlib' in sys.modules, 'transformers' in sys.modules, registry().manager.has_plugin('hf'))"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert done.stdout.split() == ["False", "False", "False", "True"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
@@ -36,7 +34,9 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": self.ids[index], "labels": self.labels[index]}
 
 
-def history(model: Any, folder: Path, compute_metrics: Any = None, **options: Any) -> tuple[list[float], dict[str, float]]:
+def history(
+    model: Any, folder: Path, compute_metrics: Any = None, callbacks: Any = None, **options: Any
+) -> tuple[list[float], dict[str, float]]:
     """The logged losses of four steps, and the metrics of an evaluation."""
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -51,7 +51,8 @@ def history(model: Any, folder: Path, compute_metrics: Any = None, **options: An
         disable_tqdm=True,
         **options,
     )
-    trainer = Trainer(model, arguments, train_dataset=Rows(16), eval_dataset=Rows(6), compute_metrics=compute_metrics)
+    data = {"train_dataset": Rows(16), "eval_dataset": Rows(6)}
+    trainer = Trainer(model, arguments, compute_metrics=compute_metrics, callbacks=callbacks, **data)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     metrics = trainer.evaluate()
@@ -136,14 +137,6 @@ def test_checkpointing_of_the_whole_model_gives_the_same_gradients(reentrant: bo
         return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
 
     assert disagreements(whole(patched), whole(plain), whole(twin(plain).double())) == {}
-
-
-@pytest.fixture
-def fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps the precision of a process in a class; it is forgotten before and after."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("width", ["float32", "bfloat16"])

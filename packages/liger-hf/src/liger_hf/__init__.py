@@ -1,12 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liger's operators in Hugging Face Transformers models: found by structure, checked, reversible."""
 
-from liger_hf.application import apply
-from liger_hf.auto import AutoLigerModelForCausalLM
-from liger_hf.errors import LogitsError, ModelError
-from liger_hf.lazy_logits import LazyLogits
-from liger_hf.report import Report, Row
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from liger_hf import compat
+    from liger_hf.application import apply
+    from liger_hf.auto import AutoLigerModelForCausalLM
+    from liger_hf.callback import LigerCallback
+    from liger_hf.errors import LogitsError, ModelError
+    from liger_hf.inspection import inspect
+    from liger_hf.lazy_logits import LazyLogits
+    from liger_hf.report import Report, Row
 
 __version__ = "0.1.0"
 
-__all__ = ["AutoLigerModelForCausalLM", "LazyLogits", "LogitsError", "ModelError", "Report", "Row", "apply"]
+__all__ = [
+    "AutoLigerModelForCausalLM",
+    "LazyLogits",
+    "LigerCallback",
+    "LogitsError",
+    "ModelError",
+    "Report",
+    "Row",
+    "apply",
+    "compat",
+    "inspect",
+]
+
+HOMES = {
+    "AutoLigerModelForCausalLM": "auto",
+    "LazyLogits": "lazy_logits",
+    "LigerCallback": "callback",
+    "LogitsError": "errors",
+    "ModelError": "errors",
+    "Report": "report",
+    "Row": "report",
+    "apply": "application",
+    "inspect": "inspection",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when first used: the `liger` command and every op ask for the plugins, and importing Transformers takes seconds."""
+    if name == "compat":
+        return importlib.import_module("liger_hf.compat")
+    if name not in HOMES:
+        raise AttributeError(f"module 'liger_hf' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"liger_hf.{HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

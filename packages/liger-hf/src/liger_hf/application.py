@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +22,15 @@ from liger_hf.report import LEFT, REPLACED, Report, Row
 from liger_hf.rules import RULES, Rule
 from liger_hf.verification import Decision, Found, decide
 
+Names = Iterable[Op[..., Any] | str] | None
 OPS = tuple(dict.fromkeys(op for rule in RULES for op in rule.ops))
 
 
 def apply(
     model: nn.Module,
     *,
-    only: Iterable[Op[..., Any] | str] | None = None,
-    exclude: Iterable[Op[..., Any] | str] | None = None,
+    only: Names = None,
+    exclude: Names = None,
     verify: bool = True,
 ) -> Report:
     """Replace what Liger's operators can compute in a model, in place, and return the report, which can undo it.
@@ -46,28 +48,7 @@ def apply(
     Raises ModelError if model is no module or if only= names nothing that it has, OptionError for unknown ops, DeviceError for
     weights on the meta device.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"liger_hf.apply: model must be a torch.nn.Module, got {type(model).__name__}")
-    wanted = _names("only", only, OPS) - _names("exclude", exclude, ())
-    report = Report(type(model).__name__, notes=_notes(model))
-    looked = [
-        (name, module, rule, found) for name, module in model.named_modules() for rule in RULES if (found := rule.look(module)) is not None
-    ]
-    _absent(report, looked, wanted)
-    if only is not None and wanted and wanted <= report.absent.keys():
-        reasons = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
-        raise ModelError(f"liger_hf.apply: only= must name something that {report.model} has, it has none of it: {reasons}")
-    decisions: dict[Any, Decision] = {}
-    rows: dict[tuple[str, ...], int] = {}
-    patches: list[Patch] = []
-    for name, module, rule, found in looked:
-        decision = _decision(decisions, rule, found, wanted, verify)
-        op, backend, verdict = found.op, "", LEFT
-        if decision.candidate is not None:
-            op, backend, verdict = decision.candidate.op.name, _backend(decision.candidate.op, module), REPLACED
-            patches.extend(decision.candidate.install(module))
-        key = (_pattern(name), type(module).__name__, op, backend, verdict, decision.reason)
-        rows[key] = rows.get(key, 0) + 1
+    report, patches = survey(model, "liger_hf.apply", only, exclude, verify)
     if patches and only is None:
         owners = {id(patch.owner) for patch in patches}
         masks = [patch for patch in causal_mask.patches(model) if id(patch.owner) not in owners]
@@ -75,29 +56,62 @@ def apply(
         patches.extend(masks)
     # Nothing is installed before everything is decided: an error leaves the model as it was.
     report.patches = [patch.install() for patch in patches]
-    report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]
-    if report.rows and all("already replaced by an earlier apply" in row.reason for row in report.rows if row.op in wanted):
-        report.notes.append("Nothing was changed: an earlier apply has replaced these modules already.")
     if patches:
         report.patches.append(Patch(model, "liger_report", report).install())
     return report
 
 
-def _names(option: str, given: Iterable[Op[..., Any] | str] | None, otherwise: tuple[str, ...]) -> set[str]:
+def survey(
+    model: Any,
+    caller: str,
+    only: Names = None,
+    exclude: Names = None,
+    verify: bool = True,
+    device: torch.device | None = None,
+    verdict: str = REPLACED,
+) -> tuple[Report, list[Patch]]:
+    """What `apply` would do, and the patches that do it. `device`: where to check, instead of where the weights are."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
+    wanted = _names(caller, "only", only, OPS) - _names(caller, "exclude", exclude, ())
+    report = Report(type(model).__name__, notes=_notes(model))
+    looked = [
+        (name, module, rule, found) for name, module in model.named_modules() for rule in RULES if (found := rule.look(module)) is not None
+    ]
+    _absent(report, looked, wanted)
+    if only is not None and wanted and wanted <= report.absent.keys():
+        reasons = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
+        raise ModelError(f"{caller}: only= must name something that {report.model} has, it has none of it: {reasons}")
+    decisions: dict[Any, Decision] = {}
+    rows: dict[tuple[str, ...], int] = {}
+    patches: list[Patch] = []
+    for name, module, rule, found in looked:
+        decision = _decision(decisions, rule, found, wanted, verify, device)
+        op, backend, outcome = found.op, "", LEFT
+        if decision.candidate is not None:
+            op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device), verdict
+            patches.extend(decision.candidate.install(module))
+        key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
+        rows[key] = rows.get(key, 0) + 1
+    report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]
+    if report.rows and all("already replaced by an earlier apply" in row.reason for row in report.rows if row.op in wanted):
+        report.notes.append("Nothing was changed: an earlier apply has replaced these modules already.")
+    return report, patches
+
+
+def _names(caller: str, option: str, given: Names, otherwise: tuple[str, ...]) -> set[str]:
     if given is None:
         return set(otherwise)
     if isinstance(given, (str, Op)):
         raise OptionError(
-            f"liger_hf.apply: {option} must be an iterable of ops, got {given!r}; write {option}=[{getattr(given, 'name', given)!r}]"
+            f"{caller}: {option} must be an iterable of ops, got {given!r}; write {option}=[{getattr(given, 'name', given)!r}]"
         )
     names = [value.name if isinstance(value, Op) else value for value in given]
     for name in names:
         if name == "cross_entropy":
-            raise OptionError(
-                f"liger_hf.apply: {option} must name ops that are put into models, cross_entropy comes with linear_cross_entropy"
-            )
+            raise OptionError(f"{caller}: {option} must name ops that are put into models, cross_entropy comes with linear_cross_entropy")
         if name not in OPS:
-            raise OptionError(f"liger_hf.apply: {option} must name ops among {', '.join(OPS)}, got {name!r}.{nearest(str(name), OPS)}")
+            raise OptionError(f"{caller}: {option} must name ops among {', '.join(OPS)}, got {name!r}.{nearest(str(name), OPS)}")
     return set(names)
 
 
@@ -130,7 +144,9 @@ def _absent(report: Report, looked: list[tuple[str, nn.Module, Rule, Found]], wa
                 report.absent[op] = rule.nothing
 
 
-def _decision(decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: set[str], verify: bool) -> Decision:
+def _decision(
+    decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: set[str], verify: bool, device: torch.device | None
+) -> Decision:
     """One check for all modules of a kind."""
     if not wanted & set(rule.ops):
         return Decision(None, "not asked for")
@@ -138,7 +154,7 @@ def _decision(decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: 
         return Decision(None, found.refusal)
     key = (rule.look, found.kind)
     if key not in decisions:
-        decision = decide(found, verify)
+        decision = decide(found if device is None else replace(found, device=lambda: device), verify)
         if decision.candidate is not None and decision.candidate.op.name not in wanted:
             decision = Decision(None, f"{decision.candidate.op.name} would fit but was not asked for")
         decisions[key] = decision
@@ -149,11 +165,11 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model itself)"
 
 
-def _backend(op: Op[..., Any], module: nn.Module) -> str:
-    """What will run the op on the device where the module's weights are."""
+def _backend(op: Op[..., Any], module: nn.Module, device: torch.device | None) -> str:
+    """What will run the op on the device, or where the module's weights are."""
     name, _ = selected(op)
     if name != AUTO:
         return name
     parameter = next((p for p in module.parameters() if not p.is_meta), None)
-    device = parameter.device if parameter is not None else torch.device("cpu")
+    device = device or (parameter.device if parameter is not None else torch.device("cpu"))
     return automatic(registry(), op).get(device.type, "reference")

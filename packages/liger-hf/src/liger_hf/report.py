@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,8 @@ from rich.text import Text
 from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
 
-REPLACED, LEFT = "replaced", "left"
+# REPLACEABLE: by `inspect`, which changes nothing.
+REPLACED, REPLACEABLE, LEFT = "replaced", "replaceable", "left"
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Row:
 
     pattern  their names, with layer numbers as *
     backend  what runs the op on the device where they are; empty if they were left
-    verdict  "replaced" or "left", and the reason for it
+    verdict  "replaced", "left", or of a model that was only inspected "replaceable", and the reason for it
     """
 
     pattern: str
@@ -36,7 +38,7 @@ class Row:
 
 @dataclass(eq=False)
 class Report:
-    """The result of `liger_hf.apply`; as a context manager it undoes what was applied when the block ends.
+    """The result of `apply` or `inspect`; as a context manager it undoes what was applied when the block ends.
 
     absent  op → why no module came into question for it
     notes   what the user should know besides
@@ -51,9 +53,17 @@ class Report:
     @property
     def replaced(self) -> dict[str, int]:
         """Op → number of modules in which it was put."""
+        return self._counts(REPLACED)
+
+    @property
+    def replaceable(self) -> dict[str, int]:
+        """Op → number of modules in which `apply` would put it."""
+        return self._counts(REPLACEABLE)
+
+    def _counts(self, verdict: str) -> dict[str, int]:
         counts: dict[str, int] = {}
         for row in self.rows:
-            if row.verdict == REPLACED:
+            if row.verdict == verdict:
                 counts[row.op] = counts.get(row.op, 0) + row.count
         return counts
 
@@ -84,13 +94,17 @@ class Report:
         """Everything the report says, as plain data."""
         return {"model": self.model, "rows": [asdict(row) for row in self.rows], "absent": dict(self.absent), "notes": list(self.notes)}
 
+    def to_json(self) -> str:
+        """The same as one JSON object."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
     def table(self) -> Table:
         """For a terminal: `rich.print(report.table())`."""
         table = Table(title=self._title(), title_justify="left")
         for heading in ("modules", "count", "class", "op", "backend", "verdict", "reason"):
             table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
         for row in self.rows:
-            style = "green" if row.verdict == REPLACED else "yellow"
+            style = "yellow" if row.verdict == LEFT else "green"
             cells = (row.pattern, str(row.count), row.module, row.op, row.backend)
             table.add_row(*map(Text, cells), Text(row.verdict, style=style), Text(row.reason))
         for op, reason in self.absent.items():
@@ -100,8 +114,9 @@ class Report:
         return table
 
     def _title(self) -> str:
-        counts = ", ".join(f"{count} × {op}" for op, count in self.replaced.items())
-        return f"{self.model}: {counts or 'nothing'} replaced"
+        planned = any(row.verdict == REPLACEABLE for row in self.rows)
+        counts = ", ".join(f"{count} × {op}" for op, count in (self.replaceable if planned else self.replaced).items())
+        return f"{self.model}: {counts or 'nothing'} {'can be replaced' if planned else 'replaced'}"
 
     def __str__(self) -> str:
         cells = [("modules", "count", "class", "op", "backend", "verdict: reason")]

@@ -105,11 +105,14 @@ def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., A
 
 
 def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, keep_logits: bool | None = None, **options: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, keep_logits: bool | None = None, skip_logits: bool | None = None, **options: Any) -> Any:
         holder = self.__dict__.get("liger_head")
         if holder is None:
             # Undone, but still called by something that has wrapped this function since.
             return original(self, *args, **options)
+        if skip_logits and keep_logits is None:
+            # What a Trainer with use_liger_kernel=True says when it evaluates the loss alone.
+            keep_logits = False
         head = holder[0]
         lazy = head.liger_lazy
         head.liger_lazy = torch.is_grad_enabled() if keep_logits is None else True

@@ -87,7 +87,7 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
         elif name == top or not isinstance(child, PreTrainedModel):
             # The memo stands for the head, which is not copied.
             if sum(p.numel() for p in child.parameters()) - sum(p.numel() for p in head.parameters() if name == top) <= SMALL:
-                children[name] = copy.deepcopy(child, {id(head): layer}).to(hidden.dtype)
+                children[name] = _brought(copy.deepcopy(child, {id(head): layer}), hidden.device).to(hidden.dtype)
         else:
             children[name] = _BaseModel(child, hidden)
     twin = replica(model, children=children)
@@ -109,6 +109,24 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
                 part.__dict__[name] = twin.config
     twin.training = True
     return twin
+
+
+def _brought(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module on the device where it is checked; weights that are nowhere become small numbers."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                part._parameters[name] = nn.Parameter(_numbers(parameter, device))
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[name] = _numbers(buffer, device)
+    return module.to(device)
+
+
+def _numbers(like: Tensor, device: torch.device) -> Tensor:
+    """The same in every run of a check, whatever its dtype; rows of matrices have about unit length."""
+    values = torch.arange(like.numel(), device=device).remainder(8191).mul(0.7).sin().bfloat16().reshape(like.shape)
+    return (values / 2 + 1 if like.dim() < 2 else values / like.shape[-1] ** 0.5).bfloat16().to(like.dtype)
 
 
 class _BaseOutput:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TrainingArguments(use_liger_kernel=True)` with Liger in the place of the package liger-kernel, where that is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType, TracebackType
+from typing import Any
+
+from transformers.utils import import_utils
+
+from liger_core import OptionError
+from liger_hf.application import OPS, apply
+from liger_hf.report import Report
+
+NAME = "liger_kernel"
+# The oldest that Transformers takes; the label says whose it is.
+VERSION = "0.3.0+liger.hf"
+# Keys of liger_kernel_config beside the names of our ops. cross_entropy alone would keep all the logits.
+OTHER_KEYS = {"fused_linear_cross_entropy": "linear_cross_entropy", "cross_entropy": None}
+
+_installed: list[StandIn] = []
+
+
+class StandIn:
+    """What `install` put into `sys.modules`; `undo()`, or the end of a `with` block, takes it out again."""
+
+    def __init__(self, modules: dict[str, ModuleType]) -> None:
+        self.modules = modules
+
+    def undo(self) -> None:
+        """Forget the stand-in; models stay as they are, and a second call does nothing."""
+        for name, module in self.modules.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+        if self in _installed:
+            _installed.remove(self)
+            import_utils.is_liger_kernel_available.cache_clear()
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+        self.undo()
+
+
+def install(show: Callable[[Report], Any] | None = print) -> StandIn:
+    """From now on `use_liger_kernel=True` in TrainingArguments means `liger_hf.apply`, in this process.
+
+    show  what is done with each report, on the first process; print by default, None for nothing
+
+    A key of `liger_kernel_config` set to False leaves that op out; all are put in by default. Keys that name none of the ops are
+    noted in the report. Transformers asks for a package named liger_kernel; a module of that name, with the one function that it
+    calls, stands in until `undo`. A second call returns the stand-in that is there.
+
+    Raises OptionError if liger-kernel is installed or has been imported.
+    """
+    if _installed:
+        return _installed[0]
+    found = sys.modules.get(NAME) or importlib.util.find_spec(NAME)
+    if found is not None:
+        raise OptionError(
+            f"liger_hf.compat.install: liger-kernel must not be installed, since it has the name that Transformers looks for, found {found}; "
+            "use Trainer(..., callbacks=[liger_hf.LigerCallback()]) instead, or uninstall it"
+        )
+    package, inner = _module(NAME), _module(f"{NAME}.transformers")
+    package.__dict__.update(__version__=VERSION, transformers=inner)
+    inner.__dict__["_apply_liger_kernel_to_instance"] = _applier(show)
+    stand_in = StandIn({NAME: package, inner.__name__: inner})
+    sys.modules.update(stand_in.modules)
+    _installed.append(stand_in)
+    import_utils.is_liger_kernel_available.cache_clear()
+    return stand_in
+
+
+def _module(name: str) -> ModuleType:
+    module = ModuleType(name, "Stands in for liger-kernel; put here by liger_hf.compat.install().")
+    # Transformers looks for packages by their specs, and a package has a path.
+    module.__spec__ = ModuleSpec(name, loader=None, origin=__file__, is_package=True)
+    module.__dict__.update(__file__=__file__, __path__=[])
+
+    def missing(attribute: str) -> Any:
+        raise AttributeError(
+            f"{name}: liger_hf.compat has only what the Trainer of Transformers calls, not {attribute!r}; use liger_hf.apply(model)"
+        )
+
+    module.__dict__["__getattr__"] = missing
+    return module
+
+
+def _applier(show: Callable[[Report], Any] | None) -> Callable[..., None]:
+    def _apply_liger_kernel_to_instance(model: Any, **config: Any) -> None:
+        report = apply(model, exclude=_excluded(config))
+        unknown = [key for key in config if key not in OPS and key not in OTHER_KEYS]
+        if unknown:
+            report.notes.append(f"liger_kernel_config: {', '.join(unknown)} names no op of Liger and was ignored.")
+        if config.get("cross_entropy") and not config.get("fused_linear_cross_entropy", True):
+            report.notes.append("liger_kernel_config: cross_entropy comes with fused_linear_cross_entropy, alone it was ignored.")
+        if show is not None and os.environ.get("RANK", "0") == "0":
+            show(report)
+
+    return _apply_liger_kernel_to_instance
+
+
+def _excluded(config: dict[str, Any]) -> list[str]:
+    names = ((OTHER_KEYS.get(key, key if key in OPS else None), value) for key, value in config.items())
+    if any(not isinstance(value, bool) for value in config.values()):
+        raise OptionError(f"liger_kernel_config: every value must be True or False, got {config}")
+    return [name for name, value in names if name is not None and not value]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `apply` would do to a model, found without weights and without a change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from liger_core import OptionError
+from liger_core.errors import nearest
+from liger_hf.application import Names, survey
+from liger_hf.errors import ModelError
+from liger_hf.report import REPLACEABLE, Report
+
+CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
+
+
+def inspect(
+    model: nn.Module | PretrainedConfig,
+    *,
+    only: Names = None,
+    exclude: Names = None,
+    verify: bool = True,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> Report:
+    """What `liger_hf.apply` would replace in a model, with the reasons; nothing is changed.
+
+    model   a model, with weights or on the meta device, or the config of one, which is built without weights
+    dtype   of the model that is built from a config; that of the config by default
+    device  where a model without weights is checked, with small random ones; a GPU if there is one
+    only, exclude, verify  as for apply
+
+    Raises ModelError for a config of which no model can be built, and what apply raises.
+    """
+    if isinstance(model, PretrainedConfig):
+        model = _built(model, dtype)
+    if not isinstance(model, nn.Module) or not _without_weights(model):
+        return survey(model, "liger_hf.inspect", only, exclude, verify, verdict=REPLACEABLE)[0]
+    place = _device(device)
+    report, _ = survey(model, "liger_hf.inspect", only, exclude, verify, place, REPLACEABLE)
+    report.notes.append(f"No weights were loaded: small random ones were checked, on {place}, and backends are those for {place.type}.")
+    return report
+
+
+def config_of(source: str) -> PretrainedConfig:
+    """The config in a folder, the default one of a model type, or that of a name on the hub; in this order.
+
+    Raises ModelError if there is none.
+    """
+    if not Path(source).exists() and source in CONFIG_MAPPING:
+        return AutoConfig.for_model(source)
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except Exception as problem:
+        reason = str(problem).strip().split("\n")[0].rstrip(".")
+        raise ModelError(
+            f"liger inspect: the model must be a folder with a config.json, a model type of Transformers or a name on a hub that can be "
+            f"reached, got {source!r}: {type(problem).__name__}: {reason}.{nearest(source, list(CONFIG_MAPPING))}"
+        ) from problem
+
+
+def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
+    """The model that a checkpoint with this config holds, else a language model, on no device."""
+    named = next((found for name in config.architectures or () if (found := getattr(transformers, name, None)) is not None), None)
+    options = {} if dtype is None else {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype}
+    try:
+        with torch.device("meta"):
+            if named is not None:
+                return named._from_config(config, **options)
+            autos = (getattr(transformers, name) for name in CLASSES)
+            return next(auto for auto in autos if type(config) in auto._model_mapping).from_config(config, **options)
+    except Exception as problem:
+        reason = "no model belongs to it" if isinstance(problem, StopIteration) else f"{type(problem).__name__}: {problem}"
+        raise ModelError(
+            f"liger_hf.inspect: a model must be made from {type(config).__name__} without weights, it cannot: {reason}; "
+            "make the model yourself and inspect that"
+        ) from problem
+
+
+def _without_weights(model: nn.Module) -> bool:
+    """All are on meta, and no hook of accelerate will bring them."""
+    offloaded = any("_hf_hook" in vars(module) for module in model.modules())
+    return not offloaded and all(p.is_meta for p in model.parameters()) and next(model.parameters(), None) is not None
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except Exception as problem:
+        raise OptionError(f"liger_hf.inspect: device must be one that is here, got {str(device)!r}: {problem}") from problem
+    return place

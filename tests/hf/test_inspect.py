@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger inspect` tells what `apply` would do, without weights and without a change."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from typer.testing import CliRunner
+
+import liger_hf
+from hf.sweep import build
+from hf.test_isolation import instance_state
+from hf.tiny_configs import tiny_config
+from hf.tiny_models import COMMON, make
+from liger_core import OptionError
+from liger_core.commands import main
+from liger_core.errors import LigerError
+from liger_hf.plugin import liger_commands
+
+PARTS = {"linear_cross_entropy": 1, "rope": 2, "swiglu": 2, "rms_norm": 5}
+
+
+def command(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    liger_commands(app)
+    return CliRunner().invoke(app, ["inspect", *arguments])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    AutoConfig.for_model("llama", architectures=["LlamaForCausalLM"], **COMMON).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+# Heads with a projection before them, norms of other kinds, packed and expert units, a bias, softcap and scale.
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere", "phi3", "qwen3_moe", "bert", "gpt2", "mamba", "modernbert-decoder"])
+def test_a_config_gives_the_rows_that_apply_gives(model_type: str) -> None:
+    inspected = liger_hf.inspect(tiny_config(model_type))
+    applied = liger_hf.apply(build(model_type))
+    assert [{**vars(row), "verdict": row.verdict.replace("replaceable", "replaced")} for row in inspected.rows] == [
+        vars(row) for row in applied.rows
+    ]
+    assert inspected.absent == applied.absent
+    assert inspected.replaceable == applied.replaced
+    assert inspected.replaced == {}
+
+
+def test_inspecting_changes_nothing() -> None:
+    model = make()
+    before = instance_state(model)
+    report = liger_hf.inspect(model)
+    assert instance_state(model) == before
+    assert report.replaceable == PARTS
+    assert report.notes == []
+    report.undo()
+    assert liger_hf.apply(model).replaced == PARTS
+
+
+def test_a_model_on_meta_is_inspected_on_the_cpu() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **COMMON))
+    report = liger_hf.inspect(model, device="cpu")
+    assert report.replaceable == PARTS
+    assert report.notes == ["No weights were loaded: small random ones were checked, on cpu, and backends are those for cpu."]
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_the_architecture_of_the_config_decides_the_model() -> None:
+    config = LlamaConfig(**COMMON, architectures=["LlamaModel"])
+    assert liger_hf.inspect(config).absent == {"linear_cross_entropy": "no module is a model with an output head"}
+
+
+def test_the_command_reads_a_folder(folder: str) -> None:
+    result = command(folder, "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["model"] == "LlamaForCausalLM"
+    assert {(row["op"], row["count"]) for row in report["rows"]} >= {("rope", 2), ("rms_norm", 2)}
+    assert {row["verdict"] for row in report["rows"]} == {"replaceable"}
+
+
+def test_the_command_prints_lines_that_a_narrow_terminal_does_not_fold(folder: str) -> None:
+    result = command(folder, "--only", "rms_norm", "--exclude", "rope")
+    assert "LlamaForCausalLM: 5 × rms_norm can be replaced" in result.stdout
+    assert "replaceable: outputs and gradients agree, weight_offset=0, cast='input'" in result.stdout
+    assert "left: not asked for" in result.stdout
+
+
+def test_the_command_knows_model_types() -> None:
+    result = command("llama", "--only", "swiglu", "--dtype", "bfloat16")
+    assert "LlamaForCausalLM: 32 × swiglu can be replaced" in result.stdout
+
+
+def test_the_dtype_decides_what_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    original = liger_hf.application.decide
+    monkeypatch.setattr(liger_hf.application, "decide", lambda found, verify: checked.append(found.dtype) or original(found, verify))
+    liger_hf.inspect(tiny_config("llama"), only=["rms_norm"], dtype="bfloat16")
+    assert checked == [torch.bfloat16]
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], type[LigerError], str]] = {
+    "no_network": (
+        ("some/model",),
+        liger_hf.ModelError,
+        r"liger inspect: the model must be a folder with a config\.json, a model type of Transformers or a name on a hub that can be "
+        r"reached, got 'some/model': ",
+    ),
+    "near_miss": (("llamma",), liger_hf.ModelError, r"Did you mean 'llama'\?"),
+    "empty_folder": (("{folder}/..",), liger_hf.ModelError, r"liger inspect: the model must be a folder with a config\.json"),
+    "dtype": (("llama", "--dtype", "bfloat17"), OptionError, r"dtype must be one of float32, bfloat16, float16, got 'bfloat17'"),
+    "device": (("llama", "--device", "nowhere"), OptionError, r"device must be one that is here, got 'nowhere'"),
+    "op": (("llama", "--only", "rms_nrom"), OptionError, r"liger_hf\.inspect: only must name ops among .* Did you mean 'rms_norm'\?"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_told_in_a_sentence(
+    arguments: tuple[str, ...], error: type[LigerError], message: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = command(*(argument.format(folder=folder) for argument in arguments))
+    assert isinstance(result.exception, error)
+    with pytest.raises(error, match=message):
+        raise result.exception
+
+
+def test_the_liger_command_has_it_and_ends_with_two_for_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["liger", "inspect", "llama", "--dtype", "int4"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "dtype must be one of" in " ".join(capsys.readouterr().err.split())
+
+
+def test_no_model_is_an_error() -> None:
+    with pytest.raises(liger_hf.ModelError, match=r"liger_hf\.inspect: model must be a torch\.nn\.Module, got str"):
+        liger_hf.inspect("llama")  # type: ignore[arg-type]

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways into a Trainer: the callback, and `use_liger_kernel=True` with Liger standing in for liger-kernel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.utils import is_liger_kernel_available
+
+import liger_hf
+from hf.test_isolation import instance_state
+from hf.test_training import Rows, adapted, history
+from hf.tiny_models import VOCABULARY, LargestResult, make, twin
+from liger_core import OptionError
+
+ALL = {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+
+
+@pytest.fixture
+def stand_in() -> Iterator[list[liger_hf.Report]]:
+    """`use_liger_kernel=True` means Liger; the reports that were shown."""
+    reports: list[liger_hf.Report] = []
+    with liger_hf.compat.install(show=reports.append):
+        yield reports
+
+
+def trainer(model: Any, folder: Path, callbacks: Any = None, **options: Any) -> Trainer:
+    settings = {"max_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **options}
+    return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=Rows(8), eval_dataset=Rows(4), callbacks=callbacks)
+
+
+# -- the callback
+
+
+def test_the_callback_applies_before_training_and_shows_one_report(tmp_path: Path) -> None:
+    model, shown = make().train(), []
+    made = trainer(model, tmp_path, [liger_hf.LigerCallback(show=shown.append)])
+    made.train()
+    made.train()
+    assert [report.replaced for report in shown] == [ALL]
+    assert shown == [model.liger_report]
+
+
+def test_training_with_the_callback_has_the_losses_of_the_plain_model(tmp_path: Path) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    losses, _ = history(patched, tmp_path, callbacks=[liger_hf.LigerCallback(show=None)])
+    expected, _ = history(plain, tmp_path)
+    assert losses == pytest.approx(expected, abs=2e-4)
+    assert patched.liger_report.replaced == ALL
+
+
+def test_the_callback_puts_in_what_it_is_asked_for(tmp_path: Path) -> None:
+    callback = liger_hf.LigerCallback(only=["swiglu"], show=None)
+    trainer(make(), tmp_path, [callback]).train()
+    assert callback.report is not None
+    assert callback.report.replaced == {"swiglu": 2}
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
+def test_the_callback_undoes_everything_at_the_end_if_asked(precision: dict[str, Any], tmp_path: Path, fresh_accelerator: None) -> None:
+    model = make().train()
+    callback = liger_hf.LigerCallback(undo=True, show=None)
+    made = trainer(model, tmp_path, [callback], **precision)
+    before = {name for name, state in instance_state(model.model).items() if "forward" in state}
+    made.train()
+    assert callback.report is not None
+    assert callback.report.replaced == ALL
+    assert before != set()
+    assert [name for name, state in instance_state(model.model).items() if "forward" in state] == []
+    assert not hasattr(model, "liger_head")
+    assert torch.isfinite(model(input_ids=Rows(1).ids, labels=Rows(1).labels).loss)
+
+
+def test_a_callback_that_comes_too_late_for_the_head_says_so(tmp_path: Path, fresh_accelerator: None) -> None:
+    made = trainer(make(), tmp_path, bf16=True)
+    callback = liger_hf.LigerCallback(show=None)
+    made.add_callback(callback)
+    made.train()
+    assert callback.report is not None
+    assert {row.op: row.reason for row in callback.report.rows if row.verdict == "left"} == {
+        "linear_cross_entropy": "its forward was already replaced on this instance by accelerate.utils.operations"
+    }
+
+
+def test_adapters_are_trained_under_the_callback(tmp_path: Path) -> None:
+    model = adapted(make(tie_word_embeddings=False), "q_proj")
+    before = {name: value.clone() for name, value in model.named_parameters() if "lora_" in name}
+    trainer(model, tmp_path, [liger_hf.LigerCallback(show=None)]).train()
+    assert all(not torch.equal(value, before[name]) for name, value in model.named_parameters() if "lora_" in name)
+
+
+# -- use_liger_kernel=True
+
+
+def test_nothing_stands_in_unless_it_is_installed(tmp_path: Path) -> None:
+    code = "import sys, liger_hf, liger_hf.compat; from transformers.utils import is_liger_kernel_available as found; print(found(), 'liger_kernel' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_use_liger_kernel_trains_with_liger(stand_in: list[liger_hf.Report], tmp_path: Path) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    losses, metrics = history(patched, tmp_path, use_liger_kernel=True)
+    expected, expected_metrics = history(plain, tmp_path)
+    assert losses == pytest.approx(expected, abs=2e-4)
+    assert metrics == pytest.approx(expected_metrics, abs=2e-4)
+    assert [report.replaced for report in stand_in] == [ALL]
+
+
+def test_evaluating_the_loss_alone_makes_no_logits(
+    stand_in: list[liger_hf.Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(make().train(), tmp_path, use_liger_kernel=True, prediction_loss_only=True)
+    monkeypatch.setattr("liger_core.ops._chunked_loss.CPU_BYTES", 4 * VOCABULARY * 4)
+    made.train()
+    monkeypatch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("somebody read the logits"))
+    with LargestResult() as largest:
+        assert made.evaluate()["eval_loss"] > 0
+    assert largest.elements < Rows(4).ids.numel() * VOCABULARY
+
+
+def test_the_config_leaves_ops_out(stand_in: list[liger_hf.Report], tmp_path: Path) -> None:
+    config = {"rope": False, "fused_linear_cross_entropy": False, "cross_entropy": True, "rms_norm": True, "tiled_mlp": True}
+    trainer(make(), tmp_path, use_liger_kernel=True, liger_kernel_config=config).train()
+    assert stand_in[0].replaced == {"rms_norm": 5, "swiglu": 2}
+    assert stand_in[0].notes[-2:] == [
+        "liger_kernel_config: tiled_mlp names no op of Liger and was ignored.",
+        "liger_kernel_config: cross_entropy comes with fused_linear_cross_entropy, alone it was ignored.",
+    ]
+
+
+def test_undo_takes_the_stand_in_out() -> None:
+    before = set(sys.modules)
+    stand_in = liger_hf.compat.install()
+    assert is_liger_kernel_available()
+    assert liger_hf.compat.install() is stand_in
+    stand_in.undo()
+    assert not is_liger_kernel_available()
+    assert {name for name in set(sys.modules) - before if "liger_kernel" in name} == set()
+    stand_in.undo()
+
+
+def test_what_the_stand_in_lacks_cannot_be_imported(stand_in: list[liger_hf.Report]) -> None:
+    with pytest.raises(ImportError, match="cannot import name 'apply_liger_kernel_to_llama'"):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama  # noqa: F401
+
+
+def test_the_real_package_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ModuleType("liger_kernel")
+    monkeypatch.setitem(sys.modules, "liger_kernel", real)
+    with pytest.raises(OptionError, match=r"liger-kernel must not be installed.*use Trainer"):
+        liger_hf.compat.install()
+    assert sys.modules["liger_kernel"] is real
+
+
+def test_a_real_package_that_is_not_yet_imported_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "liger_kernel.py").write_text("__version__ = '0.8.5'")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(OptionError, match="liger-kernel must not be installed"):
+        liger_hf.compat.install()
