@@ -18,7 +18,7 @@ PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", 
 CONSTRAINTS = ROOT / "constraints.txt"
 SHARED = ROOT / ".nox" / "shared"
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
-TOOLS = ["pytest", "pytest-xdist", "hypothesis", "peft", "mypy"]
+TOOLS = ["pytest", "pytest-xdist", "hypothesis", "peft", "trl", "mypy"]
 # Quantised heads and DeepSpeed's stages; without them these tests are skipped. They build and install in seconds, on Linux.
 EXTRAS = ["bitsandbytes", "deepspeed", "torchao"] if sys.platform == "linux" else []
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))

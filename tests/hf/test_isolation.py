@@ -119,6 +119,10 @@ def test_applying_twice_changes_nothing_and_says_so() -> None:
     first.undo()
 
 
+def test_asking_for_nothing_is_no_second_apply() -> None:
+    assert liger_hf.apply(make(), only=[]).notes == []
+
+
 def test_ops_can_be_applied_one_after_the_other() -> None:
     model = make()
     before = instance_state(model)

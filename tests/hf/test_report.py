@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 import liger_hf
+from hf.tiny_configs import tiny_config
 from hf.tiny_models import COMMON, OPTIONS, disagreements, exact_step, make, step, tokens, twin
 from liger_core import rms_norm, swiglu
 from liger_hf import application
@@ -31,7 +32,8 @@ def test_a_row_tells_pattern_count_class_op_backend_and_reason() -> None:
 
 def test_the_report_is_plain_data_text_and_a_table() -> None:
     report = liger_hf.apply(make())
-    data = json.loads(json.dumps(report.to_dict()))
+    data = json.loads(report.to_json())
+    assert data == report.to_dict()
     assert data["model"] == "LlamaForCausalLM"
     assert {row["pattern"] for row in data["rows"]} == {row.pattern for row in report.rows}
     console = rich.console.Console(width=240, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -142,6 +144,26 @@ def test_kernels_of_transformers_are_noted() -> None:
     model = make()
     model._use_kernels = True
     assert "use_kernels=True" in liger_hf.apply(model).notes[0]
+
+
+def test_a_forward_that_somebody_replaced_on_the_class_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lce_forward(self: Any, *args: Any, **options: Any) -> Any:
+        return original(self, *args, **options)
+
+    model = make()
+    assert liger_hf.inspect(model).notes == []
+    original = type(model).forward
+    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    monkeypatch.setattr(type(model), "forward", lce_forward)
+    notes = liger_hf.inspect(model).notes
+    assert notes == [
+        "LlamaForCausalLM.forward was replaced on the class by liger_kernel.transformers.model.llama; that stays, also after undo."
+    ]
+
+
+@pytest.mark.parametrize("model_type", [*OPTIONS, "bert", "bloom", "mamba", "qwen3_moe", "t5", "llava"])
+def test_a_plain_model_has_no_notes_about_others(model_type: str) -> None:
+    assert liger_hf.inspect(tiny_config(model_type), only=[]).notes[:-1] == []
 
 
 def test_a_deep_model_costs_one_check_for_each_kind_of_module(monkeypatch: pytest.MonkeyPatch) -> None:

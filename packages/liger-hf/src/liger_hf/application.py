@@ -80,8 +80,8 @@ def survey(
     ]
     _absent(report, looked, wanted)
     if only is not None and wanted and wanted <= report.absent.keys():
-        reasons = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
-        raise ModelError(f"{caller}: only= must name something that {report.model} has, it has none of it: {reasons}")
+        missing = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
+        raise ModelError(f"{caller}: only= must name something that {report.model} has, it has none of it: {missing}")
     decisions: dict[Any, Decision] = {}
     rows: dict[tuple[str, ...], int] = {}
     patches: list[Patch] = []
@@ -94,7 +94,8 @@ def survey(
         key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
         rows[key] = rows.get(key, 0) + 1
     report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]
-    if report.rows and all("already replaced by an earlier apply" in row.reason for row in report.rows if row.op in wanted):
+    reasons = [row.reason for row in report.rows if row.op in wanted]
+    if reasons and all("already replaced by an earlier apply" in reason for reason in reasons):
         report.notes.append("Nothing was changed: an earlier apply has replaced these modules already.")
     return report, patches
 
@@ -116,6 +117,7 @@ def _names(caller: str, option: str, given: Names, otherwise: tuple[str, ...]) -
 
 
 def _notes(model: nn.Module) -> list[str]:
+    """What others have done to the model before."""
     notes = []
     if any(getattr(module, "_use_kernels", False) is True for module in model.modules()):
         notes.append(
@@ -133,6 +135,11 @@ def _notes(model: nn.Module) -> list[str]:
             f"accelerate has offloaded {len(untrained)} weights that require a gradient ({untrained[0]}): they get none, since its hooks "
             "drop them after each use; freeze them, or offload with FSDP2 or DeepSpeed ZeRO-3."
         )
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+        source = getattr(vars(owner)["forward"], "__module__", None) or owner.__module__
+        if source.partition(".")[0] != owner.__module__.partition(".")[0]:
+            notes.append(f"{owner.__name__}.forward was replaced on the class by {source}; that stays, also after undo.")
     return notes
 
 

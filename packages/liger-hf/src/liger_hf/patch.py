@@ -58,7 +58,8 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | str:
         return "already replaced by an earlier apply"
     if isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
         return own.__func__
-    origin = getattr(function or own, "__module__", None) or type(own).__name__
+    # By its globals: a function that wraps the original one takes over its __module__.
+    origin = getattr(function or own, "__globals__", {}).get("__name__") or getattr(own, "__module__", None) or type(own).__name__
     return f"its forward was already replaced on this instance by {origin}"
 
 

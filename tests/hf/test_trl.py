@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's trainers run with the ops of the layers and keep the fused head that they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import liger_hf
+from hf.tiny_models import VOCABULARY, make, twin
+
+trl = pytest.importorskip("trl", reason="needs trl and datasets: pip install trl")
+datasets = pytest.importorskip("datasets")
+
+pytestmark = pytest.mark.slow
+LAYERS = {"rms_norm": 5, "rope": 2, "swiglu": 2}
+SETTINGS: dict[str, Any] = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "learning_rate": 1e-3,
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def sentence(seed: int, count: int = 6) -> str:
+    ids = torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(f"w{i}" for i in ids.tolist())
+
+
+def sft(model: Any, folder: Path, **options: Any) -> Any:
+    rows = datasets.Dataset.from_list([{"text": sentence(i, 5 + i % 3)} for i in range(8)])
+    return trl.SFTTrainer(model, trl.SFTConfig(str(folder), **SETTINGS), train_dataset=rows, processing_class=tokenizer(), **options)
+
+
+def dpo(model: Any, folder: Path, **options: Any) -> Any:
+    rows = [{"prompt": sentence(i), "chosen": " " + sentence(i + 50), "rejected": " " + sentence(i + 90)} for i in range(8)]
+    data = datasets.Dataset.from_list(rows)
+    reference = options.pop("reference", None) or make(tie_word_embeddings=False)
+    return trl.DPOTrainer(
+        model, reference, trl.DPOConfig(str(folder), **SETTINGS), train_dataset=data, processing_class=tokenizer(), **options
+    )
+
+
+def grpo(model: Any, folder: Path, **options: Any) -> Any:
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(sum(map(ord, text)) % 7) for text in completions]
+
+    rows = datasets.Dataset.from_list([{"prompt": sentence(i)} for i in range(8)])
+    settings = {**SETTINGS, "num_generations": 2, "max_completion_length": 4, "beta": 0.0}
+    return trl.GRPOTrainer(
+        model, reward, trl.GRPOConfig(str(folder), **settings), train_dataset=rows, processing_class=tokenizer(), **options
+    )
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo, "grpo": grpo}
+
+
+def history(trainer: Any) -> list[float]:
+    torch.manual_seed(0)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("first", ["apply", "trainer"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_trainer_of_trl_has_the_losses_of_the_plain_model_and_keeps_its_head(
+    name: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make(tie_word_embeddings=False).train()
+    patched = twin(plain)
+    if first == "apply":
+        liger_hf.apply(patched)
+    callback = liger_hf.LigerCallback(show=None)
+    trainer = TRAINERS[name](patched, tmp_path, callbacks=[callback] if first == "trainer" else [])
+    assert patched.liger_report.replaced == {**LAYERS, "linear_cross_entropy": 1}
+    seen, function = [], trl.trainer.utils._ChunkedLogProbFunction
+    original = function.apply
+    monkeypatch.setattr(function, "apply", lambda *args: seen.append(1) or original(*args))
+    losses = history(trainer)
+    assert seen != []
+    assert len(losses) == 2
+    assert losses == pytest.approx(history(TRAINERS[name](plain, tmp_path)), abs=2e-4)
+
+
+def test_a_head_of_trl_that_was_there_before_is_left_and_named() -> None:
+    model = make(tie_word_embeddings=False)
+    trl.trainer.utils.add_fused_lm_head(model)
+    report = liger_hf.apply(model)
+    assert report.replaced == LAYERS
+    reasons = {row.op: row.reason for row in report.rows}
+    assert reasons["linear_cross_entropy"] == "its forward was already replaced on this instance by trl.trainer.utils"
+
+
+def test_undo_at_the_end_leaves_a_trainer_of_trl_as_it_was(tmp_path: Path) -> None:
+    model = make(tie_word_embeddings=False).train()
+    trainer = sft(model, tmp_path, callbacks=[liger_hf.LigerCallback(undo=True, show=None)])
+    trainer.train()
+    assert [name for name, module in model.named_modules() if name and "forward" in vars(module)] == []
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*use_liger_kernel:FutureWarning")
+def test_use_liger_kernel_of_trl_puts_in_the_layers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[liger_hf.Report] = []
+    monkeypatch.setitem(SETTINGS, "use_liger_kernel", True)
+    with liger_hf.compat.install(show=reports.append):
+        losses = history(sft(make(tie_word_embeddings=False).train(), tmp_path))
+    assert [report.replaced for report in reports] == [LAYERS]
+    monkeypatch.undo()
+    assert losses == pytest.approx(history(sft(make(tie_word_embeddings=False).train(), tmp_path)), abs=2e-4)
+
+
+def test_the_layers_of_both_models_of_dpo_can_be_patched(tmp_path: Path) -> None:
+    policy, reference = make(tie_word_embeddings=False).train(), make(tie_word_embeddings=False)
+    expected = history(dpo(twin(policy), tmp_path))
+    for model in (policy, reference):
+        liger_hf.apply(model)
+    assert history(dpo(policy, tmp_path, reference=reference)) == pytest.approx(expected, abs=2e-4)
