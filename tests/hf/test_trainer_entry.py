@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 from transformers.utils import is_liger_kernel_available
 
 import liger_hf
 from hf.test_isolation import instance_state
-from hf.test_training import Rows, adapted, history
+from hf.test_training import Rows, history
 from hf.tiny_models import VOCABULARY, LargestResult, make, twin
 from liger_core import OptionError
 
@@ -66,7 +67,7 @@ def test_the_callback_puts_in_what_it_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
-def test_the_callback_undoes_everything_at_the_end_if_asked(precision: dict[str, Any], tmp_path: Path, fresh_accelerator: None) -> None:
+def test_the_callback_undoes_everything_at_the_end_if_asked(precision: dict[str, Any], tmp_path: Path) -> None:
     model = make().train()
     callback = liger_hf.LigerCallback(undo=True, show=None)
     made = trainer(model, tmp_path, [callback], **precision)
@@ -80,7 +81,7 @@ def test_the_callback_undoes_everything_at_the_end_if_asked(precision: dict[str,
     assert torch.isfinite(model(input_ids=Rows(1).ids, labels=Rows(1).labels).loss)
 
 
-def test_a_callback_that_comes_too_late_for_the_head_says_so(tmp_path: Path, fresh_accelerator: None) -> None:
+def test_a_callback_that_comes_too_late_for_the_head_says_so(tmp_path: Path) -> None:
     made = trainer(make(), tmp_path, bf16=True)
     callback = liger_hf.LigerCallback(show=None)
     made.add_callback(callback)
@@ -92,7 +93,7 @@ def test_a_callback_that_comes_too_late_for_the_head_says_so(tmp_path: Path, fre
 
 
 def test_adapters_are_trained_under_the_callback(tmp_path: Path) -> None:
-    model = adapted(make(tie_word_embeddings=False), "q_proj")
+    model = get_peft_model(make(tie_word_embeddings=False), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
     before = {name: value.clone() for name, value in model.named_parameters() if "lora_" in name}
     trainer(model, tmp_path, [liger_hf.LigerCallback(show=None)]).train()
     assert all(not torch.equal(value, before[name]) for name, value in model.named_parameters() if "lora_" in name)
