@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
@@ -137,6 +139,14 @@ def test_checkpointing_of_the_whole_model_gives_the_same_gradients(reentrant: bo
         return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
 
     assert disagreements(whole(patched), whole(plain), whole(twin(plain).double())) == {}
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """Accelerate keeps the precision of a process in a class; it is forgotten before and after."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("width", ["float32", "bfloat16"])
