@@ -158,20 +158,47 @@ def test_weights_that_an_offloaded_model_cannot_train_are_named() -> None:
     assert not any("offloaded" in note for note in liger_hf.apply(model).notes)
 
 
+PLACES: dict[str, dict[str, str]] = {
+    "head": {"": "cpu", "lm_head": "disk"},
+    "second_half": {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    | {"model.norm": "disk", "lm_head": "disk"},
+}
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.parametrize("first", ["liger", "accelerate"])
-def test_a_head_on_the_disk_passes_gradients_on_to_the_adapters(first: str, tmp_path: Path) -> None:
-    plain = adapted(make(tie_word_embeddings=False), "q_proj")
+def test_weights_on_the_disk_pass_gradients_on_to_the_adapters(first: str, places: dict[str, str], tmp_path: Path) -> None:
+    plain = adapted(make(tie_word_embeddings=False), "q_proj", layers_to_transform=[0])
     patched = twin(plain)
     inputs = tokens()
     expected, exact = step(plain, **inputs), exact_step(plain, **inputs)
     if first == "liger":
         liger_hf.apply(patched)
-    places = {"base_model.model.model": "cpu", "base_model.model.lm_head": "disk"}
-    dispatch_model(patched, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    dispatch_model(patched.base_model.model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
     if first == "accelerate":
         assert liger_hf.apply(patched).replaced == ALL
     assert patched.get_output_embeddings().weight.is_meta
     assert disagreements(step(patched, **inputs), expected, exact) == {}
+    assert isinstance(patched(**inputs).logits, liger_hf.LazyLogits)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("first", ["liger", "accelerate"])
+def test_a_model_over_two_gpus_has_the_gradients_of_one_on_the_cpu(first: str) -> None:
+    plain = make(tie_word_embeddings=False).train()
+    patched = twin(plain)
+    inputs = tokens()
+    if first == "liger":
+        liger_hf.apply(patched)
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    dispatch_model(patched, places)
+    if first == "accelerate":
+        assert liger_hf.apply(patched).replaced == ALL
+    outputs = patched(**inputs)
+    assert isinstance(outputs.logits, liger_hf.LazyLogits)
+    assert outputs.logits.real is None
+    results = {name: value.cpu() for name, value in step(patched, **inputs).items()}
+    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
 
 
 def by_torchao(model: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -133,6 +134,19 @@ def test_moving_to_the_same_device_computes_nothing(pair: tuple[Any, Any]) -> No
     assert logits.to("cpu", non_blocking=True) is logits
 
 
+def test_moving_to_another_device_waits_until_they_are_computed(pair: tuple[Any, Any]) -> None:
+    # As accelerate does with the outputs of a model on several devices.
+    patched = pair[1]
+    outputs = patched(**tokens())
+    moved = send_to_device(outputs, torch.device("meta"), non_blocking=True).logits
+    assert isinstance(moved, liger_hf.LazyLogits)
+    assert (moved.device.type, moved.float().device.type, moved.real) == ("meta", "meta", None)
+    loss = F.cross_entropy(outputs.logits.to("meta").view(-1, VOCABULARY), TARGET)
+    assert loss.device.type == "meta"
+    assert outputs.logits.real is None
+    assert moved.materialize().device.type == "meta"
+
+
 def test_gradients_flow_through_the_logits_beside_the_loss(pair: tuple[Any, Any]) -> None:
     def both(model: Any) -> dict[str, Tensor]:
         model.zero_grad()
@@ -209,6 +223,15 @@ def test_a_batch_without_a_counted_label_has_loss_and_gradients_zero(pair: tuple
     loss.backward()
     assert loss.item() == 0.0
     assert all(bool((p.grad == 0).all()) for p in patched.parameters() if p.grad is not None)
+
+
+def test_without_labels_the_loss_function_says_what_is_missing(pair: tuple[Any, Any]) -> None:
+    patched = pair[1]
+    assert patched(tokens()["input_ids"]).loss is None
+    with pytest.raises(
+        liger_hf.LogitsError, match="labels or shift_labels must be given, got neither; call the model with labels=input_ids"
+    ):
+        patched.loss_function(torch.zeros(2, 11, VOCABULARY), None, VOCABULARY)
 
 
 def test_keep_logits_gives_a_tensor_while_training(pair: tuple[Any, Any]) -> None:

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import liger_hf
 from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
@@ -89,17 +89,82 @@ def test_the_trainer_logs_the_losses_and_metrics_of_the_plain_model(options: dic
 
 
 def test_a_loss_function_of_the_user_gets_real_logits(tmp_path: Path) -> None:
-    seen = []
+    seen, losses = [], []
 
     def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         seen.append(type(outputs["logits"]))
-        return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
 
-    model = make().train()
-    liger_hf.apply(model)
-    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
-    Trainer(model, arguments, train_dataset=Rows(4), compute_loss_func=own_loss).train()
-    assert seen == [torch.Tensor]
+    plain = make().train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    options = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no"}
+    for model in (patched, plain):
+        arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, **options)
+        trainer = Trainer(model, arguments, train_dataset=Rows(64), compute_loss_func=own_loss)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert set(seen) == {torch.Tensor}
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+
+
+@pytest.mark.parametrize("items", [None, 40], ids=["mean", "items_of_the_batch"])
+def test_packed_sequences_have_the_loss_and_gradients_of_the_plain_model(items: int | None) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    rows = [{"input_ids": Rows(3).ids[row, : 12 - row].tolist()} for row in range(3)]
+    packed = dict(DataCollatorWithFlattening(return_position_ids=True, return_tensors="pt")(rows))
+    assert packed["input_ids"].shape == (1, 33)
+    inputs = {**packed, "use_cache": False} | ({} if items is None else {"num_items_in_batch": torch.tensor(items)})
+    results = step(patched, **inputs)
+    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    alone = [float(step(plain, input_ids=torch.tensor([r["input_ids"]]), labels=torch.tensor([r["input_ids"]]))["loss"]) for r in rows]
+    mean = sum(loss * (len(r["input_ids"]) - 1) for loss, r in zip(alone, rows, strict=True)) / 30
+    assert float(results["loss"]) == pytest.approx(mean if items is None else mean * 30 / items, rel=1e-5)
+
+
+def test_logits_of_an_evaluation_are_padded_and_gathered(fresh_accelerator: None) -> None:
+    accelerator, gathered = Accelerator(cpu=True), []
+    plain = make().eval()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    for model in (patched, plain):
+        prepared = accelerator.prepare(model)
+        with torch.no_grad():
+            outputs = prepared(**tokens())
+        gathered.append(accelerator.gather_for_metrics(accelerator.pad_across_processes(outputs.logits, dim=1)))
+    torch.testing.assert_close(*gathered)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_scaled_training_under_autocast_stays_within_the_noise_of_autocast(dtype: torch.dtype, device: torch.device) -> None:
+    def train(model: Any, enabled: bool) -> tuple[list[float], torch.Tensor]:
+        """The losses, and the weights after the last step."""
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=enabled)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
+        for turn in range(4):
+            inputs = {name: value.roll(turn, 0).to(device) for name, value in tokens(batch=4, length=24).items()}
+            with torch.autocast(device.type, dtype=dtype, enabled=enabled):
+                loss = model(**inputs).loss
+            assert loss.dtype == torch.float32
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(float(loss.detach()))
+        assert not enabled or scaler.get_scale() == 2.0**10
+        return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    plain = make().train().to(device)
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    (losses, exact), (_, noisy), (results, result) = train(twin(plain), False), train(twin(plain), True), train(patched, True)
+    assert losses[-1] < 0.9 * losses[0]
+    assert results == pytest.approx(losses, rel=1e-3)
+    assert float((result - exact).norm()) <= 1.1 * float((noisy - exact).norm())
 
 
 def test_training_with_the_trainer_makes_no_tensor_of_all_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from liger_core import cross_entropy, linear_cross_entropy
+from liger_hf.errors import LogitsError
 from liger_hf.lazy_logits import LOSSES, LazyLogits, still_valid
 from liger_hf.projection import compute, gathered, replay, scale_and_cap
 
@@ -81,7 +82,7 @@ def plain_cross_entropy(
         real = input.materialize() if isinstance(input, LazyLogits) else input
         return F.cross_entropy(real, target, **options, reduction=reduction, label_smoothing=label_smoothing)
     loss = _fused(input, target, None, ignore_index)
-    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+    return loss if torch.is_autocast_enabled(input.hidden.device.type) else loss.to(input.dtype)
 
 
 LOSSES[F.cross_entropy] = plain_cross_entropy
@@ -90,7 +91,11 @@ LOSSES[F.cross_entropy] = plain_cross_entropy
 def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) -> Tensor:
     still_valid(logits)
     logits.cell.used = True
-    target = target.reshape(logits.hidden.shape[:-1])
+    device = logits.device
+    if device != logits.hidden.device:
+        # The loss is computed where the head is, and only then moved.
+        return _fused(_unmoved(logits), target, items, ignore_index).to(device)
+    target = target.to(device).reshape(logits.hidden.shape[:-1])
     form = scale_and_cap(logits.steps)
     if form is None or not _plain_linear(logits.head):
         return _in_chunks(logits, target, items, ignore_index)
@@ -103,9 +108,17 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) ->
     return _mean(linear_cross_entropy, logits.hidden, target, items, ignore_index, head.weight, **options)
 
 
+def _unmoved(logits: LazyLogits) -> LazyLogits:
+    device = logits.hidden.device
+    steps = [step for step in logits.steps if not (step[0] == "to" and isinstance(step[1], torch.device))]
+    steps = [(kind, value[0].to(device)) if kind == "add" else (kind, *value) for kind, *value in steps]
+    return LazyLogits(logits.hidden, logits.head, logits.classes, logits.dtype, logits.cell, tuple(steps), view=True)
+
+
 def _target(logits: Any, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
     if shift_labels is None:
-        assert labels is not None
+        if labels is None:
+            raise LogitsError("loss: labels or shift_labels must be given, got neither; call the model with labels=input_ids")
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return shift_labels.to(logits.device)
 

@@ -126,11 +126,14 @@ class LazyLogits:
                 dtype, device = value.dtype, value.device
             elif isinstance(value, (str, int, torch.device)) and not isinstance(value, bool):
                 device = value
-        elsewhere = device is not None and torch.empty(0, device=device).device != self.device
-        if self.real is not None or elsewhere or options.get("copy") or options.get("memory_format"):
+        if self.real is not None or options.get("copy") or options.get("memory_format"):
             return self.materialize().to(*map(_plain, args), **options)
+        logits = self
+        # Moved when they are computed: accelerate brings the outputs of a model on several devices to the first one.
+        if device is not None and torch.empty(0, device=device).device != self.device:
+            logits = logits._then(logits.dtype, "to", torch.empty(0, device=device).device)
         # A step even where the dtype seems to be this one: a head of another kind may return a dtype of its own.
-        return self if dtype is None else self._then(dtype, "to", dtype)
+        return logits if dtype is None else logits._then(dtype, "to", dtype)
 
     def reshape(self, *sizes: Any) -> Any:
         sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
@@ -166,7 +169,8 @@ class LazyLogits:
 
     @property
     def device(self) -> torch.device:
-        return self.hidden.device
+        moves = [step[1] for step in self.steps if step[0] == "to" and isinstance(step[1], torch.device)]
+        return moves[-1] if moves else self.hidden.device
 
     @property
     def ndim(self) -> int:
@@ -178,7 +182,7 @@ class LazyLogits:
 
     @property
     def is_cuda(self) -> bool:
-        return self.hidden.is_cuda
+        return self.device.type == "cuda"
 
     def dim(self) -> int:
         return self.hidden.dim()
