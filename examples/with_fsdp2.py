@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Liger with FSDP2, one process per GPU, or processes of the CPU: `torchrun --nproc-per-node 2 examples/with_fsdp2.py`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from tiny_llama import arguments, batches, load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import liger_hf
+
+options = arguments()
+on_gpus = torch.cuda.device_count() >= 2
+dist.init_process_group("nccl" if on_gpus else "gloo")
+rank, device = dist.get_rank(), torch.device("cuda", dist.get_node_local_rank()) if on_gpus else torch.device("cpu")
+if on_gpus:
+    torch.cuda.set_device(device)
+
+model = load(options.model).to(device).train()
+# Before the model is sharded. The loss reads the head inside the forward of the root, where its weight is whole.
+report = liger_hf.apply(model)
+
+mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+for layer in model.model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+
+if rank == 0:
+    print(report)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step, batch in enumerate(batches(options.steps, rank)):
+    loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        print(f"step {step + 1}: loss {loss.item():.4f}")
+dist.destroy_process_group()
