@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 from transformers.masking_utils import create_causal_mask
 
 from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.rebinding import called, rebound
 
 NOTE = (
     "Compiled and called without attention_mask, position_ids and past_key_values, attention is told to be causal instead of given a mask."
@@ -34,7 +34,7 @@ def patches(model: nn.Module) -> Iterator[Patch]:
     made: dict[Any, Callable[..., Any]] = {}
     for module in model.modules():
         original = forward_of(module)
-        if isinstance(original, str) or not _implementation_is_sdpa(module) or not _names_mask(original):
+        if isinstance(original, str) or not _implementation_is_sdpa(module) or not _makes_mask(original):
             continue
         if original not in made:
             made[original] = _forward(original)
@@ -42,7 +42,7 @@ def patches(model: nn.Module) -> Iterator[Patch]:
 
 
 def _forward(original: Any) -> Callable[..., Any]:
-    causal = _rebound(original)
+    causal = rebound(original, {NAME: _mask})
     names = list(inspect.signature(original).parameters)[1:]
     places = [(name, names.index(name) if name in names else len(names)) for name in READ]
 
@@ -69,39 +69,5 @@ def _implementation_is_sdpa(module: nn.Module) -> bool:
     return getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
 
 
-def _names_mask(function: Any, depth: int = 0) -> bool:
-    """The function calls it, also through decorators that keep it in a closure."""
-    if not isinstance(function, FunctionType) or depth > 4:
-        return False
-    if function.__globals__.get(NAME) is create_causal_mask and NAME in set(_names(function.__code__)):
-        return True
-    return any(_names_mask(_content(cell), depth + 1) for cell in function.__closure__ or ())
-
-
-def _rebound(function: Any) -> Callable[..., Any]:
-    """The same code with `_mask` in the place of the function that makes masks."""
-    names = set(_names(function.__code__))
-    space, cells = function.__globals__, function.__closure__
-    if NAME in names:
-        # No __name__: with one, torch.compile would look globals up in the module of that name instead of here.
-        space = {name: space[name] for name in names if name in space} | {NAME: _mask}
-        space |= {"__builtins__": function.__globals__["__builtins__"], "__package__": function.__globals__.get("__package__")}
-    cells = tuple(CellType(_rebound(_content(cell))) if _names_mask(_content(cell)) else cell for cell in cells or ())
-    twin = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
-    twin.__kwdefaults__, twin.__annotations__ = function.__kwdefaults__, function.__annotations__
-    twin.__doc__, twin.__module__ = function.__doc__, function.__module__
-    return twin
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+def _makes_mask(function: Any) -> bool:
+    return bool(called(function, lambda name, value: name == NAME and value is create_causal_mask))

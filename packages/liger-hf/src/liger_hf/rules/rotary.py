@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modelling file.
 
-Such a function is a global of the file, shared by every model of the process, so it is not replaced there. Each instance gets a
-forward made from the same code with a private namespace: the globals that the code names, copied once, and in them the rotary
-functions replaced. A global that is rebound in the modelling file after `apply` is therefore not seen by a patched instance.
+Each instance gets a forward with a private namespace in which they are replaced (`liger_hf.rebinding`). A global that is rebound in
+the modelling file after `apply` is therefore not seen by a patched instance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
-from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -19,13 +17,13 @@ from torch import Tensor, nn
 from liger_core import Unsupported, rope
 from liger_core.accuracy import error
 from liger_hf.patch import forward_of, replacement
+from liger_hf.rebinding import Functions, called, rebound
 from liger_hf.replica import Draw, device_of, undisturbed
 from liger_hf.rules.rotary_forms import Form, Signature, Tried, forms, fused, signature
 from liger_hf.verification import Candidate, Case, Found, Results
 
 NOTHING = "no attention module calls a function apply_rotary… of its modelling file"
 PREFIX = "apply_rotary"
-Functions = dict[str, Callable[..., Any]]
 
 
 def look(module: nn.Module) -> Found | None:
@@ -56,28 +54,9 @@ def look(module: nn.Module) -> Found | None:
     )
 
 
-def _called(function: Any, depth: int = 0) -> Functions:
-    """The rotary functions that a forward calls, also through decorators that keep it in a closure."""
-    if not isinstance(function, FunctionType) or depth > 4:
-        return {}
-    found = {n: function.__globals__[n] for n in _names(function.__code__) if n.startswith(PREFIX) and n in function.__globals__}
-    for cell in function.__closure__ or ():
-        found |= _called(_content(cell), depth + 1)
-    return {name: value for name, value in found.items() if callable(value)}
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+def _called(function: Any) -> Functions:
+    """The rotary functions that a forward calls."""
+    return called(function, lambda name, _: name.startswith(PREFIX))
 
 
 # -- candidates
@@ -150,23 +129,6 @@ def _candidate(original: Callable[..., Any], functions: Functions, chosen: Mappi
     details = dict.fromkeys(form.name for form, _ in chosen.values() if form.name)
     kept = [name for name in functions if name not in chosen]
     return Candidate(rope, ", ".join([*details, *(f"{name} stays" for name in kept)]), function, install)
-
-
-def rebound(function: FunctionType | Any, replaced: Functions) -> FunctionType:
-    """The same code, with the replaced functions in the place of those of these names."""
-    space, cells = function.__globals__, function.__closure__
-    names = set(_names(function.__code__))
-    if names & replaced.keys():
-        # No __name__: with one, torch.compile would look globals up in the module of that name instead of here.
-        space = {name: space[name] for name in names if name in space} | {name: replaced[name] for name in names & replaced.keys()}
-        space |= {"__builtins__": function.__globals__["__builtins__"], "__package__": function.__globals__.get("__package__")}
-    else:
-        cells = tuple(CellType(rebound(_content(c), replaced)) if _called(_content(c)) else c for c in cells or ())
-    twin = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    twin.__annotations__ = function.__annotations__
-    twin.__doc__, twin.__module__ = function.__doc__, function.__module__
-    return twin
 
 
 # -- cases

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A function made anew from the same code, with other functions in the place of some globals that it calls.
+
+A global of a modelling file is shared by every model of the process, so it is not replaced there. An instance gets a forward with a
+private namespace instead: the globals that the code names, copied once, and in them the replaced ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+Functions = dict[str, Callable[..., Any]]
+
+
+def called(function: Any, picked: Callable[[str, Any], bool], depth: int = 0) -> Functions:
+    """The picked globals that a function names, by (name, value), also through decorators that keep it in a closure."""
+    if not isinstance(function, FunctionType) or depth > 4:
+        return {}
+    space = function.__globals__
+    found = {n: space[n] for n in _names(function.__code__) if n in space and picked(n, space[n])}
+    for cell in function.__closure__ or ():
+        found |= called(_content(cell), picked, depth + 1)
+    return {name: value for name, value in found.items() if callable(value)}
+
+
+def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., Any]]) -> FunctionType:
+    """The same code, with the replaced functions in the place of those of these names."""
+    space, cells = function.__globals__, function.__closure__
+    names = set(_names(function.__code__))
+    if names & replaced.keys():
+        # No __name__: with one, torch.compile would look globals up in the module of that name instead of here.
+        space = {name: space[name] for name in names if name in space} | {name: replaced[name] for name in names & replaced.keys()}
+        space |= {"__builtins__": function.__globals__["__builtins__"], "__package__": function.__globals__.get("__package__")}
+    else:
+        inner = [(cell, _content(cell)) for cell in cells or ()]
+        cells = tuple(CellType(rebound(f, replaced)) if called(f, lambda name, _: name in replaced) else cell for cell, f in inner)
+    twin = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__annotations__ = function.__annotations__
+    twin.__doc__, twin.__module__ = function.__doc__, function.__module__
+    return twin
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
