@@ -44,6 +44,8 @@ def test_a_cuda_graph_replays_forward_and_backward(form_case: Case) -> None:
     trial = Trial(form_case)
     given = with_gradients(trial.arguments, trial.names)
     stream = torch.cuda.Stream()
+    # The inputs were made on another stream.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         expected = _step(form_case, trial, given)
     torch.cuda.synchronize()
