@@ -26,7 +26,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
-# parity repeats a part of tests, of sweep the tests take a sample; bench and gpu measure the machine.
+# parity repeats a part of tests, of sweep the tests take a sample; bench, gpu and sanitize need or measure the machine.
 nox.options.sessions = ["lint", "types", "tests", "mutants", "demo", "build"]
 
 
@@ -86,8 +86,14 @@ def bench(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """All tests on a CUDA GPU, in the current environment if Liger is installed there."""
-    here = importlib.util.find_spec("liger_core") is not None
-    session.run(sys.executable if here else shared(session), "-m", "pytest", "tests", "--device", "cuda", *session.posargs, external=True)
+    session.run(here(session), "-m", "pytest", "tests", "--device", "cuda", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def sanitize(session: nox.Session) -> None:
+    """Every kernel on its samples under compute-sanitizer (memcheck, racecheck), on a CUDA GPU. For instance: -- rope."""
+    session.chdir("tests")
+    session.run(here(session), "sanitize.py", *session.posargs, external=True)
 
 
 @nox.session
@@ -120,6 +126,11 @@ def python(session: nox.Session, *args: str, env: dict[str, str] | None = None, 
 def liger(session: nox.Session, *args: str) -> None:
     """Run the `liger` command of the shared environment."""
     session.run(str(Path(shared(session)).with_name("liger")), *args, external=True)
+
+
+def here(session: nox.Session) -> str:
+    """The current environment's Python if Liger is installed there, else the shared one's."""
+    return sys.executable if importlib.util.find_spec("liger_core") is not None else shared(session)
 
 
 def shared(session: nox.Session) -> str:
