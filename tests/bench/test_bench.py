@@ -57,6 +57,14 @@ def test_passes_whose_work_is_known_carry(quick_bench: Finished, figure: str) ->
     assert [row["pass"] for row in reference_rows(quick_bench) if row[figure] is not None] == ["forward", "full"]
 
 
+@pytest.mark.parametrize("name", ["forward", "full"])
+def test_beside_the_limit_stands_a_copy_of_the_same_size(quick_bench: Finished, name: str) -> None:
+    row = next(row for row in reference_rows(quick_bench) if row["pass"] == name)
+    # Measured, and so not the very same as the bytes at the bandwidth.
+    assert row["copy_ms"] > 0
+    assert row["copy_ms"] != row["limit_ms"]
+
+
 def test_a_row_without_a_graph_says_why(quick_bench: Finished) -> None:
     assert {row["graph_reason"] for row in reference_rows(quick_bench)} == {"there are no CUDA graphs on cpu"}
 

@@ -21,11 +21,13 @@ class Limits:
     """Bytes a second of a copy (read and written) and floating-point operations a second of a matrix product.
 
     measured  gives the seconds of one product; by default that is its operations over the rate
+    copied    gives the seconds of a copy that reads and writes so many bytes; by default they go at the bandwidth
     """
 
     bandwidth: float
     rate: float
     measured: Callable[[Product], float] | None = None
+    copied: Callable[[int], float] | None = None
 
     def seconds(self, size: int, operations: int) -> float:
         """The least time for that much work."""
@@ -36,6 +38,17 @@ class Limits:
         if self.measured is None:
             return 2 * product.rows * product.inner * product.columns / self.rate
         return self.measured(product)
+
+    def copy_seconds(self, work: Work) -> dict[str, float]:
+        """Pass → the seconds of a plain copy that moves as many bytes, for work that is bound by memory.
+
+        A short copy does not reach the bandwidth of a long one, and no kernel that moves as little can be expected to.
+        """
+        if work.full_products:
+            return {}
+        sizes = {"forward": work.forward_bytes, "evaluation": work.forward_bytes, "full": work.full_bytes}
+        taken = {size: size / self.bandwidth if self.copied is None else self.copied(size) for size in set(sizes.values())}
+        return {name: taken[size] for name, size in sizes.items()}
 
     def least_seconds(self, work: Work, trained: Collection[str] = ()) -> dict[str, float]:
         """Pass → the least seconds it can take, for the passes whose work is defined; trained arguments get a gradient."""
@@ -59,14 +72,21 @@ def measure_limits(device: torch.device, dtype: torch.dtype, seconds: float) -> 
     def measured(product: Product) -> float:
         return _product_seconds(product, device, dtype, 0.0)
 
-    return Limits(_bandwidth(device, seconds), _rate(device, dtype, seconds), measured)
+    def copied(size: int) -> float:
+        return _copy_seconds(size // 2, device, seconds / 5)
+
+    return Limits(_bandwidth(device, seconds), _rate(device, dtype, seconds), measured, copied)
 
 
 def _bandwidth(device: torch.device, seconds: float) -> float:
     size = (256 << 20) if device.type == "cpu" else (1 << 30)
+    return 2 * size / _copy_seconds(size, device, seconds)
+
+
+def _copy_seconds(size: int, device: torch.device, seconds: float) -> float:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / (time_call(lambda: target.copy_(source), device, seconds).median_ms / 1e3)
+    return time_call(lambda: target.copy_(source), device, seconds).median_ms / 1e3
 
 
 def _rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:

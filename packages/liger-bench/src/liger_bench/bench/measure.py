@@ -124,7 +124,10 @@ class Bench:
         if not floors:
             floor()
         least = {name: quantile([taken[name] for taken in floors], 0.5) for name in floors[0]}
-        return [row for turn in turns for row in self._rows(case, turn, plain, least)]
+        copies: dict[str, float] = {}
+        with suppress(torch.OutOfMemoryError):
+            copies = self.limits.copy_seconds(case.work())
+        return [row for turn in turns for row in self._rows(case, turn, plain, least, copies)]
 
     def dispatch(self, op: Op[..., Any], workload: Workload) -> Row:
         """What the op does before an implementation runs: its cost with one that does nothing, less that of calling nothing."""
@@ -243,7 +246,7 @@ class Bench:
         watch.sample(samples, replay, repetitions(self.seconds / 2, typical / 1e3, 5, 100), run.restore)
         return {"graph_ms": samples.timing().median_ms}
 
-    def _rows(self, case: Case, turn: Turn, plain: Errors | None, least: dict[str, float]) -> Iterator[Row]:
+    def _rows(self, case: Case, turn: Turn, plain: Errors | None, least: dict[str, float], copies: dict[str, float]) -> Iterator[Row]:
         implementation = turn.implementation
         known: Figures = {"overwrites": ",".join(implementation.overwrites)}
         if "" in turn.refused:
@@ -259,6 +262,8 @@ class Bench:
                 figures = turn.figures[name] | vars(timing)
                 if name in least:
                     figures |= {"limit_ms": least[name] * 1e3, "share": least[name] * 1e3 / timing.median_ms}
+                if name in copies:
+                    figures["copy_ms"] = copies[name] * 1e3
             yield self._row(case.op, case.workload, implementation.name, implementation.kind, name, **known, **figures)
 
     def _row(self, op: Op[..., Any], workload: Workload, implementation: str, kind: str, name: str, **figures: Any) -> Row:

@@ -24,6 +24,7 @@ class Row:
     limit_ms        least time by the limits of this run: bytes at copy bandwidth, operations at the rate of a large product, or the
                     measured time of the very products that the call cannot avoid. None for the backward pass, whose least work
                     depends on what the forward pass left to do
+    copy_ms         median of a plain copy that moves as many bytes as the least; None where products count instead
     share           limit_ms over median_ms; may pass 1 where the data fits a cache, or where ignored rows need no work
     peak_extra_bytes  beyond inputs (and, for the backward pass, what the forward pass kept); results count
     peak_beyond_gradients_bytes  the same without the gradients that the call returned
@@ -50,6 +51,7 @@ class Row:
     graph_ms: float | None
     graph_reason: str
     limit_ms: float | None
+    copy_ms: float | None
     share: float | None
     peak_extra_bytes: int | None
     peak_beyond_gradients_bytes: int | None

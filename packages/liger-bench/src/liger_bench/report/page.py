@@ -17,7 +17,8 @@ OURS = ("triton", "liger", "liger-compiled")
 ABOUT = """
 `share` is the least time that the work can take on this machine over the median time. The limits, copy bandwidth and the rate of matrix products, are
 measured in the same run; for ops that cannot avoid matrix products, the least time is that of exactly these products. `full` is forward and backward,
-`forward` a forward pass whose inputs require gradients, `evaluation` one without gradients. Times are medians with the L2 cache flushed, the 0.2 and
+`forward` a forward pass whose inputs require gradients, `evaluation` one without gradients. A plain copy that moves as many bytes as the op must stands first: a short
+one does not reach the bandwidth of a long one, and the kernels that move as little do not, either. Times are medians with the L2 cache flushed, the 0.2 and
 0.8 quantiles in brackets; implementations take turns. `graph` is the share when the same call is replayed as a CUDA graph, `enqueue` what the
 host takes to enqueue it, `extra` the most memory held beyond the inputs, `beyond gradients` that without the gradients which the call returns.
 `error` is the largest relative error (Frobenius norm) against the same computation in float64, of outputs and of gradients; `÷ eager` the largest
@@ -137,7 +138,11 @@ def _speeds(rows: Sequence[Record]) -> str:
         head += [f"{name} ms", "share", *(["graph"] if name != "evaluation" else [])]
     head += ["error of outputs", "of gradients", "÷ eager"]
     table = []
+    copied = None
     for workload, implementation in _pairs(rows):
+        if workload != copied:
+            copied = workload
+            table += _copies([row for row in rows if row["workload"] == workload], passes, len(head))
         line = [workload, _ours(implementation)]
         found = {name: find(rows, {"workload": workload, "implementation": implementation, "pass": name}) for name in passes}
         if all(row is None or row["median_ms"] is None for row in found.values()):
@@ -152,6 +157,16 @@ def _speeds(rows: Sequence[Record]) -> str:
         ]
         table.append(line)
     return _table(head, _sparse(table), right=range(2, len(head)))
+
+
+def _copies(rows: Sequence[Record], passes: Sequence[str], width: int) -> list[list[str]]:
+    """A line, if it was measured, for the plain copy of as many bytes as the rows of a workload must move."""
+    line = [rows[0]["workload"], "*copy of as many bytes*"]
+    for name in passes:
+        row = find([r for r in rows if r.get("copy_ms")], {"pass": name})
+        share = ["–", "–"] if row is None else [f"{row['copy_ms']:.3f}", f"{row['limit_ms'] / row['copy_ms']:.2f}"]
+        line += [*share, *(["–"] if name != "evaluation" else [])]
+    return [] if set(line[2:]) == {"–"} else [line + ["–"] * (width - len(line))]
 
 
 def _costs(rows: Sequence[Record]) -> str:
