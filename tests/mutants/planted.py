@@ -286,9 +286,16 @@ MUTANTS = (
     kernel(
         "triton: tail mask dropped from the variance",
         "_norm.py",
-        "        value = tl.where(mask, value - average[:, None], 0.0)",
-        "        value = value - average[:, None]",
+        "            value = tl.where(mask, value, 0.0)",
+        "            value = value",
         "layer_norm and float32 and odd_width",
+    ),
+    kernel(
+        "triton: merged tiles forget how far their means lie apart",
+        "_norm_wide.py",
+        "step * step * (share * seen)",
+        "0.0",
+        "layer_norm and float32 and whole_tiles",
     ),
     kernel(
         "triton: empty batch leaves the weight gradient unwritten",

@@ -17,6 +17,19 @@ DIRECT_ROWS = 512
 STRIP, STRIP_ROWS = 32, 128
 
 
+# No wish how long the cache keeps what is read.
+ANY = tl.constexpr("")
+
+
+@triton.jit
+def read(pointer, mask, POLICY: tl.constexpr = ANY):
+    """Values in float32, zero where masked; mask None: none is."""
+    if mask is None:
+        return tl.load(pointer, eviction_policy=POLICY).to(tl.float32)
+    else:
+        return tl.load(pointer, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+
+
 @triton.jit
 def add_columns(
     strip, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, width,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that do not fit the registers of a program: they are walked tile by tile, and read again where they are needed again."""
+"""Rows walked tile by tile, and read again where they are needed again: what registers cannot hold, or hold badly."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_triton._norm_sum import column_sum_launch, store_sums, summands
+from liger_triton._norm_sum import column_sum_launch, read, store_sums, summands
 from liger_triton.launch import Launcher, cdiv
 
 TILE = 4096
+# Neighbours that one thread takes: 16 bytes of bf16.
+VECTOR = 8
 # Column sums: partial rows, and rows and columns of a tile.
 PARTS, SUM_ROWS, SUM_TILE = 16, 8, 512
+
+
+def forward_tile(width: int) -> tuple[int, int]:
+    """Columns of a tile, and warps: the longest tile that fills the row at least twice, up to 4096 columns."""
+    for tile, warps in ((4096, 16), (2048, 8), (1024, 4)):
+        if width % tile == 0 and width >= 2 * tile:
+            return tile, warps
+    return TILE, 16
 
 
 def forward(
@@ -21,9 +31,10 @@ def forward(
     mean: Tensor | None, inverse: Tensor, x_stride: int, residual_stride: int, width: int, eps: float, offset: float, cast_input: bool,
 ) -> None:  # fmt: skip
     """One program a row."""
+    tile, warps = forward_tile(width)
     forward_launch(
         (rows,), x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
-        CAST_INPUT=cast_input, BLOCK=TILE, num_warps=8,
+        CAST_INPUT=cast_input, EVEN=width % tile == 0, BLOCK=tile, VECTOR=VECTOR, num_warps=warps,
     )  # fmt: skip
 
 
@@ -52,55 +63,80 @@ def backward(
 
 
 @triton.jit
-def summand(x, residual, column, mask, DTYPE: tl.constexpr):
+def summand(x, residual, column, mask, POLICY: tl.constexpr, DTYPE: tl.constexpr):
     """A tile of what is normalised: of x, or of x + residual rounded."""
-    value = tl.load(x + column, mask=mask, other=0.0).to(tl.float32)
+    value = read(x + column, mask, POLICY)
     if residual is not None:
-        value = (value + tl.load(residual + column, mask=mask, other=0.0).to(tl.float32)).to(DTYPE).to(tl.float32)
+        value = (value + read(residual + column, mask, POLICY)).to(DTYPE).to(tl.float32)
     return value
 
 
 @triton.jit
 def wide_forward_kernel(
     x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
-    CAST_INPUT: tl.constexpr, BLOCK: tl.constexpr,
+    CAST_INPUT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One program normalises one row tile by tile; later passes over the row are served by the L2 cache."""
+    """One program normalises one row in two passes over its tiles; the L2 cache, told to keep the first read, serves the second.
+
+    EVEN: tiles fill the row, so that no lane is masked. For the variance a thread takes VECTOR neighbours at a time, their mean and the
+    squares around it, and merges both into its running mean and squares.
+    """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     DTYPE: tl.constexpr = y.dtype.element_ty
     x += row * x_stride
     if residual is not None:
         residual += row * residual_stride
-    average = 0.0
-    if mean is not None:
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
+    if mean is None:
+        squares = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, width, BLOCK):
             column = start + lane
-            total += summand(x, residual, column, column < width, DTYPE)
-        average = tl.sum(total, 0) / width
-        tl.store(mean + row, average)
-    squares = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, width, BLOCK):
-        column = start + lane
-        value = tl.where(column < width, summand(x, residual, column, column < width, DTYPE) - average, 0.0)
-        squares += value * value
-    scale = tl.rsqrt(tl.sum(squares, 0) / width + eps)
+            value = summand(x, residual, column, None if EVEN else column < width, "evict_last", DTYPE)
+            squares += value * value
+        square = tl.sum(squares, 0)
+    else:
+        group = tl.arange(0, BLOCK // VECTOR)
+        near = group[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+        average = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
+        squares = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
+        # Values seen so far: the same for every thread where no lane is masked.
+        seen = 0.0 if EVEN else tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
+        for start in range(0, width, BLOCK):
+            column = start + near
+            mask = None if EVEN else column < width
+            value = summand(x, residual, column, mask, "evict_last", DTYPE)
+            count = 1.0 * VECTOR if EVEN else tl.sum(mask.to(tl.float32), 1)
+            middle = tl.sum(value, 1) / (count if EVEN else tl.maximum(count, 1.0))
+            around = value - middle[:, None]
+            if not EVEN:
+                around = tl.where(mask, around, 0.0)
+            share = count / (seen + count if EVEN else tl.maximum(seen + count, 1.0))
+            step = middle - average
+            average += step * share
+            squares += tl.sum(around * around, 1) + step * step * (share * seen)
+            seen += count
+        total = tl.sum(average * seen, 0) / width
+        tl.store(mean + row, total)
+        average = average - total
+        square = tl.sum(squares + average * average * seen, 0)
+    scale = tl.rsqrt(square / width + eps)
     tl.store(inverse + row, scale)
     for start in range(0, width, BLOCK):
         column = start + lane
-        mask = column < width
-        value = summand(x, residual, column, mask, DTYPE)
+        mask = None if EVEN else column < width
+        value = summand(x, residual, column, mask, "evict_first", DTYPE)
         if residual is not None:
             tl.store(summed + row * width + column, value.to(DTYPE), mask=mask)
-        value = (value - average) * scale
+        if mean is not None:
+            value = value - total
+        value = value * scale
         if CAST_INPUT:
             value = value.to(DTYPE).to(tl.float32)
         if weight is not None:
-            value = value * (tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + offset)
+            value = value * (read(weight + column, mask, "evict_last") + offset)
         if bias is not None:
-            value = value + tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y + row * width + column, value.to(DTYPE), mask=mask)
+            value = value + read(bias + column, mask, "evict_last")
+        tl.store(y + row * width + column, value.to(DTYPE), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
