@@ -16,6 +16,7 @@ def liger_commands(app: typer.Typer) -> None:
     from liger_bench.bench.command import ops, scaling
     from liger_bench.bench.group import DEFAULT, bench_group
     from liger_bench.demo.command import demo
+    from liger_bench.distributed.command import distributed
     from liger_bench.model.command import model
     from liger_bench.report.command import report
 
@@ -24,5 +25,6 @@ def liger_commands(app: typer.Typer) -> None:
     bench.command(DEFAULT)(ops)
     bench.command("scaling")(scaling)
     bench.command()(model)
+    bench.command()(distributed)
     bench.command()(report)
     app.add_typer(bench, name="bench")

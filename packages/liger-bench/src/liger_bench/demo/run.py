@@ -14,18 +14,13 @@ from transformers import PreTrainedModel
 
 import liger_hf
 from liger_bench import machine
+from liger_bench.agreement import bound, largest_difference
 from liger_bench.demo.measure import Stepper, loss_memory, tokens_per_second
 from liger_bench.demo.model import build, parameters, twin
 from liger_bench.demo.settings import Settings
 from liger_bench.demo.text import Sequences, Text, library_text
 from liger_bench.demo.train import train
 from liger_core import explain, linear_cross_entropy
-
-# float32: both trainings do the same sums in another order.
-FLOAT32_BOUND = 1e-3
-# A lower precision: a multiple of what a change without mathematical meaning does to the plain training. Above 1, since Liger
-# replaces more operations than that change does, and both differences are the largest of a few dozen random ones.
-NOISE_FACTOR = 3.0
 
 
 def run(settings: Settings, bar: Progress) -> dict[str, Any]:
@@ -77,23 +72,17 @@ def _rounds(settings: Settings) -> int:
 
 
 def _judged(losses: dict[str, list[float]]) -> dict[str, Any]:
-    difference = _largest_difference(losses["plain"], losses["liger"])
-    noise = _largest_difference(losses["plain"], losses["noise"]) if "noise" in losses else None
-    bound = FLOAT32_BOUND if noise is None else NOISE_FACTOR * noise
+    difference = largest_difference(losses["plain"], losses["liger"])
+    noise = largest_difference(losses["plain"], losses["noise"]) if "noise" in losses else None
+    allowed = bound(noise)
     return {
         "loss_hf": losses["plain"][-1],
         "loss_liger": losses["liger"][-1],
         "max_loss_difference": difference,
         "loss_noise": noise,
-        "loss_difference_bound": bound,
-        "passed": difference <= bound < math.inf,
+        "loss_difference_bound": allowed,
+        "passed": difference <= allowed < math.inf,
     }
-
-
-def _largest_difference(one: list[float], other: list[float]) -> float:
-    """Infinite if a loss is not a number, so that no bound holds."""
-    differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
-    return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
 def _measured(settings: Settings, text: Text, rounds: int, phase: Callable[[str], Callable[[], None]]) -> dict[str, Any]:

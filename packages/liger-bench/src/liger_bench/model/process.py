@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ Answer = tuple[str, dict[str, Any]]
 
 
 class Process:
-    """A started job: it gets ready, waits to be told, measures, and ends."""
+    """A started job: it gets ready, waits to be told, measures, and ends.
 
-    def __init__(self, job: Job, log: Path, patience: float) -> None:
+    answer(job, connection) is what the process does: it may send answers, and returns the last one.
+    """
+
+    def __init__(self, job: Any, log: Path, patience: float, answer: Callable[[Any, Connection], Answer] | None = None) -> None:
         self.job, self.log, self.patience = job, log, patience
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(job, theirs, log))
+        self.process = context.Process(target=_work, args=(job, theirs, log, answer or _answer))
         self.process.start()
         # Only the process itself holds the other end now, so that its death is noticed.
         theirs.close()
@@ -92,13 +96,13 @@ def _ending(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _work(job: Job, connection: Connection, log: Path) -> None:
+def _work(job: Any, connection: Connection, log: Path, answer: Callable[[Any, Connection], Answer]) -> None:
     """What the process does."""
     # Warnings of libraries, and what compilers write, would tear the progress bar.
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    connection.send(_answer(job, connection))
+    connection.send(answer(job, connection))
 
 
 def _answer(job: Job, connection: Connection) -> Answer:
@@ -114,11 +118,15 @@ def _answer(job: Job, connection: Connection) -> Answer:
         kernels = training.kernels(job.kernels) if job.kernels else []
         return DONE, {"figures": figures, "kernels": kernels}
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        if "out of memory" in str(error).lower() or "can't allocate memory" in str(error):
-            return FAILED, {"reason": f"out of memory: {_asked(str(error))}", "out_of_memory": True}
-        traceback.print_exc()
-        return FAILED, {"reason": reason, "failed": True}
+        return failure(error)
+
+
+def failure(error: Exception) -> Answer:
+    """The answer of a process that could not measure; unless memory ran out, what was raised where goes to its log."""
+    if "out of memory" in str(error).lower() or "can't allocate memory" in str(error):
+        return FAILED, {"reason": f"out of memory: {_asked(str(error))}", "out_of_memory": True}
+    traceback.print_exception(error)
+    return FAILED, {"reason": f"{type(error).__name__}: {error}".splitlines()[0], "failed": True}
 
 
 def _asked(message: str) -> str:

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the losses of two trainings count as the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+# float32: both trainings do the same sums in another order.
+FLOAT32_BOUND = 1e-3
+# A lower precision: a multiple of what a change without mathematical meaning does to the plain training. Above 1, since Liger
+# replaces more operations than that change does, and both differences are the largest of a few dozen random ones.
+NOISE_FACTOR = 3.0
+
+
+def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
+    """Infinite if a loss is not a number, so that no bound holds."""
+    differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
+
+
+def bound(noise: float | None) -> float:
+    """What two trainings may differ by; `noise` is what that change did in a lower precision, None in float32."""
+    return FLOAT32_BOUND if noise is None else NOISE_FACTOR * noise

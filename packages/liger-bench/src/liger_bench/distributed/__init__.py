@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger bench distributed`: trainings on several GPUs, plain and with Liger."""

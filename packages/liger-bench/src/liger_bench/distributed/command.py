@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger bench distributed`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from liger_bench import machine
+from liger_bench.demo.settings import LARGE, SIZES
+from liger_bench.distributed.job import COLUMNS, IDENTITY, IMPLEMENTATIONS, PLAIN, WARM_UP, Job, Row, row_of
+from liger_bench.distributed.run import Measured, measured
+from liger_bench.distributed.strategies import STRATEGIES
+from liger_bench.progress import progress_bar
+from liger_bench.results import append_csv, append_json, check_csv, read_json
+from liger_core.errors import DeviceError, DtypeError, OptionError, nearest
+
+
+def distributed(
+    strategies: Annotated[
+        list[str] | None, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}; repeatable; all by default.")
+    ] = None,
+    size: Annotated[str | None, typer.Option("--model", help=f"{', '.join(SIZES)}; 1b on GPUs, tiny on the CPU.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes; one per GPU, two on the CPU.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a rank and step; 8 on GPUs, 2 on the CPU.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence; 1024 on GPUs, 64 on the CPU.")] = None,
+    steps: Annotated[int, typer.Option(min=WARM_UP + 1, help=f"Training steps; all but the first {WARM_UP} are timed.")] = 10,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on GPUs).")] = None,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds after which a training that has not ended is given up.")] = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder whose distributed.csv and distributed.json the rows are appended to.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out what --out has already of this commit, machine and versions.")
+    ] = False,
+) -> None:
+    """Train a Llama on every GPU (NCCL), or on processes of the CPU (gloo), by DDP, FSDP2 and DeepSpeed ZeRO, plain and with Liger.
+
+    Random weights and tokens, gradient checkpointing, AdamW. Exit code 1 if a training fails or if losses differ by more than rounding explains.
+    """
+    place = machine.measurable_device("bench distributed", device)
+    precision = machine.dtype_name(machine.named_dtype("bench distributed", dtype, place))
+    if precision == "float16":
+        raise DtypeError("bench distributed: --dtype must be float32 or bfloat16, got 'float16', in which gradients would need scaling")
+    if resume and out is None:
+        raise OptionError("bench distributed: --resume needs --out, the folder of the run to go on with")
+    on_gpus = place.type == "cuda"
+    size = size or ("1b" if on_gpus else "tiny")
+    _known("--strategy", strategies or [], STRATEGIES)
+    _known("--model", [size], SIZES)
+    shape = (batch or (8 if on_gpus else 2), sequence or (1024 if on_gpus else 64))
+    jobs = [
+        Job(size, *shape, strategy, implementation, _ranks(ranks, on_gpus), place.type, precision, steps, 1e-4 if size in LARGE else 1e-3)
+        for strategy in strategies or STRATEGIES
+        for implementation in IMPLEMENTATIONS
+    ]
+    if out:
+        check_csv(out / "distributed.csv", COLUMNS)
+    where = machine.describe(place)
+    where["versions"] += _deepspeed()
+    before = _rows_of(read_json(out / "distributed.json")) if out else []
+    known = {_identity(row): row for row in before if resume and not row.failed}
+    todo = [job for job in jobs if _identity(row_of(job, where, {})) not in known]
+    kept = [known[key] for job in jobs if (key := _identity(row_of(job, where, {}))) in known]
+    found = _all_measured(todo, where, patience, kept, out)
+    places = {(job.strategy, job.implementation): place for place, job in enumerate(jobs)}
+    rows = sorted([*kept, *(result.row for result in found)], key=lambda row: places[row.strategy, row.implementation])
+    if as_json:
+        print(json.dumps({"rows": [row.columns() for row in rows]}))
+    else:
+        _print(rows)
+    for result in found:
+        if result.row.failed:
+            Console(stderr=True).print(result.written[-4000:], markup=False, highlight=False)
+    if any(row.failed or row.agrees is False for row in rows):
+        raise typer.Exit(1)
+
+
+def _all_measured(jobs: list[Job], where: dict[str, str], patience: float, kept: list[Row], out: Path | None) -> list[Measured]:
+    """Measure, and write each row at once, so that what was measured survives whatever comes."""
+    found: list[Measured] = []
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(jobs))
+        results = measured(jobs, where, patience, kept, lambda job: bar.update(task, description=f"{job.strategy} {job.implementation}"))
+        # Closed even if it is interrupted, which ends the processes.
+        with closing(results):
+            for result in results:
+                found.append(result)
+                if out:
+                    columns = result.row.columns()
+                    append_csv([{name: _cell(value) for name, value in columns.items()}], out / "distributed.csv", COLUMNS)
+                    append_json([columns], out / "distributed.json")
+                bar.advance(task)
+    return found
+
+
+def _cell(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _ranks(wanted: int | None, on_gpus: bool) -> int:
+    if not on_gpus:
+        return wanted or 2
+    there = torch.cuda.device_count()
+    if wanted is not None and wanted > there:
+        raise DeviceError(f"bench distributed: --ranks must be at most the number of GPUs, {there}, got {wanted}")
+    return wanted or there
+
+
+def _deepspeed() -> str:
+    try:
+        return f", deepspeed {importlib.metadata.version('deepspeed')}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _known(option: str, names: list[str], known: Any) -> None:
+    for name in names:
+        if name not in known:
+            raise OptionError(f"bench distributed: {option} must be one of {', '.join(known)}, got {name!r}.{nearest(name, known)}")
+
+
+def _rows_of(found: list[dict[str, Any]]) -> list[Row]:
+    every: list[dict[str, Any]] = [{name: row.get(name) for name in COLUMNS} for row in found]
+    return [Row(**row) for row in every]
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    return tuple(getattr(row, name) for name in IDENTITY)
+
+
+def _print(rows: list[Row]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # A file has no width of its own, and 80 columns would break every cell.
+        console.width = 150
+    head = ("tokens/s", "÷ hf", "peak GiB of a rank", "÷ hf", "first loss", "last loss", "largest difference", "allowed")
+    table = Table("strategy", "implementation", *head)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    plain = {row.strategy: row for row in rows if row.implementation == PLAIN}
+    for row in rows:
+        name = row.strategy if row.implementation == IMPLEMENTATIONS[0] else ""
+        table.add_row(name, row.implementation, *_cells(row, plain.get(row.strategy)))
+    console.print(table)
+    for row in rows:
+        if row.reason:
+            console.print(f"{row.strategy} {row.implementation}: {row.reason}", markup=False)
+    if rows:
+        last = rows[-1]
+        tokens = f"{last.model}, {last.ranks} ranks × {last.batch} × {last.sequence} tokens, {last.steps} steps, {last.dtype}"
+        console.print(f"{tokens} on {last.machine}\n{last.versions}; commit {last.commit}; {last.date}", markup=False)
+
+
+def _cells(row: Row, plain: Row | None) -> list[str]:
+    if row.tokens_per_second is None:
+        return ["out of memory" if row.out_of_memory else "–"] + ["–"] * 7
+    return [
+        f"{row.tokens_per_second:,.0f}",
+        _ratio(row.tokens_per_second, plain.tokens_per_second if plain else None),
+        "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
+        _ratio(row.peak_bytes, plain.peak_bytes if plain else None),
+        *([f"{row.losses[0]:.5f}", f"{row.losses[-1]:.5f}"] if row.losses else ["–", "–"]),
+        "–" if row.loss_difference is None else f"{row.loss_difference:.1e}" + (" too large" if row.agrees is False else ""),
+        "–" if row.loss_bound is None else f"{row.loss_bound:.1e}",
+    ]
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return f"{value / base:.2f}" if value is not None and base else "–"

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank does: a training per job, one after the other, and of each its losses, times and memory."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from liger_bench.distributed.job import LIGER, REORDERED, WARM_UP, Job
+from liger_bench.model.process import DONE, Answer, failure
+
+# A rank that waits for one that failed gives up, instead of half an hour later.
+TIMEOUT = timedelta(minutes=2)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Jobs of one strategy, as one rank of them sees them; the ranks find each other by a file."""
+
+    jobs: tuple[Job, ...]
+    rank: int
+    meeting_point: str
+
+
+def answer(share: Share, connection: Connection) -> Answer:
+    """Send the figures of each job when it is done; the last answer is empty, unless something failed."""
+    try:
+        with _joined(share) as device:
+            for job in share.jobs:
+                connection.send((DONE, _figures(job, share.rank, device)))
+        return DONE, {}
+    except Exception as error:
+        return failure(error)
+
+
+@contextmanager
+def _joined(share: Share) -> Iterator[torch.device]:
+    first = share.jobs[0]
+    on_gpu = first.device == "cuda"
+    device = torch.device("cuda", share.rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // first.ranks))
+    method, backend = f"file://{share.meeting_point}", "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, init_method=method, rank=share.rank, world_size=first.ranks, timeout=TIMEOUT)
+    yield device
+    dist.destroy_process_group()
+
+
+def _figures(job: Job, rank: int, device: torch.device) -> dict[str, Any]:
+    # Here, so that the process which only waits need not load it.
+    from liger_bench.demo.model import llama, parameters
+    from liger_bench.distributed.strategies import STRATEGIES
+    from liger_bench.machine import DTYPES
+    from liger_bench.model.implementations import IMPLEMENTATIONS
+
+    gc.collect()
+    left = _allocated(device)
+    strategy, reordered = STRATEGIES[job.strategy], job.implementation == REORDERED
+    dtype = torch.float32 if strategy.keeps_float32 else DTYPES[job.dtype]
+    attention = "eager" if reordered else "sdpa"
+    model = llama(job.model, device, dtype, job.sequence, checkpointing=True, attention=attention)
+    count = parameters(model)
+    backend = IMPLEMENTATIONS[LIGER if job.implementation == LIGER else "hf"].patch(model)
+    shape = (job.batch, job.sequence)
+    # The same sequences at every step, others on each rank, so that the loss falls.
+    tokens = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(rank)).to(device)
+    if reordered:
+        # The same sums in another order: the sequences of the batch, and attention written out.
+        tokens = tokens.flip(0)
+    losses, seconds = [], []
+    with strategy.trained(model, job) as step:
+        for index in range(job.steps):
+            if index == WARM_UP and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            _wait(device)
+            start = time.perf_counter()
+            loss = step(tokens)
+            _wait(device)
+            seconds.append(time.perf_counter() - start)
+            losses.append(loss)
+    peak = torch.cuda.max_memory_allocated(device) - left if device.type == "cuda" else None
+    del model, step
+    _release(device)
+    return {
+        "losses": [float(loss) for loss in losses],
+        "seconds": seconds,
+        "peak_bytes": peak,
+        "backend": backend,
+        "parameters": count,
+    }
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All jobs of a run: those of one strategy in the same processes, unless one of them fails."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from liger_bench.distributed.job import Job, Row, row_of, together
+from liger_bench.distributed.rank import Share, answer
+from liger_bench.distributed.strategies import STRATEGIES
+from liger_bench.model.process import FAILED, Answer, Process
+
+Phase = Callable[[Job], object]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row, and what the ranks wrote."""
+
+    row: Row
+    written: str = ""
+
+
+def measured(
+    jobs: Sequence[Job], where: dict[str, str], patience: float, before: Sequence[Row] = (), phase: Phase = lambda job: None
+) -> Generator[Measured, None, None]:
+    """Each job's row; one that takes longer than `patience` has failed. `before` are rows to compare losses with."""
+    rows = list(before)
+    with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:
+        for name, same in groupby(jobs, key=lambda job: job.strategy):
+            rest = list(same)
+            missing = STRATEGIES[name].missing()
+            if missing is not None:
+                yield from (Measured(row_of(job, where, {"reason": missing})) for job in rest)
+                continue
+            while rest:
+                # What comes after a failure begins anew, in processes of its own.
+                for found in _until_one_fails(rest, where, patience, [row for row in rows if row.strategy == name], Path(folder), phase):
+                    rest = rest[1:]
+                    rows.append(found.row)
+                    yield found
+
+
+def _until_one_fails(
+    jobs: Sequence[Job], where: dict[str, str], patience: float, before: list[Row], folder: Path, phase: Phase
+) -> Generator[Measured, None, None]:
+    name = uuid.uuid4().hex
+    ranks: list[Process] = []
+    try:
+        for rank in range(jobs[0].ranks):
+            share = Share(tuple(jobs), rank, str(folder / f"{name}.store"))
+            ranks.append(Process(share, folder / f"{name}-{rank}.log", patience, answer))
+        for job in jobs:
+            phase(job)
+            answers = _answers(ranks, patience)
+            failed = next((results for state, results in answers if state == FAILED), None)
+            if failed is not None:
+                yield Measured(row_of(job, where, failed), "\n".join(process.written() for process in ranks))
+                return
+            row = row_of(job, where, together(job, [results for _, results in answers], before))
+            before.append(row)
+            yield Measured(row)
+        for process in ranks:
+            process.end()
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def _answers(ranks: Sequence[Process], patience: float) -> list[Answer]:
+    """The next answer of every rank, or up to the first one that failed: the others then wait for it in vain."""
+    open_ones: dict[Any, Process] = {process.connection: process for process in ranks}
+    found: dict[Process, Answer] = {}
+    while open_ones:
+        ready = wait(list(open_ones), timeout=patience)
+        if not ready:
+            return [(FAILED, {"reason": f"{len(open_ones)} of {len(ranks)} ranks gave no answer in {patience:.0f} s", "failed": True})]
+        for connection in ready:
+            process = open_ones.pop(connection)
+            found[process] = process.wait()
+            if found[process][0] == FAILED:
+                return [found[process]]
+    return [found[process] for process in ranks]
