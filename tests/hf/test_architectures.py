@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import liger_hf
+from hf import tiny_models
 from hf.tiny_models import ARCHITECTURES, LAYERS, VOCABULARY, LargestResult, disagreements, exact_step, make, step, tokens, twin
 
 GATE = {"gemma2": "geglu"}
@@ -84,7 +85,7 @@ def test_autocast_training_stays_within_the_noise_of_autocast(architecture: str)
     liger_hf.apply(patched)
     inputs = tokens(batch=4, length=24)
     exact = exact_step(plain, **inputs)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(tiny_models.DEVICE.type, dtype=torch.bfloat16):
         result, expected = step(patched, **inputs), step(plain, **inputs)
 
     def distance(one: dict[str, torch.Tensor]) -> float:

@@ -19,6 +19,8 @@ from hf import two_ranks
 from hf.test_training import accuracy, history
 from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
 
+pytestmark = pytest.mark.cpu
+
 
 def pair(architecture: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
     """A model and its patched copy, both training."""

@@ -47,6 +47,7 @@ def test_a_patched_model_is_one_graph_with_the_right_gradients(architecture: str
     assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("model_type", ["opt", "bert", "glm4", "gemma4_text"])
 def test_other_heads_and_rotary_functions_break_no_graph(model_type: str) -> None:
     plain = build(model_type).train()
@@ -118,7 +119,7 @@ def test_logits_read_outside_the_compiled_graph_are_right() -> None:
 
 
 @pytest.mark.slow
-def test_inductor_gives_the_right_gradients() -> None:
+def test_inductor_gives_the_right_gradients(place: torch.device) -> None:
     plain = make(num_hidden_layers=1).train()
     patched = twin(plain)
     liger_hf.apply(patched)
@@ -126,7 +127,8 @@ def test_inductor_gives_the_right_gradients() -> None:
     results = compiled_step(patched, "inductor", **inputs)
     expected = step(plain, **inputs)
     for name, value in expected.items():
-        torch.testing.assert_close(results[name], value, rtol=1e-4, atol=1e-6)
+        # On a GPU the sums of the kernels have another order than those of the plain model.
+        torch.testing.assert_close(results[name], value, rtol=1e-4, atol=1e-6 if place.type == "cpu" else 1e-5)
 
 
 def attention_flags(model: Any, **inputs: Any) -> set[bool]:
@@ -155,15 +157,15 @@ def test_a_compiled_patched_model_needs_no_causal_mask() -> None:
 
 
 @pytest.mark.parametrize("given", ["attention_mask", "position_ids"])
-def test_padding_and_packing_keep_their_mask_when_compiled(given: str) -> None:
+def test_padding_and_packing_keep_their_mask_when_compiled(given: str, place: torch.device) -> None:
     model = make("llama").train()
     liger_hf.apply(model)
     inputs = tokens()
     batch, length = inputs["input_ids"].shape
     if given == "attention_mask":
-        inputs[given] = torch.ones(batch, length, dtype=torch.int64)
+        inputs[given] = torch.ones(batch, length, dtype=torch.int64, device=place)
         inputs[given][0, :3] = 0
     else:
         # Two sequences packed into each row.
-        inputs[given] = (torch.arange(length) % (length // 2)).expand(batch, -1)
+        inputs[given] = (torch.arange(length, device=place) % (length // 2)).expand(batch, -1)
     assert attention_flags(model, **inputs) == {False}

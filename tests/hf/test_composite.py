@@ -15,6 +15,8 @@ from hf.sweep import build, differences
 from hf.tiny_configs import tiny_config
 from hf.tiny_models import VOCABULARY, exact_step, step, twin
 
+pytestmark = pytest.mark.cpu
+
 IMAGE = 5
 # Four patches: a picture of 64 × 64 in patches of 32.
 OPTIONS: dict[str, dict[str, Any]] = {

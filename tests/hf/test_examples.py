@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cpu
+
 FOLDER = Path(__file__).parents[2] / "examples"
 TWO = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone")
 RUNS: dict[str, tuple[str, ...]] = {

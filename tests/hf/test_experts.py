@@ -13,6 +13,8 @@ from hf.sweep import build
 from hf.tiny_models import tokens, twin
 from liger_hf.rules import gated_mlp
 
+pytestmark = pytest.mark.cpu
+
 
 def loss(model: Any) -> torch.Tensor:
     return model(input_ids=tokens()["input_ids"], labels=tokens()["labels"]).loss

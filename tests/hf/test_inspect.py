@@ -24,6 +24,8 @@ from liger_core.commands import main
 from liger_core.errors import LigerError
 from liger_hf.plugin import liger_commands
 
+pytestmark = pytest.mark.cpu
+
 PARTS = {"linear_cross_entropy": 1, "rope": 2, "swiglu": 2, "rms_norm": 5}
 
 

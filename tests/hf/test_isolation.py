@@ -15,6 +15,8 @@ from torch import nn
 import liger_hf
 from hf.tiny_models import ARCHITECTURES, disagreements, exact_step, make, step, tokens
 
+pytestmark = pytest.mark.cpu
+
 
 def shared_state(model: nn.Module) -> dict[tuple[str, str], int]:
     """The identity of everything that models of the process share: members of classes, globals of modelling files, the loss table."""

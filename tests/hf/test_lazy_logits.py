@@ -22,6 +22,8 @@ from hf.tiny_models import VOCABULARY, LargestResult, disagreements, make, token
 from liger_hf.projection import scale_and_cap
 from liger_hf.rules.head import patches
 
+pytestmark = pytest.mark.cpu
+
 
 @pytest.fixture(params=["llama", "gemma2", "granite"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:

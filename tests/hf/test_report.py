@@ -20,6 +20,8 @@ from liger_core import rms_norm, swiglu
 from liger_hf import application
 from liger_hf.verification import decide
 
+pytestmark = pytest.mark.cpu
+
 
 def test_a_row_tells_pattern_count_class_op_backend_and_reason() -> None:
     rows = {row.pattern: row for row in liger_hf.apply(make("gemma2")).rows}

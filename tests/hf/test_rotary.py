@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from liger_hf.rules import rotary, rotary_forms
 from liger_hf.verification import Decision, decide
 
+pytestmark = pytest.mark.cpu
+
 WIDTH = 16
 # Modelling file → the function that it has, and the form in which `rope` computes it.
 FORMS = {

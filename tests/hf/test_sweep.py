@@ -14,6 +14,8 @@ from hf import sweep
 from hf.sweep import COLUMNS, COMPOSITES, PAGE, SAME, TYPES, UNBUILT, WRONG
 from liger_hf import causal_loss
 
+pytestmark = pytest.mark.cpu
+
 # One of each way to write a norm, a gated unit, a rotary function or a head.
 SAMPLE = [
     "bamba",

@@ -16,7 +16,20 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import liger_hf
+from hf import tiny_models
 from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
+
+
+def on_cpu() -> bool:
+    return tiny_models.DEVICE.type == "cpu"
+
+
+def arguments_for(folder: Path, **options: Any) -> TrainingArguments:
+    arguments = TrainingArguments(str(folder), report_to=[], save_strategy="no", use_cpu=on_cpu(), disable_tqdm=True, **options)
+    if arguments.n_gpu > 1:
+        # The Trainer would split the batch over all GPUs.
+        arguments._n_gpu = 1
+    return arguments
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -40,19 +53,14 @@ def history(
     model: Any, folder: Path, compute_metrics: Any = None, callbacks: Any = None, **options: Any
 ) -> tuple[list[float], dict[str, float]]:
     """The logged losses of four steps, and the metrics of an evaluation."""
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
-        max_steps=4,
-        logging_steps=1,
-        learning_rate=1e-2,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        **options,
-    )
+    settings = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+    }
+    arguments = arguments_for(folder, **settings, **options)
     data = {"train_dataset": Rows(16), "eval_dataset": Rows(6)}
     trainer = Trainer(model, arguments, compute_metrics=compute_metrics, callbacks=callbacks, **data)
     trainer.train()
@@ -98,10 +106,9 @@ def test_a_loss_function_of_the_user_gets_real_logits(tmp_path: Path) -> None:
     plain = make().train()
     patched = twin(plain)
     liger_hf.apply(patched)
-    options = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no"}
+    options = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 1e-2}
     for model in (patched, plain):
-        arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, **options)
-        trainer = Trainer(model, arguments, train_dataset=Rows(64), compute_loss_func=own_loss)
+        trainer = Trainer(model, arguments_for(tmp_path, **options), train_dataset=Rows(64), compute_loss_func=own_loss)
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert set(seen) == {torch.Tensor}
@@ -109,23 +116,25 @@ def test_a_loss_function_of_the_user_gets_real_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("items", [None, 40], ids=["mean", "items_of_the_batch"])
-def test_packed_sequences_have_the_loss_and_gradients_of_the_plain_model(items: int | None) -> None:
+def test_packed_sequences_have_the_loss_and_gradients_of_the_plain_model(items: int | None, place: torch.device) -> None:
     plain = make().train()
     patched = twin(plain)
     liger_hf.apply(patched)
     rows = [{"input_ids": Rows(3).ids[row, : 12 - row].tolist()} for row in range(3)]
-    packed = dict(DataCollatorWithFlattening(return_position_ids=True, return_tensors="pt")(rows))
+    collated = DataCollatorWithFlattening(return_position_ids=True, return_tensors="pt")(rows)
+    packed = {name: value.to(place) if isinstance(value, torch.Tensor) else value for name, value in collated.items()}
     assert packed["input_ids"].shape == (1, 33)
     inputs = {**packed, "use_cache": False} | ({} if items is None else {"num_items_in_batch": torch.tensor(items)})
     results = step(patched, **inputs)
     assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
-    alone = [float(step(plain, input_ids=torch.tensor([r["input_ids"]]), labels=torch.tensor([r["input_ids"]]))["loss"]) for r in rows]
+    single = [torch.tensor([r["input_ids"]], device=place) for r in rows]
+    alone = [float(step(plain, input_ids=ids, labels=ids)["loss"]) for ids in single]
     mean = sum(loss * (len(r["input_ids"]) - 1) for loss, r in zip(alone, rows, strict=True)) / 30
     assert float(results["loss"]) == pytest.approx(mean if items is None else mean * 30 / items, rel=1e-5)
 
 
 def test_logits_of_an_evaluation_are_padded_and_gathered(fresh_accelerator: None) -> None:
-    accelerator, gathered = Accelerator(cpu=True), []
+    accelerator, gathered = Accelerator(cpu=on_cpu()), []
     plain = make().eval()
     patched = twin(plain)
     liger_hf.apply(patched)
@@ -171,8 +180,7 @@ def test_training_with_the_trainer_makes_no_tensor_of_all_the_logits(tmp_path: P
     model = make(tie_word_embeddings=False).train()
     liger_hf.apply(model)
     monkeypatch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("somebody read the logits"))
-    arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
-    Trainer(model, arguments, train_dataset=Rows(4)).train()
+    Trainer(model, arguments_for(tmp_path, max_steps=2), train_dataset=Rows(4)).train()
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
@@ -216,7 +224,7 @@ def fresh_accelerator() -> Iterator[None]:
 
 @pytest.mark.parametrize("width", ["float32", "bfloat16"])
 def test_accelerate_with_mixed_precision_keeps_the_logits_lazy(width: str, fresh_accelerator: None) -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if width == "bfloat16" else "no")
+    accelerator = Accelerator(cpu=on_cpu(), mixed_precision="bf16" if width == "bfloat16" else "no")
     model = make().train()
     liger_hf.apply(model)
     prepared = accelerator.prepare(model)

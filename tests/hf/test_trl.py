@@ -18,7 +18,7 @@ from hf.tiny_models import VOCABULARY, make, twin
 trl = pytest.importorskip("trl", reason="needs trl and datasets: pip install trl")
 datasets = pytest.importorskip("datasets")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 LAYERS = {"rms_norm": 5, "rope": 2, "swiglu": 2}
 SETTINGS: dict[str, Any] = {
     "max_steps": 2,

@@ -17,6 +17,8 @@ from liger_core import rope as rope_op
 from liger_hf import causal_loss
 from liger_hf.rules import gated_mlp, norm, rotary_forms
 
+pytestmark = pytest.mark.cpu
+
 
 class OffBy(torch.autograd.Function):
     """The identity, with a gradient that is wrong by a factor."""

@@ -16,6 +16,8 @@ from liger_core.accuracy import judge
 from liger_hf.replica import DoublePrecision
 
 VOCABULARY = 300
+# Where models and inputs are made; the fixture `place` sets it.
+DEVICE = torch.device("cpu")
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -50,7 +52,7 @@ def make(architecture: str = "llama", dtype: torch.dtype = torch.float32, **opti
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(parameter + 0.2 * noise if parameter.dim() == 1 else 0.1 * noise)
-    return model.to(dtype)
+    return model.to(DEVICE, dtype)
 
 
 def tokens(batch: int = 2, length: int = 11) -> dict[str, Tensor]:
@@ -58,7 +60,7 @@ def tokens(batch: int = 2, length: int = 11) -> dict[str, Tensor]:
     ids = torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(2))
     labels = ids.clone()
     labels[0, :4] = -100
-    return {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
 
 
 def twin(model: nn.Module) -> Any:
