@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from conformance.cases import Case, leaves, with_gradients
 from conformance.running import Trial, run
 from liger_core import use
+from liger_core.errors import GradientError
+from liger_core.kernels import Kernel, differentiable
 
 
 class Recorder(TorchDispatchMode):
@@ -59,6 +65,38 @@ def test_compiling_breaks_no_graph_and_changes_no_result(form_case: Case) -> Non
     assert trial.complaints(got) == []
 
 
+class Partition:
+    """A compiler backend that runs the graphs as they are and keeps them: first the forward, then the backward."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.Graph] = []
+        self.backend = aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep, partition_fn=min_cut_rematerialization_partition)
+
+    def keep(self, module: fx.GraphModule, inputs: Any) -> Any:
+        self.graphs.append(module.graph)
+        return make_boxed_func(module)
+
+    def saved(self) -> list[fx.Node]:
+        """What the forward computes and the backward reads."""
+        if len(self.graphs) < 2:
+            return []
+        forward, backward = self.graphs
+        read = {node.name for node in backward.nodes if node.op == "placeholder"}
+        return [node for node in forward.output_node().all_input_nodes if node.op == "call_function" and node.name in read]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_checkpointed_call_saves_no_result_when_compiled(form_case: Case) -> None:
+    trial, partition = Trial(form_case), Partition()
+    with use(form_case.backend, only=[form_case.op]):
+        compiled = torch.compile(
+            lambda given: checkpoint(lambda: form_case.op(**given), use_reentrant=False), fullgraph=True, backend=partition.backend
+        )
+        got = run(compiled, trial.arguments, trial.names, trial.reference.cotangents)
+    assert [str(node.target) for node in partition.saved()] == []
+    assert trial.complaints(got) == []
+
+
 def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(form_case: Case) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -68,3 +106,33 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(form_case: Case) -
         outputs = leaves(form_case.call(with_gradients(fakes, trial.names)))
     real = trial.run().outputs
     assert {n: (t.shape, t.dtype, t.device) for n, t in outputs.items()} == {n: (t.shape, t.dtype, t.device) for n, t in real.items()}
+
+
+def copying(name: str) -> tuple[Kernel, Kernel]:
+    """Kernels named after `name`: y is a copy of x, and the gradient of x that of y."""
+
+    def fill(out: Tensor, value: Tensor, *rest: object) -> None:
+        out.copy_(value)
+
+    def like(value: Tensor, *rest: object) -> tuple[Tensor]:
+        return (torch.empty_like(value),)
+
+    backward = f"{name}_backward(Tensor grad_y, bool[1] needs) -> (Tensor grad_x)"
+    return Kernel("liger_test", f"{name}(Tensor x) -> (Tensor y)", like, fill), Kernel("liger_test", backward, like, fill)
+
+
+def test_a_kernel_has_one_derivative() -> None:
+    forward, backward = copying("one_derivative")
+    differentiable(forward, backward)
+    differentiable(forward, backward)
+    with pytest.raises(TypeError, match="it must have one derivative"):
+        differentiable(forward, copying("another")[1])
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_second_derivative_is_an_error_when_compiled_too() -> None:
+    copy = differentiable(*copying("copy"))
+    x = torch.ones(3, requires_grad=True)
+    y = torch.compile(lambda x: copy(x), fullgraph=True, backend="eager")(x)
+    with pytest.raises(GradientError, match="must not be differentiated again"):
+        torch.autograd.grad((y * y).sum(), x, create_graph=True)

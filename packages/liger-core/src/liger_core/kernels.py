@@ -4,7 +4,7 @@
 A `Kernel` is a custom op made of `allocate` (its outputs, and so also its fake) and `launch` (fills them). Plain eager calls
 skip the dispatcher, which costs more than a small kernel; whatever traces or watches (compile, a dispatch mode, a tensor
 subclass, autocast) gets the custom op. `differentiable` ties a forward and a backward kernel together by the names in their
-schemas, so no op writes an autograd function of its own.
+schemas, so no op writes an autograd function of its own: in eager Python by one that is cheap, in compiled regions by the custom op.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Kernel:
         self.op = getattr(getattr(torch.ops, namespace), name).default
         self.schema = self.op._schema
         self.single = len(self.schema.returns) == 1
+        # The backward kernel that the custom op itself is tied to.
+        self.derivative: Kernel | None = None
 
     def __call__(self, *args: Any) -> Outputs:
         if (
@@ -64,6 +66,18 @@ class Kernel:
         if self.recycle is not None and torch._C._current_graph_task_id() != -1 and not _keeps_graph():
             return self.execute(args, self.recycle)
         return self.execute(args, self.allocate)
+
+    def tie(self, backward: Kernel, derive: Callable[..., Any], keep: Callable[..., None]) -> None:
+        """Make the custom op itself differentiable, for compiled regions.
+
+        An autograd function would reach the compiler as a graph of its own, whose nodes torch 2.11 gives no mark of the
+        checkpoint around them: their results were saved (tests/conformance/test_tracing.py).
+        """
+        if self.derivative is None:
+            torch.library.register_autograd(self.name, derive, setup_context=keep, lib=_libraries[self.op.namespace])
+            self.derivative = backward
+        elif self.derivative is not backward:
+            raise TypeError(f"{self.name}: it must have one derivative, got {self.derivative.name} and {backward.name}")
 
     def execute(self, args: tuple[Any, ...], allocate: Callable[..., Outputs]) -> Outputs:
         """Allocate and launch; backends override this to put a device guard around it."""
@@ -99,8 +113,6 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     inputs = [a.name for a in forward.schema.arguments]
     outputs = [r.name for r in forward.schema.returns]
     early = inputs[-1] == "needs"
-    if early:
-        inputs.pop()
     wanted = [a.name for a in backward.schema.arguments]
     # The first and the last input of each of backward's results; one and the same but for a shared gradient.
     targets = [(inputs.index(names[0]), inputs.index(names[-1])) for names in map(_inputs_of, backward.schema.returns)]
@@ -113,58 +125,72 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     kept = [names.index(n) for n in rest if n in tensors]
     options = [names.index(n) for n in rest if n not in tensors]
     order = [[*kept, *options].index(names.index(n)) for n in rest]
-    constants = [i for i in range(public) if i not in gradients]
+    constants = [i for i in range(len(outputs)) if i not in gradients]
     if wanted[-1] != "needs" or gradients != sorted(gradients) or any(g >= public for g in gradients):
         raise TypeError(f"{backward.name}: its arguments must be grad_<public output>…, kept values…, needs; got {wanted}")
     count = len(inputs)
     title = forward.name
 
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        results = output if isinstance(output, tuple) else (output,)
+        values = (*inputs, *results)
+        given = ctx.needs_input_grad
+        ctx.save_for_backward(*[values[i] for i in kept])
+        ctx.options = [inputs[i] for i in options]
+        ctx.needs = [given[first] or given[last] for first, last in targets]
+        ctx.set_materialize_grads(False)
+        if constants:
+            ctx.mark_non_differentiable(*[results[i] for i in constants if results[i] is not None])
+
+    def derive(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise GradientError(
+                f"{title}: the gradient must not be differentiated again, got create_graph=True; write that part in plain PyTorch"
+            )
+        for i in gradients:
+            if grads[i] is not None:
+                break
+        else:
+            return (None,) * count
+        values = (*ctx.saved_tensors, *ctx.options)
+        results = backward(*[grads[i] for i in gradients], *[values[i] for i in order], ctx.needs)
+        answer: list[Any] = [None] * count
+        for (first, last), result in zip(targets, results, strict=True):
+            answer[first] = answer[last] = result
+        return tuple(answer)
+
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            given = ctx.needs_input_grad
-            needs = [given[first] or given[last] for first, last in targets]
-            results = forward(*args, needs) if early else forward(*args)
-            values = (*args, *results)
-            ctx.save_for_backward(*[values[i] for i in kept])
-            ctx.options = [args[i] for i in options]
-            ctx.needs = needs
-            ctx.set_materialize_grads(False)
-            if constants:
-                fixed = [results[i] for i in constants if results[i] is not None]
-                ctx.mark_non_differentiable(*fixed)
+            results = forward(*args)
+            keep(ctx, args, results)
             return results[0] if public == 1 else tuple(results[:public])
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            if torch.is_grad_enabled():
-                raise GradientError(
-                    f"{title}: the gradient must not be differentiated again, got create_graph=True; write that part in plain PyTorch"
-                )
-            for i in gradients:
-                if grads[i] is not None:
-                    break
-            else:
-                return (None,) * count
-            values = (*ctx.saved_tensors, *ctx.options)
-            results = backward(*[grads[i] for i in gradients], *[values[i] for i in order], ctx.needs)
-            answer: list[Any] = [None] * count
-            for (first, last), result in zip(targets, results, strict=True):
-                answer[first] = answer[last] = result
-            return tuple(answer)
+        backward = staticmethod(derive)
 
+    forward.tie(backward, derive, keep)
     no = [False] * len(targets)
 
     def call(*args: Any) -> Any:
+        asked = False
         if torch.is_grad_enabled():
             for i in trained:
                 if args[i] is not None and args[i].requires_grad:
-                    return Function.apply(*args)  # type: ignore[no-untyped-call]
-        results = forward(*args, no) if early else forward(*args)
+                    asked = True
+                    break
+        if early:
+            args = (*args, [_asks(args[first]) or _asks(args[last]) for first, last in targets] if asked else no)
+        if asked and not torch.compiler.is_compiling():
+            return Function.apply(*args)  # type: ignore[no-untyped-call]
+        results = forward(*args)
         return results[0] if public == 1 else tuple(results[:public])
 
     call.__name__ = call.__qualname__ = title.split("::")[1]
     return call
+
+
+def _asks(value: Tensor | None) -> bool:
+    return value is not None and value.requires_grad
 
 
 def _inputs_of(result: Any) -> list[str]:
