@@ -249,8 +249,8 @@ MUTANTS = (
     kernel(
         "triton: norm gradient 1 % too large",
         "_norm.py",
-        "result = grad - value * (tl.sum(grad * value, 1) / width)[:, None]",
-        "result = 1.01 * grad - value * (tl.sum(grad * value, 1) / width)[:, None]",
+        "result = (grad - value * (tl.sum(grad * value, 1) / width)[:, None]) * scale",
+        "result = (1.01 * grad - value * (tl.sum(grad * value, 1) / width)[:, None]) * scale",
         f"rms_norm and {SMALL}",
     ),
     kernel(

@@ -38,32 +38,33 @@ class Shape(NamedTuple):
 
 @cache
 def forward_shape(width: int, centred: bool) -> Shape:
-    """Several rows a program up to 8192 columns, with 16 warps where they are not centred.
+    """Several rows a program where they are short; see `tiled` for the widths that do not come here.
 
-    rms_norm: .85 at 1024; .95 at 16384 (32 warps .94). layer_norm: .94-.95 at 4096, .94 at 8192, .91 at 16384. Masked lanes cost up to .04.
+    rms_norm: .85 at 1024, .87 at 3072 (four rows on 16 warps .79), .94 at 7168 (two rows .90), .95 at 16384 (32 warps .94). layer_norm: .94 to .95
+    at 4096, .94 at 8192, .91 at 16384. Masked lanes cost up to .04.
     """
     block = power_of_two(width)
     if block <= 2048:
         rows = max(2, min(64, 2048 // block))
         return Shape(block, rows, 4)
     if block <= 4096:
-        return Shape(block, 2, 8) if centred else Shape(block, 4, 16)
-    if block <= 8192:
-        return Shape(block, 1, 8) if centred else Shape(block, 2, 16)
-    return Shape(block, 1, 16)
+        return Shape(block, 2 if centred else 1, 8)
+    return Shape(block, 1, 8 if block <= 8192 else 16)
 
 
 def tiled(width: int, centred: bool, summed: bool) -> bool:
     """Whether a row is walked in tiles though a block would hold it.
 
-    Rows of 4096 and 8192 columns that are not centred: .97 (in blocks .94), .96 (.95); add_rms_norm .98 (.96), .98 (.96). Rows of 5120,
-    which leave three eighths of a block idle: rms_norm .91 (.75), layer_norm .82 (.75), but add_rms_norm .91 (.95).
+    Rows of 4096 and 8192 columns that are not centred: .97 (in blocks .94), .96 (.95); add_rms_norm .98 (.96), .98 (.96). Rows that leave a
+    quarter of a block idle, as 5120 · 6144 · 10240 do: rms_norm .90 · .91 · .94 (.75 · .92 · .77), layer_norm .81 · .86 · .87 (.75 · .83 · .71), but
+    add_rms_norm is best in blocks there.
     """
     if width > WIDEST_BLOCK:
         return True
-    if width == power_of_two(width):
+    block = power_of_two(width)
+    if width == block:
         return 4096 <= width <= 8192 and not centred
-    return 4096 < width <= 6144 and width % 1024 == 0 and not summed
+    return 4096 < width <= 3 * block // 4 and width % 1024 == 0 and not summed
 
 
 @cache
@@ -206,7 +207,7 @@ def tile_backward_kernel(
     """Program p walks the groups p, p + programs, … of ROWS rows; its column sums go to row p of part, or later programs add columns.
 
     With n = (x - mean) · inverse and g = grad_y · weight:  grad_x = inverse · (g - mean(g) - n · mean(g · n)) + grad_summed,
-    without mean(g) if not centred. Masked lanes need no care, since their gradient is zero.
+    without mean(g) if not centred. Masked lanes need no care while their gradient is zero.
     """
     program = tl.program_id(0)
     if part is None and program >= programs:
@@ -235,10 +236,10 @@ def tile_backward_kernel(
         if grad_x is not None:
             if weight is not None:
                 grad = grad * factor
-            result = grad - value * (tl.sum(grad * value, 1) / width)[:, None]
             if mean is not None:
-                result = result - (tl.sum(grad, 1) / width)[:, None]
-            result = result * scale
+                # Centred first: of two columns nothing but round-off would be left of a larger product.
+                grad = tl.where(mask, grad - (tl.sum(grad, 1) / width)[:, None], 0.0)
+            result = (grad - value * (tl.sum(grad * value, 1) / width)[:, None]) * scale
             if grad_summed is not None:
                 result += tl.load(grad_summed + row[:, None] * summed_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
             tl.store(grad_x + row[:, None] * width + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)

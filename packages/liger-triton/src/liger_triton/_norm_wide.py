@@ -18,9 +18,12 @@ VECTOR = 8
 PARTS, SUM_ROWS, SUM_TILE = 16, 8, 512
 
 
-def forward_tile(width: int) -> tuple[int, int]:
-    """Columns of a tile, and warps: the longest tile that fills the row at least twice, up to 4096 columns."""
-    for tile, warps in ((4096, 16), (2048, 8), (1024, 4)):
+def forward_tile(width: int, centred: bool) -> tuple[int, int]:
+    """Columns of a tile, and warps: the longest tile that fills the row at least twice, up to 4096 columns.
+
+    The statistics of centred rows take fewer warps with more to do: at 6144 columns .86, with 8 warps .82.
+    """
+    for tile, warps in ((4096, 16), (2048, 4 if centred else 8), (1024, 4)):
         if width % tile == 0 and width >= 2 * tile:
             return tile, warps
     return TILE, 16
@@ -31,7 +34,7 @@ def forward(
     mean: Tensor | None, inverse: Tensor, x_stride: int, residual_stride: int, width: int, eps: float, offset: float, cast_input: bool,
 ) -> None:  # fmt: skip
     """One program a row."""
-    tile, warps = forward_tile(width)
+    tile, warps = forward_tile(width, mean is not None)
     forward_launch(
         (rows,), x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
         CAST_INPUT=cast_input, EVEN=width % tile == 0, BLOCK=tile, VECTOR=VECTOR, num_warps=warps,
