@@ -67,14 +67,14 @@ class Kernel:
             return self.execute(args, self.recycle)
         return self.execute(args, self.allocate)
 
-    def tie(self, backward: Kernel, derive: Callable[..., Any], keep: Callable[..., None]) -> None:
+    def tie(self, backward: Kernel, derive: Callable[..., Any], setup: Callable[..., None]) -> None:
         """Make the custom op itself differentiable, for compiled regions.
 
         An autograd function would reach the compiler as a graph of its own, whose nodes torch 2.11 gives no mark of the
         checkpoint around them: their results were saved (tests/conformance/test_tracing.py).
         """
         if self.derivative is None:
-            torch.library.register_autograd(self.name, derive, setup_context=keep, lib=_libraries[self.op.namespace])
+            torch.library.register_autograd(self.name, derive, setup_context=setup, lib=_libraries[self.op.namespace])
             self.derivative = backward
         elif self.derivative is not backward:
             raise TypeError(f"{self.name}: it must have one derivative, got {self.derivative.name} and {backward.name}")
@@ -126,21 +126,24 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     options = [names.index(n) for n in rest if n not in tensors]
     order = [[*kept, *options].index(names.index(n)) for n in rest]
     constants = [i for i in range(len(outputs)) if i not in gradients]
+    returned = [i for i in constants if i < public]
     if wanted[-1] != "needs" or gradients != sorted(gradients) or any(g >= public for g in gradients):
         raise TypeError(f"{backward.name}: its arguments must be grad_<public output>…, kept values…, needs; got {wanted}")
     count = len(inputs)
     title = forward.name
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        results = output if isinstance(output, tuple) else (output,)
-        values = (*inputs, *results)
+    def keep(ctx: Any, args: tuple[Any, ...], results: Outputs, fixed: list[int]) -> None:
+        values = (*args, *results)
         given = ctx.needs_input_grad
         ctx.save_for_backward(*[values[i] for i in kept])
-        ctx.options = [inputs[i] for i in options]
+        ctx.options = [args[i] for i in options]
         ctx.needs = [given[first] or given[last] for first, last in targets]
         ctx.set_materialize_grads(False)
-        if constants:
-            ctx.mark_non_differentiable(*[results[i] for i in constants if results[i] is not None])
+        if fixed:
+            ctx.mark_non_differentiable(*[results[i] for i in fixed if results[i] is not None])
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        keep(ctx, inputs, output if isinstance(output, tuple) else (output,), constants)
 
     def derive(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
@@ -163,12 +166,12 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             results = forward(*args)
-            keep(ctx, args, results)
+            keep(ctx, args, results, returned)
             return results[0] if public == 1 else tuple(results[:public])
 
         backward = staticmethod(derive)
 
-    forward.tie(backward, derive, keep)
+    forward.tie(backward, derive, setup)
     no = [False] * len(targets)
 
     def call(*args: Any) -> Any:
