@@ -3,7 +3,7 @@
 
 A `Kernel` is a custom op made of `allocate` (its outputs, and so also its fake) and `launch` (fills them). Plain eager calls
 skip the dispatcher, which costs more than a small kernel; whatever traces or watches (compile, a dispatch mode, a tensor
-subclass, autocast) gets the custom op. `differentiable` ties a forward and a backward kernel together by the names in their
+subclass) gets the custom op. `differentiable` ties a forward and a backward kernel together by the names in their
 schemas, so no op writes an autograd function of its own: in eager Python by one that is cheap, in compiled regions by the custom op.
 """
 
@@ -55,14 +55,16 @@ class Kernel:
         self.derivative: Kernel | None = None
 
     def __call__(self, *args: Any) -> Outputs:
-        if (
-            torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._is_any_autocast_enabled()
-            or not _PLAIN.issuperset(map(type, args))
-        ):
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not _PLAIN.issuperset(map(type, args)):
             outputs = self.op(*args)
             return (outputs,) if self.single else outputs
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return self._plainly(args)
+        return self._plainly(args)
+
+    def _plainly(self, args: tuple[Any, ...]) -> Outputs:
+        """Run past the dispatcher; in a backward that frees its graph with what it may recycle."""
         if self.recycle is not None and torch._C._current_graph_task_id() != -1 and not _keeps_graph():
             return self.execute(args, self.recycle)
         return self.execute(args, self.allocate)
