@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -107,7 +106,7 @@ class TritonPasses:
 
 def _dense(options: RowOptions) -> RowOptions:
     weight = options.class_weight
-    return options if weight is None or weight.is_contiguous() else replace(options, class_weight=weight.contiguous())
+    return options if weight is None or weight.is_contiguous() else options._replace(class_weight=weight.contiguous())
 
 
 def _scalars(options: RowOptions) -> tuple[int, float, float, float, float]:

@@ -15,7 +15,6 @@ since no implementation may wait for the device to find out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,8 +41,7 @@ class LossMetrics(NamedTuple):
     entropy: Tensor
 
 
-@dataclass(frozen=True)
-class RowOptions:
+class RowOptions(NamedTuple):
     """The scalars and per-class weights of the formula above."""
 
     ignore_index: int = -100

@@ -211,13 +211,11 @@ def work(logits: Tensor, target: Tensor, **options: Any) -> Work:
     return Work(size, 3 * size)
 
 
-def _results(rows: int, logits: Tensor, metrics: bool) -> RowResults:
-    wide = accumulator(logits.dtype)
-    loss, lse = (torch.empty(rows, dtype=wide, device=logits.device) for _ in range(2))
-    if not metrics:
-        return RowResults(loss, lse, None, None)
-    prediction = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    return RowResults(loss, lse, prediction, torch.empty_like(loss))
+def _statistics(logits: Tensor, metrics: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Memory for the log-sum-exp of each row, and where metrics are asked for its arg-max and entropy."""
+    rows = logits.shape[0]
+    lse = logits.new_empty(rows, dtype=accumulator(logits.dtype))
+    return (lse, logits.new_empty(rows, dtype=torch.int64), torch.empty_like(lse)) if metrics else (lse, None, None)
 
 
 class Losses(NamedTuple):
@@ -237,7 +235,8 @@ def losses(passes: RowPasses, kernel: Callable[..., Kernel]) -> Losses:
         return RowOptions(ignore_index, label_smoothing, z_loss, softcap, 1.0, class_weight)
 
     def allocate(logits: Tensor, target: Tensor, *options: Any) -> Outputs:
-        return _results(logits.shape[0], logits, options[-1])
+        lse, prediction, entropy = _statistics(logits, options[-1])
+        return torch.empty_like(lse), lse, prediction, entropy
 
     def launch(*args: Any) -> None:
         loss, lse, prediction, entropy, logits, target, *options, _ = args
@@ -254,9 +253,8 @@ def losses(passes: RowPasses, kernel: Callable[..., Kernel]) -> Losses:
 
     def allocate_total(logits: Tensor, target: Tensor, divide: Tensor | None, *rest: Any) -> Outputs:
         *_, mean, metrics = rest
-        loss, *results = _results(logits.shape[0], logits, metrics)
-        assert loss is not None
-        return (loss.new_empty(()), *results, loss.new_empty(()) if mean else None)
+        lse, prediction, entropy = _statistics(logits, metrics)
+        return lse.new_empty(()), lse, prediction, entropy, lse.new_empty(()) if mean else None
 
     def launch_total(*args: Any) -> None:
         total, lse, prediction, entropy, inverse, logits, target, divide, *rest, mean, _ = args
@@ -306,7 +304,10 @@ def reduced(
     return_metrics: bool,
 ) -> Any:
     """cross_entropy made of a backend's losses."""
-    flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    flat, labels = logits, target
+    # A view of the same shape costs 1 µs a tensor, and a node of the autograd graph.
+    if logits.dim() != 2:
+        flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     options = (weight, ignore_index, label_smoothing, z_loss, softcap)
     if reduction == "none":
         loss, lse, prediction, entropy = functions.rows(flat, labels, *options, return_metrics)
