@@ -36,7 +36,13 @@ from liger_hf.report import REPLACED
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / ".sweep" / "results.jsonl"
 PAGE = ROOT / "docs" / "models.md"
-COLUMNS = {"norm": ("rms_norm", "layer_norm"), "MLP": ("swiglu", "geglu"), "rope": ("rope",), "head": ("linear_cross_entropy",)}
+COLUMNS = {
+    "norm": ("rms_norm", "layer_norm"),
+    "residual": ("add_rms_norm",),
+    "MLP": ("swiglu", "geglu"),
+    "rope": ("rope",),
+    "head": ("linear_cross_entropy",),
+}
 CLASSES: dict[str, Any] = {"": AutoModelForCausalLM, "vision": AutoModelForImageTextToText, "seq2seq": AutoModelForSeq2SeqLM}
 SAME, WRONG, UNBUILT = "same", "wrong", "not built"
 SECONDS = 120

@@ -35,7 +35,7 @@ def test_an_example_trains_with_liger(name: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LIGER_BACKEND": "reference"}
     done = subprocess.run([sys.executable, *RUNS[name]], cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "1 × linear_cross_entropy, 2 × rope, 2 × swiglu, 5 × rms_norm replaced" in done.stdout
+    assert "1 × linear_cross_entropy, 2 × add_rms_norm, 2 × rope, 2 × swiglu, 5 × rms_norm replaced" in done.stdout
     losses = [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.05

@@ -18,7 +18,7 @@ import liger_hf
 import liger_hf.causal_loss
 from hf.tiny_models import VOCABULARY, LargestResult, disagreements, exact_step, make, step, tokens, twin
 
-ALL = {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+ALL = {"rms_norm": 5, "add_rms_norm": 2, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

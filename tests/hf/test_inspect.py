@@ -26,7 +26,7 @@ from liger_hf.plugin import liger_commands
 
 pytestmark = pytest.mark.cpu
 
-PARTS = {"linear_cross_entropy": 1, "rope": 2, "swiglu": 2, "rms_norm": 5}
+PARTS = {"linear_cross_entropy": 1, "rope": 2, "swiglu": 2, "rms_norm": 5, "add_rms_norm": 2}
 
 
 def command(*arguments: str) -> Any:

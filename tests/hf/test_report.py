@@ -43,16 +43,18 @@ def test_the_report_is_plain_data_text_and_a_table() -> None:
     table = console.export_text()
     for text in (str(report), table):
         assert "model.layers.*.input_layernorm" in text
-        assert "LlamaForCausalLM: 1 × linear_cross_entropy, 2 × rope, 2 × swiglu, 5 × rms_norm replaced" in text
+        assert "LlamaForCausalLM: 1 × linear_cross_entropy, 2 × add_rms_norm, 2 × rope, 2 × swiglu, 5 × rms_norm replaced" in text
 
 
 @pytest.mark.parametrize(
-    "chosen", [{"only": ["rms_norm", "swiglu"]}, {"only": (rms_norm, swiglu)}, {"exclude": ["rope", "linear_cross_entropy"]}]
+    "chosen",
+    [{"only": ["rms_norm", "swiglu"]}, {"only": (rms_norm, swiglu)}, {"exclude": ["add_rms_norm", "rope", "linear_cross_entropy"]}],
 )
 def test_only_what_is_asked_for_is_replaced(chosen: dict[str, Any]) -> None:
     report = liger_hf.apply(make(), **chosen)
     assert report.replaced.keys() == {"rms_norm", "swiglu"}
     assert {row.op: row.reason for row in report.rows if row.verdict == "left"} == {
+        "add_rms_norm": "not asked for",
         "rope": "not asked for",
         "linear_cross_entropy": "not asked for",
     }
@@ -71,12 +73,12 @@ UNKNOWN: dict[str, tuple[Any, dict[str, int], set[str]]] = {
     "gpt2": (
         lambda: causal("gpt2", n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
         {"layer_norm": 5, "linear_cross_entropy": 1},
-        {"swiglu", "geglu", "rope"},
+        {"add_rms_norm", "swiglu", "geglu", "rope"},
     ),
     "mamba": (
         lambda: causal("mamba", num_hidden_layers=2, state_size=8),
         {"rms_norm": 3, "linear_cross_entropy": 1},
-        {"swiglu", "geglu", "rope"},
+        {"add_rms_norm", "swiglu", "geglu", "rope"},
     ),
 }
 
@@ -172,7 +174,7 @@ def test_a_deep_model_costs_one_check_for_each_kind_of_module(monkeypatch: pytes
     checked = []
     monkeypatch.setattr(application, "decide", lambda found, verify: checked.append(found.op) or decide(found, verify))
     liger_hf.apply(make(num_hidden_layers=9))
-    assert sorted(checked) == ["linear_cross_entropy", "rms_norm", "rope", "swiglu"]
+    assert sorted(checked) == ["add_rms_norm", "linear_cross_entropy", "rms_norm", "rope", "swiglu"]
 
 
 def test_a_model_of_eight_billion_weights_is_patched_in_two_seconds() -> None:
@@ -183,16 +185,16 @@ def test_a_model_of_eight_billion_weights_is_patched_in_two_seconds() -> None:
     began = time.process_time()
     report = liger_hf.apply(model, verify=False)
     assert time.process_time() - began < 2
-    assert report.replaced == {"linear_cross_entropy": 1, "rope": 32, "swiglu": 32, "rms_norm": 65}
+    assert report.replaced == {"linear_cross_entropy": 1, "rope": 32, "swiglu": 32, "rms_norm": 65, "add_rms_norm": 32}
 
 
 def test_auto_models_come_with_their_report(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **{**COMMON, **OPTIONS["llama"]})
     model = liger_hf.AutoLigerModelForCausalLM.from_config(config, liger={"exclude": ["rope"]})
-    assert model.liger_report.replaced == {"rms_norm": 5, "swiglu": 2, "linear_cross_entropy": 1}
+    assert model.liger_report.replaced == {"rms_norm": 5, "add_rms_norm": 2, "swiglu": 2, "linear_cross_entropy": 1}
     model.save_pretrained(tmp_path)
     loaded = liger_hf.AutoLigerModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.liger_report.replaced == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+    assert loaded.liger_report.replaced == {"rms_norm": 5, "add_rms_norm": 2, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
     ids = tokens()["input_ids"]
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(ids).logits, model.eval()(ids).logits)

@@ -24,7 +24,7 @@ from liger_core import OptionError
 
 pytestmark = pytest.mark.cpu
 
-ALL = {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+ALL = {"rms_norm": 5, "add_rms_norm": 2, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
 
 
 @pytest.fixture
@@ -135,11 +135,20 @@ def test_evaluating_the_loss_alone_makes_no_logits(
 def test_the_config_leaves_ops_out(stand_in: list[liger_hf.Report], tmp_path: Path) -> None:
     config = {"rope": False, "fused_linear_cross_entropy": False, "cross_entropy": True, "rms_norm": True, "tiled_mlp": True}
     trainer(make(), tmp_path, use_liger_kernel=True, liger_kernel_config=config).train()
-    assert stand_in[0].replaced == {"rms_norm": 5, "swiglu": 2}
+    assert stand_in[0].replaced == {"rms_norm": 5, "add_rms_norm": 2, "swiglu": 2}
     assert stand_in[0].notes[-2:] == [
         "liger_kernel_config: tiled_mlp names no op of Liger and was ignored.",
         "liger_kernel_config: cross_entropy comes with fused_linear_cross_entropy, alone it was ignored.",
     ]
+
+
+@pytest.mark.parametrize(("config", "expected"), [({}, 0), ({"add_rms_norm": True}, 2)], ids=["unsaid", "asked_for"])
+def test_without_norms_a_sum_is_normed_as_before_unless_asked_for(
+    stand_in: list[liger_hf.Report], config: dict[str, bool], expected: int, tmp_path: Path
+) -> None:
+    trainer(make(), tmp_path, use_liger_kernel=True, liger_kernel_config={"rms_norm": False, **config}).train()
+    assert "rms_norm" not in stand_in[0].replaced
+    assert stand_in[0].replaced.get("add_rms_norm", 0) == expected
 
 
 def test_undo_takes_the_stand_in_out() -> None:

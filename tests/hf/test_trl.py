@@ -19,7 +19,7 @@ trl = pytest.importorskip("trl", reason="needs trl and datasets: pip install trl
 datasets = pytest.importorskip("datasets")
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]
-LAYERS = {"rms_norm": 5, "rope": 2, "swiglu": 2}
+LAYERS = {"rms_norm": 5, "add_rms_norm": 2, "rope": 2, "swiglu": 2}
 SETTINGS: dict[str, Any] = {
     "max_steps": 2,
     "per_device_train_batch_size": 2,

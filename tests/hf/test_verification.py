@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.tiny_models import make, step, tokens, twin
-from liger_core import BackendError, DeviceError, LigerError, OptionError, rms_norm
+from liger_core import BackendError, DeviceError, LigerError, OptionError, add_rms_norm, rms_norm
 from liger_core import rope as rope_op
 from liger_hf import causal_loss
-from liger_hf.rules import gated_mlp, norm, rotary_forms
+from liger_hf.rules import gated_mlp, norm, residual, rotary_forms
+
+OPS = ("rms_norm", "add_rms_norm", "swiglu", "rope", "linear_cross_entropy")
 
 pytestmark = pytest.mark.cpu
 
@@ -48,6 +50,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, **wrong: float) -> None:
     """Make the rules use an op that is off by a factor."""
     if op == "rms_norm":
         monkeypatch.setattr(norm, "rms_norm", Wrong(rms_norm, **wrong))
+    elif op == "add_rms_norm":
+        monkeypatch.setattr(residual, "add_rms_norm", Wrong(add_rms_norm, **wrong))
     elif op == "swiglu":
         monkeypatch.setattr(gated_mlp, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_mlp.ACTIVATIONS))
     elif op == "rope":
@@ -57,11 +61,11 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, **wrong: float) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"output": 1.01}, {"gradient": 1.01}], ids=["output", "gradient"])
-@pytest.mark.parametrize("op", ["rms_norm", "swiglu", "rope", "linear_cross_entropy"])
+@pytest.mark.parametrize("op", OPS)
 def test_an_error_of_one_percent_is_refused(op: str, wrong: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, op, **wrong)
     report = liger_hf.apply(make())
-    assert report.replaced.keys() == {"rms_norm", "swiglu", "rope", "linear_cross_entropy"} - {op}
+    assert report.replaced.keys() == {*OPS} - {op}
     row = next(row for row in report.rows if row.op == op)
     assert row.verdict == "left"
     assert "relative error" in row.reason
@@ -245,8 +249,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "unknown_op": (
         lambda: liger_hf.apply(make(), only=["rms_nrom"]),
         OptionError,
-        "liger_hf.apply: only must name ops among rms_norm, layer_norm, swiglu, geglu, rope, linear_cross_entropy, got 'rms_nrom'. "
-        "Did you mean 'rms_norm'?",
+        "liger_hf.apply: only must name ops among rms_norm, layer_norm, swiglu, geglu, rope, add_rms_norm, linear_cross_entropy, "
+        "got 'rms_nrom'. Did you mean 'rms_norm'?",
     ),
     "one_name": (
         lambda: liger_hf.apply(make(), exclude="rope"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CORE, TRITON = "liger_core", "liger_triton"
+CORE, TRITON, HF = "liger_core", "liger_triton", "liger_hf"
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,31 @@ MUTANTS = (
         "import torch\nimport torch._dynamo\n",
         ("tests/test_architecture.py", "-k", "loads_no_compiler"),
         "test_importing_core_loads_no_compiler",
+    ),
+    # Models.
+    Mutant(
+        "residual: sum and normed rows take each other's names",
+        f"{HF}/rules/residual_source.py",
+        "(step.result, holders[0])",
+        "(holders[0], step.result)",
+        ("tests/hf/test_residual.py", "-k", "meaning and OfItsOwn"),
+        "test_a_forward_keeps_its_meaning",
+    ),
+    Mutant(
+        "residual: a norm is passed over in spite of its hooks",
+        f"{HF}/rules/residual.py",
+        "    if _hooked(child) or global_hooks._has_any_global_hook():",
+        "    if global_hooks._has_any_global_hook():",
+        ("tests/hf/test_residual.py", "-k", "hooks_on_the_norm"),
+        "test_hooks_on_the_norm_see_what_they_saw",
+    ),
+    Mutant(
+        "residual: a source is believed that is not that of the code",
+        f"{HF}/rules/residual_source.py",
+        "return definition if _alike(_compiled(function, definition, ()), function.__code__) else None",
+        "return definition",
+        ("tests/hf/test_residual.py", "-k", "not_believed"),
+        "test_a_source_that_is_not_that_of_the_code_is_not_believed",
     ),
     # The Triton backend.
     Mutant(

@@ -36,7 +36,7 @@ def apply(
 ) -> Report:
     """Replace what Liger's operators can compute in a model, in place, and return the report, which can undo it.
 
-    only, exclude  ops or their names: rms_norm, layer_norm, swiglu, geglu, rope, linear_cross_entropy; all by default
+    only, exclude  ops or their names: rms_norm, layer_norm, swiglu, geglu, rope, add_rms_norm, linear_cross_entropy; all by default
     verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients are as
                    accurate as the module's own. Without it candidates are told apart by their outputs on the CPU alone
 
@@ -95,12 +95,19 @@ def survey(
     decisions: dict[Any, Decision] = {}
     rows: dict[tuple[str, ...], int] = {}
     patches: list[Patch] = []
+    taken: dict[tuple[int, str], str] = {}
     for name, module, rule, found in looked:
         decision = _decision(decisions, rule, found, wanted, verify, device)
         op, backend, outcome = found.op, "", LEFT
-        if decision.candidate is not None:
+        made = decision.candidate.install(module) if decision.candidate is not None else ()
+        places = [(id(patch.owner), patch.attribute) for patch in made]
+        earlier = next((taken[place] for place in places if place in taken), None)
+        if earlier is not None:
+            decision = Decision(None, f"what it would replace is already replaced for {earlier}")
+        elif decision.candidate is not None:
             op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device), verdict
-            patches.extend(decision.candidate.install(module))
+            patches.extend(made)
+            taken |= dict.fromkeys(places, op)
         key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
         rows[key] = rows.get(key, 0) + 1
     report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]

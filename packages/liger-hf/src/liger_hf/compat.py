@@ -107,7 +107,9 @@ def _applier(show: Callable[[Report], Any] | None) -> Callable[..., None]:
 
 
 def _excluded(config: dict[str, Any]) -> list[str]:
-    names = ((OTHER_KEYS.get(key, key if key in OPS else None), value) for key, value in config.items())
     if any(not isinstance(value, bool) for value in config.values()):
         raise OptionError(f"liger_kernel_config: every value must be True or False, got {config}")
+    # liger-kernel has one op for norms: whoever leaves it out means that of a sum, too.
+    given = {"add_rms_norm": config.get("rms_norm", True), **config}
+    names = ((OTHER_KEYS.get(key, key if key in OPS else None), value) for key, value in given.items())
     return [name for name, value in names if name is not None and not value]

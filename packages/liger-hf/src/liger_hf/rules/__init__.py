@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from liger_hf.rules import experts, gated_mlp, head, norm, rotary
+from liger_hf.rules import experts, gated_mlp, head, norm, residual, rotary
 from liger_hf.verification import Found
 
 
@@ -30,5 +30,6 @@ RULES = (
     Rule(gated_mlp.look, ("swiglu", "geglu"), gated_mlp.NOTHING),
     Rule(experts.look, ("swiglu", "geglu"), gated_mlp.NOTHING),
     Rule(rotary.look, ("rope",), rotary.NOTHING),
+    Rule(residual.look, ("add_rms_norm",), residual.NOTHING),
     Rule(head.look, ("linear_cross_entropy",), head.NOTHING),
 )

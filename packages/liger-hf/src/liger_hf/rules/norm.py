@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +16,20 @@ from liger_hf.patch import forward_of, replacement
 from liger_hf.replica import Draw, configuration, device_of, replica
 from liger_hf.verification import Candidate, Case, Found, Results
 
+Cast = Literal["input", "float32"]
 NOTHING = "no module is a norm: none without children has an eps"
 EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+# What is rounded before the weight, and what is added to the weight.
+CONVENTIONS: tuple[tuple[Cast, float], ...] = (("input", 0.0), ("float32", 1.0), ("float32", 0.0), ("input", 1.0))
 # A weightless norm does not tell how wide its rows are.
 WIDTH = 64
 
 
 def look(module: nn.Module) -> Found | None:
-    eps = next((name for name in EPS if isinstance(getattr(module, name, None), float)), None)
-    if eps is None or module._modules or any(b is not None for b in module._buffers.values()):
+    eps = eps_of(module)
+    if eps is None:
         return None
-    weights = {name: p for name, p in module._parameters.items() if p is not None}
+    weights = _weights(module)
     op = "layer_norm" if len(weights) == 2 or isinstance(module, nn.LayerNorm) else "rms_norm"
     if not weights.keys() <= {"weight", "bias"} or any(p.dim() != 1 for p in weights.values()):
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in weights.items())
@@ -43,15 +47,26 @@ def look(module: nn.Module) -> Found | None:
         kind=(type(module), configuration(module), shape),
         original=original,
         candidates=lambda: _candidates(original, arguments[0], eps, tuple(weights)),
-        cases=lambda device, dtypes: _cases(module, tuple(weights), device, dtypes),
+        cases=lambda device, dtypes: (Case(drawn.name, drawn.dtype, _run(module, drawn)) for drawn in inputs(module, device, dtypes)),
         device=lambda: device_of(module),
         dtype=dtype,
     )
 
 
+def eps_of(module: nn.Module) -> str | None:
+    """The attribute that holds the eps of a norm; None if the module is not one."""
+    if module._modules or any(b is not None for b in module._buffers.values()):
+        return None
+    return next((name for name in EPS if isinstance(getattr(module, name, None), float)), None)
+
+
+def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module._parameters.items() if p is not None}
+
+
 def _candidates(original: Callable[..., Any], argument: str, eps: str, weights: tuple[str, ...]) -> Iterator[Candidate]:
     if "bias" not in weights:
-        for cast, offset in (("input", 0.0), ("float32", 1.0), ("float32", 0.0), ("input", 1.0)):
+        for cast, offset in CONVENTIONS:
             if offset == 0.0 or weights:
                 detail = f"weight_offset={offset:g}, cast={cast!r}" if weights else "no weight"
                 yield _candidate(rms_norm, detail, original, argument, eps, {"weight_offset": offset, "cast": cast}, False)
@@ -82,32 +97,42 @@ def _candidate(
     return Candidate(op, detail, function, lambda module: [replacement(module, function, original)])
 
 
-def _cases(module: nn.Module, weights: tuple[str, ...], device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+@dataclass(frozen=True)
+class Drawn:
+    """Random rows, their upstream gradient and weights for a norm, by name."""
+
+    name: str
+    dtype: torch.dtype
+    x: Tensor
+    upstream: Tensor
+    values: dict[str, Tensor]
+
+
+def inputs(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Drawn]:
+    weights = _weights(module)
     stated = getattr(module, "normalized_shape", (WIDTH,))
-    width = max((module._parameters[name].shape[0] for name in weights), default=stated[-1]) or WIDTH  # type: ignore[union-attr]
+    width = max((p.shape[0] for p in weights.values()), default=stated[-1]) or WIDTH
     draw = Draw(device)
     # Small rows show where eps is added, large ones whether anything is limited.
     x = draw.normal(3, 7, width) * torch.tensor([0.01, 1.0, 100.0], device=device)[:, None, None]
     upstream = draw.normal(3, 7, width)
     values = {name: draw.positive(width) for name in weights}
     for dtype in dtypes:
-        yield Case(
-            str(dtype).removeprefix("torch."),
-            dtype,
-            _run(module, x.to(dtype), upstream.to(dtype), {n: v.to(dtype) for n, v in values.items()}),
+        yield Drawn(
+            str(dtype).removeprefix("torch."), dtype, x.to(dtype), upstream.to(dtype), {name: v.to(dtype) for name, v in values.items()}
         )
 
 
-def _run(module: nn.Module, x: Tensor, upstream: Tensor, values: dict[str, Tensor]) -> Callable[[Callable[..., Any], bool], Results]:
+def _run(module: nn.Module, drawn: Drawn) -> Callable[[Callable[..., Any], bool], Results]:
     def run(function: Callable[..., Any], exact: bool) -> Results:
         def cast(tensor: Tensor) -> Tensor:
             return tensor.double() if exact else tensor
 
-        twin = replica(module, parameters={name: cast(value) for name, value in values.items()})
+        twin = replica(module, parameters={name: cast(value) for name, value in drawn.values.items()})
         twin.training = True
-        leaf = cast(x).clone().requires_grad_()
+        leaf = cast(drawn.x).clone().requires_grad_()
         y = function(twin, leaf)
-        y.backward(cast(upstream).to(y.dtype))
+        y.backward(cast(drawn.upstream).to(y.dtype))
         gradients = {f"gradient of {name}": parameter.grad for name, parameter in twin.named_parameters()}
         return {"output": y.detach(), "gradient of x": leaf.grad, **gradients}
 

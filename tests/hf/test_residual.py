@@ -1,0 +1,536 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A residual is added and normed in one step, where a layer's forward says so and nobody stands between."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import liger_hf
+from hf.tiny_models import LAYERS, disagreements, exact_step, make, step, tokens, twin
+from liger_hf.rules import residual
+from liger_hf.rules.residual_source import fused, norms_of_sums
+
+OFFSETS = {"llama": 0, "mistral": 0, "qwen2": 0, "qwen3": 0, "gemma": 1, "gemma2": 1, "phi3": 0, "granite": 0}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """(weight, residual, branch) of every call in which a patched layer adds and norms in one step."""
+    seen: list[tuple[Any, ...]] = []
+    fit = residual._fit
+
+    def counted(*args: Any) -> bool:
+        seen.extend([args] if fit(*args) else [])
+        return fit(*args)
+
+    monkeypatch.setattr(residual, "_fit", counted)
+    return seen
+
+
+def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Report:
+    calls.clear()
+    return liger_hf.apply(model, **options)
+
+
+# -- whole models
+
+
+@pytest.mark.parametrize(("architecture", "offset"), OFFSETS.items(), ids=OFFSETS)
+def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_plain_model(architecture: str, offset: int, calls: Any) -> None:
+    plain = make(architecture).train()
+    patched = twin(plain)
+    report = applied(patched, calls)
+    (row,) = [row for row in report.rows if row.op == "add_rms_norm"]
+    assert (row.pattern, row.count, row.verdict) == ("model.layers.*", LAYERS, "replaced")
+    assert f"weight_offset={offset}" in row.reason
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    assert len(calls) == LAYERS
+
+
+def test_without_rms_norm_and_without_add_rms_norm_the_bits_are_the_same(calls: Any) -> None:
+    model, inputs = make().train(), tokens()
+    results = []
+    for exclude, expected in (((), LAYERS), (["rms_norm"], LAYERS), (["add_rms_norm"], 0)):
+        with applied(model, calls, exclude=exclude) as report:
+            assert report.replaced.get("add_rms_norm", 0) == expected
+            results.append(step(model, **inputs))
+        assert len(calls) == expected
+    assert [name for name, value in results[0].items() if not (torch.equal(value, results[2][name]))] == []
+    assert torch.allclose(results[0]["loss"], results[1]["loss"])
+
+
+def test_dropout_on_the_branch_draws_the_numbers_of_the_plain_model(calls: Any) -> None:
+    plain = make("phi3", resid_pdrop=0.3).train()
+    patched = twin(plain)
+    applied(patched, calls)
+    losses = []
+    for model in (plain, patched):
+        torch.manual_seed(3)
+        losses.append(step(model, **tokens())["loss"])
+    torch.testing.assert_close(losses[1], losses[0])
+    assert len(calls) == LAYERS
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_have_the_gradients_of_the_plain_model(reentrant: bool, calls: Any) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    applied(patched, calls)
+    patched.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    assert len(calls) == 2 * LAYERS
+
+
+def test_a_compiled_layer_does_not_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = make().train(), tokens()
+    expected = model(**inputs).loss
+    liger_hf.apply(model)
+    monkeypatch.setattr(residual, "_plain", lambda *args: pytest.fail("added and normed one after the other"))
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).loss, expected)
+
+
+def test_a_compiled_layer_runs_the_hooks_on_its_norm() -> None:
+    model, inputs = make(num_hidden_layers=1).eval(), tokens()
+    liger_hf.apply(model)
+    # A hook that comes after the compilation is not seen in a plain model either (torch's skip_nnmodule_hook_guards).
+    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, args, output: output * 2)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="eager")(**inputs).logits, model(**inputs).logits)
+
+
+# -- a norm that somebody uses otherwise
+
+
+def watched_by_a_forward_hook(norm: nn.Module, seen: list[Any]) -> Any:
+    return norm.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+
+
+def watched_by_a_pre_hook(norm: nn.Module, seen: list[Any]) -> Any:
+    return norm.register_forward_pre_hook(lambda module, args: seen.append(args))
+
+
+def watched_by_a_backward_hook(norm: nn.Module, seen: list[Any]) -> Any:
+    return norm.register_full_backward_hook(lambda module, inputs, outputs: seen.append((inputs[0], outputs[0])))
+
+
+def watched_by_a_backward_pre_hook(norm: nn.Module, seen: list[Any]) -> Any:
+    return norm.register_full_backward_pre_hook(lambda module, outputs: seen.append(outputs))
+
+
+def watched_by_a_global_hook(norm: nn.Module, seen: list[Any]) -> Any:
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if module is norm:
+            seen.append((args[0], output))
+
+    return nn.modules.module.register_module_forward_hook(note)
+
+
+@pytest.mark.parametrize(
+    "watched",
+    [
+        watched_by_a_forward_hook,
+        watched_by_a_pre_hook,
+        watched_by_a_backward_hook,
+        watched_by_a_backward_pre_hook,
+        watched_by_a_global_hook,
+    ],
+)
+def test_hooks_on_the_norm_see_what_they_saw(watched: Callable[..., Any], calls: Any) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    applied(patched, calls)
+    inputs, seen = tokens(), ([], [])
+    for model, notes in zip((plain, patched), seen, strict=True):
+        handle = watched(model.model.layers[0].post_attention_layernorm, notes)
+        step(model, **inputs)
+        handle.remove()
+    assert len(seen[0]) == 1
+    for expected, got in zip(seen[0][0], seen[1][0], strict=True):
+        torch.testing.assert_close(got, expected)
+    # A global hook is one on every module.
+    assert len(calls) == (0 if watched is watched_by_a_global_hook else LAYERS - 1)
+    calls.clear()
+    step(patched, **inputs)
+    assert len(calls) == LAYERS
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+def wrap_the_module(layer: Any) -> None:
+    layer.post_attention_layernorm = Doubled(layer.post_attention_layernorm)
+
+
+def wrap_the_forward(layer: Any) -> None:
+    forward = layer.post_attention_layernorm.forward
+    layer.post_attention_layernorm.forward = lambda x: 2 * forward(x)
+
+
+def give_it_another_class(layer: Any) -> None:
+    norm = layer.post_attention_layernorm
+    norm.__class__ = type("Other", (type(norm),), {"forward": lambda self, x: 2 * x})
+    norm.__dict__.pop("forward", None)
+
+
+def widen_its_weight(layer: Any) -> None:
+    layer.post_attention_layernorm.double()
+
+
+@pytest.mark.parametrize("change", [wrap_the_module, wrap_the_forward, give_it_another_class, widen_its_weight])
+def test_a_norm_that_is_another_after_apply_is_called_as_it_is(change: Callable[[Any], None], calls: Any) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    applied(patched, calls)
+    for model in (plain, patched):
+        change(model.model.layers[0])
+        if change is widen_its_weight:
+            # What a weight in float64 makes float64.
+            model.model.layers[0].mlp.double().register_forward_hook(lambda module, args, output: output.float())
+    inputs = tokens()
+    expected, got = step(plain, **inputs), step(patched, **inputs)
+    torch.testing.assert_close(list(got.values()), list(expected.values()), rtol=1e-4, atol=1e-5)
+    assert len(calls) == LAYERS - 1
+
+
+def test_a_parametrised_weight_is_the_one_that_counts(calls: Any) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    applied(patched, calls)
+    for model in (plain, patched):
+        nn.utils.parametrize.register_parametrization(model.model.layers[0].post_attention_layernorm, "weight", nn.Softplus())
+    inputs = tokens()
+    expected, got = step(plain, **inputs), step(patched, **inputs)
+    torch.testing.assert_close(list(got.values()), list(expected.values()), rtol=1e-4, atol=1e-5)
+
+
+def test_undoing_the_norms_alone_leaves_the_layers_right(calls: Any) -> None:
+    model, inputs = make().train(), tokens()
+    expected = step(model, **inputs)
+    norms = applied(model, calls, only=["rms_norm"])
+    layers = applied(model, calls, only=["add_rms_norm"])
+    norms.undo()
+    got = step(model, **inputs)
+    torch.testing.assert_close(list(got.values()), list(expected.values()), rtol=1e-4, atol=1e-5)
+    assert len(calls) == LAYERS
+    layers.undo()
+    assert all(torch.equal(value, expected[name]) for name, value in step(model, **inputs).items())
+
+
+def test_a_hook_that_is_there_when_apply_comes_is_a_reason() -> None:
+    model = make()
+    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *args: None)
+    rows = [row for row in liger_hf.apply(model).rows if row.op == "add_rms_norm"]
+    assert [(row.count, row.verdict, row.reason) for row in rows] == [
+        (1, "left", "the norm after its sum must be one that it may pass over: hooks on it have to run"),
+        (1, "replaced", "outputs and gradients agree, weight_offset=0, cast='input'"),
+    ]
+
+
+def test_a_model_that_norms_no_sum_says_so() -> None:
+    with pytest.raises(liger_hf.ModelError, match="no forward, in source that is at hand, adds two tensors"):
+        liger_hf.apply(make("gpt2", n_embd=64, n_head=4, n_layer=2), only=["add_rms_norm"])
+
+
+# -- forwards
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+class Layer(nn.Module):
+    """Its subclasses have the forwards; what they compute depends on all that they assign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.second = Norm(), Norm()
+        self.linear = nn.Linear(8, 8)
+
+    def work(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class NormedUnderTheNameOfTheSum(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self.work(x)
+        x = residual + x
+        residual = x
+        x = self.norm(x)
+        return residual - 2 * self.work(x)
+
+
+class NormedUnderANameOfItsOwn(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        y = self.norm(x)
+        return x - 2 * self.work(y)
+
+
+class SumThatNobodyKeeps(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.work(x) + x
+        x = self.norm(x)
+        return self.work(x)
+
+
+class SumOfSeveralNames(Layer):
+    def forward(self, x: Tensor, factor: float = 3.0, *, shift: float = 0.5) -> Tensor:
+        """A text
+        of two lines."""
+        x = 2 * x + factor * self.work(x) * self.linear.weight[0]
+        first = x
+        second = x
+        x = self.norm(x)
+        return first - second * x + shift
+
+
+class Twice(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 1:
+            y = x + self.work(x)
+            x = y
+            y = self.norm(y)
+        else:
+            y = x
+        for _ in range(2):
+            x = x + y
+            y = self.second(x)
+        return x * y
+
+
+class KeywordOfTheNorm(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        y = self.norm(x=x)
+        return x * y
+
+
+class SomethingBetween(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        x = x * 2
+        return x * self.norm(x)
+
+
+class InPlace(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = 1 * x
+        x += self.linear.bias
+        y = self.norm(x)
+        return x * y
+
+
+class CopyIsLost(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        y = x
+        y = self.norm(x)
+        return x * y
+
+
+class Difference(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - self.work(x)
+        y = self.norm(x)
+        return x * y
+
+
+def decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        return 3 * function(*args, **options)
+
+    return wrapper
+
+
+class Decorated(Layer):
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        y = self.norm(x)
+        return x * y
+
+
+class CallsItsBase(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + super().work(x)
+        y = self.norm(x)
+        return x * y
+
+
+TAKEN: dict[type[Layer], int] = {
+    NormedUnderTheNameOfTheSum: 1,
+    NormedUnderANameOfItsOwn: 1,
+    SumThatNobodyKeeps: 1,
+    SumOfSeveralNames: 1,
+    Twice: 3,
+    KeywordOfTheNorm: 0,
+    SomethingBetween: 0,
+    InPlace: 0,
+    CopyIsLost: 0,
+    Difference: 0,
+    Decorated: 0,
+    CallsItsBase: 0,
+}
+
+
+def outcome(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    return [y.detach(), leaf.grad, *[p.grad.clone() for p in layer.parameters() if p.grad is not None]]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("kind", "count"), TAKEN.items(), ids=[kind.__name__ for kind in TAKEN])
+def test_a_forward_keeps_its_meaning(kind: type[Layer], count: int, calls: Any) -> None:
+    layer, x = kind().double(), torch.randn(5, 8, dtype=torch.float64)
+    expected = outcome(layer, x)
+    report = applied(layer, calls, exclude=["rms_norm"])
+    assert ("add_rms_norm" in report.replaced) == (count > 0)
+    torch.testing.assert_close(outcome(layer, x), expected)
+    assert len(calls) == count
+    report.undo()
+    assert all(torch.equal(a, b) for a, b in zip(outcome(layer, x), expected, strict=True))
+
+
+@pytest.mark.parametrize("other", [torch.ones(8), torch.ones(5, 8, dtype=torch.float32)], ids=["broadcast", "promoted"])
+def test_a_sum_of_unlike_tensors_stays_a_sum(other: Tensor, calls: Any) -> None:
+    layer, x = NormedUnderANameOfItsOwn().double(), torch.randn(5, 8, dtype=torch.float64)
+    layer.work = lambda x: other * 2  # type: ignore[method-assign]
+    expected = layer(x)
+    applied(layer, calls)
+    torch.testing.assert_close(layer(x), expected)
+    assert calls == []
+
+
+@pytest.mark.parametrize("transposed", ["left", "right"])
+def test_results_are_laid_out_like_those_of_the_plain_layer(transposed: str, calls: Any) -> None:
+    layer, seen = NormedUnderTheNameOfTheSum(), []
+    layer.work = lambda x: seen.append(x.stride()) or torch.ones(5, 4, 8).transpose(0, 1)  # type: ignore[method-assign]
+    x = torch.randn(4, 5, 8)
+    if transposed == "left":
+        layer.work = lambda x: seen.append(x.stride()) or torch.ones(4, 5, 8)  # type: ignore[method-assign]
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    expected = layer(x).stride()
+    applied(layer, calls)
+    assert layer(x).stride() == expected
+    assert len(calls) == 1
+    assert seen[:2] == seen[2:]
+
+
+def test_two_layers_of_a_kind_share_one_code() -> None:
+    model = nn.Sequential(NormedUnderANameOfItsOwn(), NormedUnderANameOfItsOwn())
+    liger_hf.apply(model)
+    first, second = (layer.forward.__func__ for layer in model)
+    assert first.__code__ is second.__code__
+
+
+def test_the_new_forward_says_where_it_was_written() -> None:
+    original = SumOfSeveralNames.forward
+    made = fused(original, ("norm",), lambda norm, a, b: (norm(a + b), a + b))
+    assert made.__code__.co_filename == original.__code__.co_filename
+    assert made.__code__.co_firstlineno == original.__code__.co_firstlineno
+    assert (made.__defaults__, made.__kwdefaults__, made.__doc__) == (original.__defaults__, original.__kwdefaults__, original.__doc__)
+    assert made.__globals__ is original.__globals__
+
+
+def test_a_source_that_is_not_that_of_the_code_is_not_believed() -> None:
+    original = NormedUnderANameOfItsOwn.forward
+    assert norms_of_sums(original) == ("norm",)
+    swapped = FunctionType(Difference.forward.__code__.replace(co_firstlineno=original.__code__.co_firstlineno), globals())
+    assert norms_of_sums(swapped) == ()
+
+
+def test_code_without_source_is_left() -> None:
+    space: dict[str, Any] = {}
+    exec("def forward(self, x):\n    x = x + 1\n    y = self.norm(x)\n    return y", space)
+    assert norms_of_sums(space["forward"]) == ()
+    assert norms_of_sums(functools.partial(space["forward"])) == ()
+    assert norms_of_sums(torch.tanh) == ()
+
+
+def test_norms_of_two_classes_in_one_layer_are_left() -> None:
+    class Another(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    layer = Twice()
+    layer.second = Another()
+    (reason,) = [row.reason for row in liger_hf.apply(layer).rows if row.op == "add_rms_norm"]
+    assert reason == "the norms after its sums must be of one class, norm, second are not"
+
+
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+
+    return turned(q), turned(k)
+
+
+class Rotating(Layer):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = apply_rotary(x, self.work(x), cos, sin)
+        x = q + k
+        y = self.norm(x)
+        return x * y
+
+
+def test_a_forward_that_has_another_op_already_keeps_that() -> None:
+    layer = Rotating()
+    tables = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    x = torch.randn(2, 4, 3, 8)
+    expected = layer(x, *tables)
+    report = liger_hf.apply(layer)
+    assert {row.op: row.verdict for row in report.rows} == {"rope": "replaced", "add_rms_norm": "left", "rms_norm": "replaced"}
+    assert "what it would replace is already replaced for rope" in str(report)
+    torch.testing.assert_close(layer(x, *tables), expected)
+
+
+def test_a_copy_of_a_patched_layer_uses_its_own_norm() -> None:
+    layer, x = NormedUnderANameOfItsOwn(), torch.randn(5, 8)
+    liger_hf.apply(layer)
+    copied = copy.deepcopy(layer)
+    with torch.no_grad():
+        copied.norm.weight.zero_()
+    assert not torch.allclose(copied(x), layer(x))
+    torch.testing.assert_close(copied(x), x + layer.work(x) - 2 * layer.work(torch.zeros_like(x)))
+
+
+def test_the_norm_gets_the_stream_and_the_branch_themselves(calls: Any) -> None:
+    model = make(num_hidden_layers=1).eval()
+    applied(model, calls)
+    seen: list[Tensor] = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    with torch.no_grad():
+        model(**tokens())
+    ((weight, stream, branch),) = calls
+    assert branch is seen[0]
+    torch.testing.assert_close(stream, model.model.embed_tokens(tokens()["input_ids"]))
+    assert weight is model.model.layers[0].post_attention_layernorm.weight
