@@ -171,7 +171,7 @@ def forward_kernel(
     column = tl.arange(0, BLOCK)
     row_mask = None if WHOLE else row < rows
     column_mask = None if WHOLE else column < width
-    mask = None if WHOLE else row_mask[:, None] & column_mask[None, :]
+    mask = None if WHOLE else (row < rows)[:, None] & (column < width)[None, :]
     out = row[:, None] * width + column[None, :]
     value = read(x + row[:, None] * x_stride + column[None, :], mask)
     if residual is not None:

@@ -108,7 +108,7 @@ def wide_forward_kernel(
             column = start + near
             mask = None if EVEN else column < width
             value = summand(x, residual, column, mask, "evict_last", DTYPE)
-            count = 1.0 * VECTOR if EVEN else tl.sum(mask.to(tl.float32), 1)
+            count = 1.0 * VECTOR if EVEN else tl.sum((column < width).to(tl.float32), 1)
             middle = tl.sum(value, 1) / (count if EVEN else tl.maximum(count, 1.0))
             around = value - middle[:, None]
             if not EVEN:

@@ -98,7 +98,9 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     reduction: str = "mean",
     normalizer: Tensor | float | None = None,
+    budget: int | None = None,
 ) -> Tensor:
+    # It holds all logits whatever may be held: the same result, to whose error that of others is compared.
     logits = F.linear(hidden, weight, bias)
     if logit_scale != 1.0:
         logits = logits * logit_scale
