@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms: a module without children, with an eps, at most one weight and one bias as wide as its rows."""
+"""Norms: a module without children, with an eps, at most one weight and one bias as wide as its rows; perhaps gated or in groups."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from liger_core import Op, layer_norm, rms_norm
 from liger_hf.patch import forward_of, replacement
 from liger_hf.replica import Draw, configuration, device_of, replica
+from liger_hf.rules.gated_norm import Form, fits, forms
 from liger_hf.verification import Candidate, Case, Found, Results
 
 Cast = Literal["input", "float32"]
@@ -37,17 +38,24 @@ def look(module: nn.Module) -> Found | None:
     original = forward_of(module)
     if isinstance(original, str):
         return Found(op, refusal=original)
-    arguments = list(inspect.signature(original).parameters)[1:]
-    if len(arguments) != 1:
-        return Found(op, refusal=f"a norm must take one tensor, its forward takes ({', '.join(arguments)})")
+    arguments = tuple(inspect.signature(original).parameters)[1:]
+    if not (len(arguments) == 1 or (len(arguments) == 2 and weights.keys() == {"weight"})):
+        return Found(op, refusal=f"a norm must take one tensor, and besides at most a gate, its forward takes ({', '.join(arguments)})")
+    special = len(arguments) == 2 or _grouped(module, weights)
     dtype = next((p.dtype for p in weights.values()), torch.float32)
     shape = tuple((name, tuple(p.shape), p.dtype, p.device.type) for name, p in weights.items())
     return Found(
         op,
         kind=(type(module), configuration(module), shape),
         original=original,
-        candidates=lambda: _candidates(original, arguments[0], eps, tuple(weights)),
-        cases=lambda device, dtypes: (Case(drawn.name, drawn.dtype, _run(module, drawn)) for drawn in inputs(module, device, dtypes)),
+        candidates=lambda: (
+            _special(original, arguments, eps, _grouped(module, weights))
+            if special
+            else _candidates(original, arguments[0], eps, tuple(weights))
+        ),
+        cases=lambda device, dtypes: (
+            Case(drawn.name, drawn.dtype, _run(module, drawn)) for drawn in inputs(module, device, dtypes, len(arguments) == 2)
+        ),
         device=lambda: device_of(module),
         dtype=dtype,
     )
@@ -62,6 +70,27 @@ def eps_of(module: nn.Module) -> str | None:
 
 def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module._parameters.items() if p is not None}
+
+
+def _grouped(module: nn.Module, weights: dict[str, Any]) -> bool:
+    return isinstance(getattr(module, "group_size", None), int) and weights.keys() == {"weight"}
+
+
+def _special(original: Callable[..., Any], arguments: tuple[str, ...], eps: str, grouped: bool) -> Iterator[Candidate]:
+    gated = len(arguments) == 2
+    for detail, form in forms(eps, gated, grouped):
+        yield _special_candidate(detail, form, original, arguments)
+
+
+def _special_candidate(detail: str, form: Form, original: Callable[..., Any], arguments: tuple[str, ...]) -> Candidate:
+    def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
+        given = dict(zip(arguments, inputs, strict=False)) | named
+        x, gate = given[arguments[0]], given.get(arguments[-1])
+        if not fits(self.weight, x, gate, len(arguments) == 2):  # type: ignore[arg-type]
+            return original(self, *inputs, **named)
+        return form(self, x, gate)
+
+    return Candidate(rms_norm, detail, forward, lambda module: [replacement(module, forward, original)])
 
 
 def _candidates(original: Callable[..., Any], argument: str, eps: str, weights: tuple[str, ...]) -> Iterator[Candidate]:
@@ -99,16 +128,18 @@ def _candidate(
 
 @dataclass(frozen=True)
 class Drawn:
-    """Random rows, their upstream gradient and weights for a norm, by name."""
+    """Random rows, perhaps with a gate, their upstream gradient and weights for a norm, by name."""
 
     name: str
     dtype: torch.dtype
     x: Tensor
     upstream: Tensor
     values: dict[str, Tensor]
+    gates: tuple[Tensor, ...]
 
 
-def inputs(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Drawn]:
+def inputs(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype], gated: bool = False) -> Iterator[Drawn]:
+    """One draw for each dtype of the weights; the rows of a gated norm also in float32, as state-space scans make them."""
     weights = _weights(module)
     stated = getattr(module, "normalized_shape", (WIDTH,))
     width = max((p.shape[0] for p in weights.values()), default=stated[-1]) or WIDTH
@@ -117,10 +148,12 @@ def inputs(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype
     x = draw.normal(3, 7, width) * torch.tensor([0.01, 1.0, 100.0], device=device)[:, None, None]
     upstream = draw.normal(3, 7, width)
     values = {name: draw.positive(width) for name in weights}
+    gates = (draw.normal(3, 7, width),) if gated else ()
     for dtype in dtypes:
-        yield Drawn(
-            str(dtype).removeprefix("torch."), dtype, x.to(dtype), upstream.to(dtype), {name: v.to(dtype) for name, v in values.items()}
-        )
+        own = {name: v.to(dtype) for name, v in values.items()}
+        for wide in dict.fromkeys((dtype, torch.float32)) if gated else (dtype,):
+            name = f"{str(dtype).removeprefix('torch.')}{', float32 rows' if wide != dtype else ''}"
+            yield Drawn(name, dtype, x.to(wide), upstream.to(wide), own, tuple(gate.to(dtype) for gate in gates))
 
 
 def _run(module: nn.Module, drawn: Drawn) -> Callable[[Callable[..., Any], bool], Results]:
@@ -130,10 +163,12 @@ def _run(module: nn.Module, drawn: Drawn) -> Callable[[Callable[..., Any], bool]
 
         twin = replica(module, parameters={name: cast(value) for name, value in drawn.values.items()})
         twin.training = True
-        leaf = cast(drawn.x).clone().requires_grad_()
-        y = function(twin, leaf)
+        leaves = [cast(value).clone().requires_grad_() for value in (drawn.x, *drawn.gates)]
+        y = function(twin, *leaves)
         y.backward(cast(drawn.upstream).to(y.dtype))
-        gradients = {f"gradient of {name}": parameter.grad for name, parameter in twin.named_parameters()}
-        return {"output": y.detach(), "gradient of x": leaf.grad, **gradients}
+        inputs_of = {**dict(zip(("x", "gate"), leaves, strict=False)), **dict(twin.named_parameters())}
+        # An input that has no influence gets none.
+        gradients = {f"gradient of {name}": value.grad for name, value in inputs_of.items() if value.grad is not None}
+        return {"output": y.detach(), **gradients}
 
     return run

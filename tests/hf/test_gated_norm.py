@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms that take a gate, or that work on groups of a row: replaced if an op computes all of them, else left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+
+import liger_hf
+from hf.tiny_models import disagreements
+from liger_hf.replica import DoublePrecision
+
+
+def unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def in_groups(x: Tensor) -> Tensor:
+    return unit(x.unflatten(-1, (-1, 8))).flatten(-2)
+
+
+class GatedNorm(nn.Module):
+    """A norm with a gate; formula(x, gate, weight) gets x and the gate in float32."""
+
+    def __init__(self, formula: Callable[[Tensor, Tensor, Tensor], Tensor], group_size: int | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 32))
+        self.eps = 1e-6
+        self.formula = formula
+        if group_size is not None:
+            self.group_size = group_size
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        wide = torch.full_like(x, 3.0, dtype=torch.float32) if gate is None else gate.to(torch.float32)
+        return self.formula(x.to(torch.float32), wide, self.weight).to(x.dtype)
+
+
+FORMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int | None]] = {
+    "silu_after": (lambda x, gate, weight: unit(x).to(weight.dtype) * weight * silu(gate), None),
+    "sigmoid_after": (lambda x, gate, weight: unit(x) * weight * gate.sigmoid(), None),
+    "silu_before": (lambda x, gate, weight: unit(x * silu(gate)) * weight, None),
+    "silu_before_groups": (lambda x, gate, weight: in_groups(x * silu(gate)) * weight, 8),
+    "silu_after_groups": (lambda x, gate, weight: in_groups(x).to(weight.dtype) * weight * silu(gate), 8),
+}
+OTHERS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int | None]] = {
+    "gelu": (lambda x, gate, weight: unit(x) * weight * gelu(gate), None),
+    "detached_gate": (lambda x, gate, weight: unit(x) * weight * silu(gate.detach()), None),
+    "limited_gate": (lambda x, gate, weight: unit(x) * weight * silu(gate.clamp(max=1.5)), None),
+    "unused_groups": (lambda x, gate, weight: unit(x * silu(gate)) * weight, 8),
+    "other_groups": (lambda x, gate, weight: in_groups(x * silu(gate)) * weight, 16),
+    "unused_gate": (lambda x, gate, weight: unit(x) * weight + 0 * gate, None),
+}
+
+
+def report_of(form: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int | None]) -> liger_hf.Report:
+    return liger_hf.apply(nn.Sequential(GatedNorm(*form)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_a_gated_norm_has_the_outputs_and_gradients_of_the_plain_one(
+    form: tuple[Callable[..., Tensor], int | None], dtype: torch.dtype
+) -> None:
+    def run(module: nn.Module, precision: torch.dtype) -> dict[str, Tensor]:
+        leaves = [v.to(precision).clone().requires_grad_() for v in values]
+        y = module(*leaves)
+        y.backward(upstream.to(y.dtype))
+        return {"output": y.detach(), "x": leaves[0].grad, "gate": leaves[1].grad, "weight": module.weight.grad}  # type: ignore[dict-item]
+
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(4, 9, 32, generator=generator).to(dtype) for _ in range(2)]
+    upstream = torch.randn(4, 9, 32, generator=generator).to(dtype)
+    plain, patched = GatedNorm(*form).to(dtype), GatedNorm(*form).to(dtype)
+    assert liger_hf.apply(patched).replaced == {"rms_norm": 1}
+    with DoublePrecision():
+        exact = run(GatedNorm(*form).to(dtype).double(), torch.float64)
+    assert disagreements(run(patched, dtype), run(plain, dtype), exact) == {}
+
+
+@pytest.mark.parametrize("form", OTHERS.values(), ids=OTHERS.keys())
+def test_a_norm_with_another_gate_is_left(form: tuple[Callable[..., Tensor], int | None]) -> None:
+    assert report_of(form).replaced == {}
+
+
+def test_a_gated_norm_without_its_gate_is_computed_as_before() -> None:
+    plain, patched, x = GatedNorm(*FORMS["silu_after"]), GatedNorm(*FORMS["silu_after"]), torch.randn(3, 32)
+    liger_hf.apply(patched)
+    assert torch.equal(patched(x), plain(x))
+    assert torch.equal(patched(x, gate=None), plain(x, None))
+    # A gate that is broadcast was not among the checked calls.
+    gate = torch.randn(3, 1)
+    assert torch.equal(patched(x=x, gate=gate), plain(x, gate))
+
+
+def test_float32_rows_beside_a_narrow_gate_keep_their_precision() -> None:
+    plain, patched = (GatedNorm(*FORMS["silu_before"]).bfloat16() for _ in range(2))
+    liger_hf.apply(patched)
+    x, gate = torch.randn(3, 32), torch.randn(3, 32).bfloat16()
+    result = patched(x, gate)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, plain(x, gate))
