@@ -181,9 +181,8 @@ def test_fsdp1_has_the_whole_head_within_the_forward(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_zero_3_gathers_a_head_that_has_no_elements_between_steps(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs deepspeed")
-    if not hasattr(two_ranks, "train"):
-        pytest.skip("hf.two_ranks has no DeepSpeed yet")
-    torch.multiprocessing.spawn(two_ranks.train, args=(str(tmp_path / "store"), ("zero3",), False), nprocs=2)
+    runs = [("everything", "zero3", False)]
+    torch.multiprocessing.spawn(two_ranks.train, args=(str(tmp_path / "store"), runs), nprocs=2)
 
 
 # -- the rest

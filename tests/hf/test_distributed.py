@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ pytestmark = [
     pytest.mark.cpu,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
 ]
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not installed")
 # Two ranks need a GPU each.
 DEVICES = pytest.mark.parametrize(
     "ranks_on",
@@ -37,12 +39,20 @@ def test_gradients_of_two_ranks_are_the_mean_of_single_ones(patch_last: bool, ra
 @DEVICES
 @PATCH_LAST
 def test_fsdp2_trains_to_the_losses_of_the_plain_model(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(train, args=(str(tmp_path / "store"), ("fsdp2",), patch_last, ranks_on), nprocs=2)
+    runs = [("everything", "fsdp2", patch_last)]
+    torch.multiprocessing.spawn(train, args=(str(tmp_path / "store"), runs, ranks_on), nprocs=2)
 
 
 @needs_deepspeed
 @DEVICES
 @PATCH_LAST
 def test_zero_trains_to_the_losses_of_the_plain_model_at_every_stage(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
-    stages = ("zero0", "zero1", "zero2", "zero3")
-    torch.multiprocessing.spawn(train, args=(str(tmp_path / "store"), stages, patch_last, ranks_on), nprocs=2)
+    runs = [("everything", f"zero{stage}", patch_last) for stage in range(4)]
+    torch.multiprocessing.spawn(train, args=(str(tmp_path / "store"), runs, ranks_on), nprocs=2)
+
+
+@DEVICES
+def test_an_adapted_head_and_one_saved_beside_adapters_are_trained(ranks_on: str, tmp_path: Path) -> None:
+    ways = ("fsdp2", "fsdp2_head_alone", *(("zero3",) if HAS_DEEPSPEED else ()))
+    runs = list(product(("adapted_head", "saved_head"), ways, (False, True)))
+    torch.multiprocessing.spawn(train, args=(str(tmp_path / "store"), runs, ranks_on), nprocs=2)

@@ -44,7 +44,6 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int | None]] 
     "sigmoid_after": (lambda x, gate, weight: unit(x) * weight * gate.sigmoid(), None),
     "silu_before": (lambda x, gate, weight: unit(x * silu(gate)) * weight, None),
     "silu_before_groups": (lambda x, gate, weight: in_groups(x * silu(gate)) * weight, 8),
-    "silu_after_groups": (lambda x, gate, weight: in_groups(x).to(weight.dtype) * weight * silu(gate), 8),
 }
 OTHERS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int | None]] = {
     "gelu": (lambda x, gate, weight: unit(x) * weight * gelu(gate), None),

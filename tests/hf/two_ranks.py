@@ -29,12 +29,16 @@ def batch(rank: int) -> dict[str, Tensor]:
 
 
 def sharded(model: Any, head: dict[str, Any] | None = None, **options: Any) -> Any:
-    mesh = init_device_mesh(tiny_models.DEVICE.type, (2,))
-    for layer in model.model.layers:
+    mesh, inner = init_device_mesh(tiny_models.DEVICE.type, (2,)), inside_peft(model)
+    for layer in inner.model.layers:
         fully_shard(layer, mesh=mesh)
     if head is not None:
-        fully_shard(model.lm_head, mesh=mesh, **head)
+        fully_shard(inner.lm_head, mesh=mesh, **head)
     return fully_shard(model, mesh=mesh, **options)
+
+
+def inside_peft(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 WAYS: dict[str, Callable[[Any], nn.Module]] = {
@@ -72,29 +76,72 @@ def tolerance(on_cpu: float) -> float:
 def work(rank: int, store: str, ways: tuple[str, ...], patch_last: bool, device: str = "cpu") -> None:
     """One process; raises if a gradient is wrong or if all the logits were made."""
     with two_processes(rank, store, device):
-        base = make("llama", tie_word_embeddings=False).train()
-        single = [step(twin(base), **batch(r)) for r in range(2)]
+        base = trained("everything")
         for way in ways:
-            _compare(way, base, {name: (single[0][name] + single[1][name]) / 2 for name in single[0]}, rank, patch_last)
+            _compare(way, twin(base), Expected(base), rank, patch_last)
 
 
 STEPS = 4
+# What is trained: everything, or adapters, on the head too or with the head saved beside them.
+TRAINED: dict[str, dict[str, Any] | None] = {
+    "everything": None,
+    "adapted_head": {"target_modules": ["q_proj", "lm_head"]},
+    "saved_head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def trained(kind: str) -> Any:
+    """A model of which this is trained; nothing is zero at the start, so that everything gets a gradient."""
+    model, options = make("llama", tie_word_embeddings=False), TRAINED[kind]
+    if options is not None:
+        # Here: it takes longer to import than all the rest, and most tests do without.
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.train()
+
+
+class Expected:
+    """The gradients of one process that sees both batches: by name, of what is trained."""
+
+    def __init__(self, base: Any) -> None:
+        ranks = [step(twin(base), **batch(rank)) for rank in range(2)]
+        self.gradients = {name: (ranks[0][name] + ranks[1][name]) / 2 for name in ranks[0] if name != "loss"}
+
+    def compare(self, way: str, model: Any, gradient_of: Callable[[Any], Any]) -> None:
+        """Raises if not exactly these parameters of a model have these gradients; gradient_of a parameter is whole."""
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if trained.keys() != self.gradients.keys():
+            raise AssertionError(f"{way}: {sorted(trained)} are trained, they must be {sorted(self.gradients)}")
+        for name, parameter in trained.items():
+            expected = self.gradients[name]
+            largest = float((gradient_of(parameter) - expected).abs().max() / expected.abs().max())
+            if not largest <= tolerance(1e-5):
+                raise AssertionError(f"{way}: the gradient of {name} is off by {largest:.3g} of its largest element")
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(rank: int, store: str, ways: tuple[str, ...], patch_last: bool, device: str = "cpu") -> None:
-    """One process; raises if a patched model trains to other losses than the plain one does in one process."""
+def train(rank: int, store: str, runs: list[tuple[str, str, bool]], device: str = "cpu") -> None:
+    """One process; raises if a patched model trains with other gradients or to other losses than the plain one does in one process.
+
+    runs  what is trained, how, and whether it is wrapped before it is patched
+    """
     with two_processes(rank, store, device):
-        base = make("llama", tie_word_embeddings=False).train()
-        expected = _losses_of_one_process(twin(base))[rank]
-        for way in ways:
-            begin = _zero(int(way[-1])) if way.startswith("zero") else _fsdp2
-            losses = begin(twin(base), rank, patch_last)
+        for kind, way, patch_last in runs:
+            base = trained(kind)
+            expected = _losses_of_one_process(twin(base))[rank]
+            begin = _zero(int(way[-1])) if way.startswith("zero") else _fsdp2(way)
+            losses = begin(twin(base), Expected(base), rank, patch_last)
             if max(abs(got / want - 1) for got, want in zip(losses, expected, strict=True)) > tolerance(1e-4):
-                raise AssertionError(f"{way}, rank {rank}: the losses are {losses}, they must be {expected}")
+                raise AssertionError(f"{kind}, {way}, rank {rank}: the losses are {losses}, they must be {expected}")
 
 
 def _losses_of_one_process(model: Any) -> list[list[float]]:
@@ -109,20 +156,28 @@ def _losses_of_one_process(model: Any) -> list[list[float]]:
     return [list(of_rank) for of_rank in zip(*losses, strict=True)]
 
 
-def _fsdp2(model: Any, rank: int, patch_last: bool) -> list[float]:
-    patched_and_wrapped(model, sharded, patch_last)
-    optimizer, losses = optimizer_of(model), []
-    for _ in range(STEPS):
-        with no_logits():
-            loss = model(**batch(rank)).loss
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+Run = Callable[[Any, Expected, int, bool], list[float]]
 
 
-def _zero(stage: int) -> Callable[[Any, int, bool], list[float]]:
+def _fsdp2(way: str) -> Run:
+    def run(model: Any, gradients: Expected, rank: int, patch_last: bool) -> list[float]:
+        patched_and_wrapped(model, WAYS[way], patch_last)
+        optimizer, losses = optimizer_of(model), []
+        for _ in range(STEPS):
+            with no_logits():
+                loss = model(**batch(rank)).loss
+                loss.backward()
+            if not losses:
+                gradients.compare(way, model, lambda parameter: parameter.grad.full_tensor())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    return run
+
+
+def _zero(stage: int) -> Run:
     def engine_of(model: Any) -> Any:
         import deepspeed
 
@@ -134,17 +189,22 @@ def _zero(stage: int) -> Callable[[Any, int, bool], list[float]]:
         optimizer = optimizer_of(model)
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
-    def run(model: Any, rank: int, patch_last: bool) -> list[float]:
+    def run(model: Any, gradients: Expected, rank: int, patch_last: bool) -> list[float]:
         # DeepSpeed reads the first when it is imported; it looks for MPI if one of the others, which its launcher would set, is missing.
         os.environ.update(DS_ACCELERATOR=tiny_models.DEVICE.type, LOCAL_RANK=str(rank), RANK=str(rank))
         os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
         engine, losses = patched_and_wrapped(model, engine_of, patch_last), []
-        if (model.lm_head.weight.numel() == 0) != (stage == 3):
-            raise AssertionError(f"ZeRO-{stage}: the head has {model.lm_head.weight.numel()} weights between the steps")
+        for name, weight in inside_peft(model).lm_head.named_parameters():
+            if (weight.numel() == 0) != (stage == 3):
+                raise AssertionError(f"ZeRO-{stage}: {name} of the head has {weight.numel()} elements between the steps")
         for _ in range(STEPS):
             with no_logits():
                 loss = engine(**batch(rank)).loss
                 engine.backward(loss)
+            if not losses:
+                from deepspeed.utils import safe_get_full_grad
+
+                gradients.compare(f"ZeRO-{stage}", model, safe_get_full_grad)
             engine.step()
             losses.append(float(loss.detach()))
         return losses
@@ -152,17 +212,13 @@ def _zero(stage: int) -> Callable[[Any, int, bool], list[float]]:
     return run
 
 
-def _compare(way: str, base: Any, expected: dict[str, Tensor], rank: int, patch_last: bool) -> None:
-    model = twin(base)
+def _compare(way: str, model: Any, gradients: Expected, rank: int, patch_last: bool) -> None:
     wrapped = patched_and_wrapped(model, WAYS[way], patch_last)
     with no_logits():
         wrapped(**batch(rank)).loss.backward()
-    for name, parameter in model.named_parameters():
-        gradient: Any = parameter.grad
-        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        largest = float((whole - expected[name]).abs().max() / expected[name].abs().max())
-        if largest > tolerance(1e-5):
-            raise AssertionError(f"{way}: the gradient of {name} is off by {largest:.3g} of its largest element")
+    gradients.compare(
+        way, model, lambda parameter: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+    )
 
 
 def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool) -> Any:
