@@ -37,7 +37,7 @@ def stand_in() -> Iterator[list[liger_hf.Report]]:
 
 def trainer(model: Any, folder: Path, callbacks: Any = None, **options: Any) -> Trainer:
     settings = {"max_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **options}
-    return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=Rows(8), eval_dataset=Rows(4), callbacks=callbacks)
+    return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=Rows(8), eval_dataset=Rows(8), callbacks=callbacks)
 
 
 # -- the callback
@@ -83,15 +83,46 @@ def test_the_callback_undoes_everything_at_the_end_if_asked(precision: dict[str,
     assert torch.isfinite(model(input_ids=Rows(1).ids, labels=Rows(1).labels).loss)
 
 
-def test_a_callback_that_comes_too_late_for_the_head_says_so(tmp_path: Path) -> None:
-    made = trainer(make(), tmp_path, bf16=True)
-    callback = liger_hf.LigerCallback(show=None)
-    made.add_callback(callback)
-    made.train()
-    assert callback.report is not None
-    assert {row.op: row.reason for row in callback.report.rows if row.verdict == "left"} == {
-        "linear_cross_entropy": "its forward was already replaced on this instance by accelerate.utils.operations"
-    }
+PRECISIONS = pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
+
+
+@PRECISIONS
+def test_a_callback_that_is_added_later_applies_when_training_begins(precision: dict[str, Any], tmp_path: Path) -> None:
+    losses = []
+    for callback in (liger_hf.LigerCallback(undo=True, show=None), None):
+        made = trainer(make().train(), tmp_path, max_steps=2, logging_steps=1, learning_rate=1e-2, **precision)
+        if callback is not None:
+            made.add_callback(callback)
+        made.train()
+        losses.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+        if callback is not None:
+            assert callback.report is not None
+            assert callback.report.replaced == ALL
+            assert "liger_head" not in vars(made.model)
+    assert losses[0] == pytest.approx(losses[1], abs=2e-2 if precision else 2e-4)
+
+
+@PRECISIONS
+def test_a_model_that_is_made_anew_for_each_training_is_patched_each_time(
+    precision: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[liger_hf.Report] = []
+    settings = {"max_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **precision}
+    made = Trainer(
+        model_init=lambda: make().train(),
+        args=TrainingArguments(str(tmp_path), **settings),
+        train_dataset=Rows(8),
+        eval_dataset=Rows(8),
+        callbacks=[liger_hf.LigerCallback(show=shown.append)],
+    )
+    models = [made.model]
+    for _ in range(2):
+        made.train()
+        models.append(made.model)
+    assert len({id(model) for model in models}) == 3
+    assert [report.replaced for report in shown] == [ALL] * 3
+    assert [model.liger_report for model in models] == shown
+    largest_of_an_evaluation(made, monkeypatch)
 
 
 def test_adapters_are_trained_under_the_callback(tmp_path: Path) -> None:
@@ -126,10 +157,36 @@ def test_evaluating_the_loss_alone_makes_no_logits(
     made = trainer(make().train(), tmp_path, use_liger_kernel=True, prediction_loss_only=True)
     monkeypatch.setattr("liger_core.ops._chunked_loss.CPU_BYTES", 4 * VOCABULARY * 4)
     made.train()
+    assert largest_of_an_evaluation(made, monkeypatch) < Rows(8).ids.numel() * VOCABULARY
+
+
+@pytest.mark.parametrize("options", [{}, {"prediction_loss_only": True}, {"bf16": True}], ids=["no_metrics", "loss_only", "bf16"])
+def test_an_evaluation_without_metrics_makes_no_logits(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    expected = trainer(plain, tmp_path, **options).evaluate()["eval_loss"]
+    made = trainer(patched, tmp_path, [liger_hf.LigerCallback(show=None)], **options)
+    assert made.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-2 if options.get("bf16") else 1e-5)
+    monkeypatch.setattr("liger_core.ops._chunked_loss.CPU_BYTES", 4 * VOCABULARY * 4)
+    assert largest_of_an_evaluation(made, monkeypatch) < Rows(8).ids.numel() * VOCABULARY
+
+
+def largest_of_an_evaluation(made: Trainer, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Elements of the largest tensor; fails if the logits are read."""
     monkeypatch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("somebody read the logits"))
     with LargestResult() as largest:
         assert made.evaluate()["eval_loss"] > 0
-    assert largest.elements < Rows(4).ids.numel() * VOCABULARY
+    return largest.elements
+
+
+def test_predictions_of_a_trainer_are_the_logits_of_the_plain_model(tmp_path: Path) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    expected = trainer(plain, tmp_path).predict(Rows(4))
+    got = trainer(patched, tmp_path, [liger_hf.LigerCallback(show=None)]).predict(Rows(4))
+    assert type(got.predictions) is type(expected.predictions)
+    assert got.predictions == pytest.approx(expected.predictions, abs=1e-5)
+    assert got.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
 
 
 def test_the_config_leaves_ops_out(stand_in: list[liger_hf.Report], tmp_path: Path) -> None:

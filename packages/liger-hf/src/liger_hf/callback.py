@@ -20,10 +20,8 @@ class LigerCallback(TrainerCallback):
     undo   take everything back when the training has ended
     show   what is done with the report, on the first process; print by default, None for nothing
 
-    It applies as soon as the Trainer has been made, before accelerate wraps the model; the report is `callback.report`.
-    `trainer.add_callback` comes too late under mixed precision: the head, whose forward accelerate has wrapped by then, stays
-    plain, and the report says so. With model_init= a Trainer makes its model anew without telling its callbacks; let model_init
-    itself call `liger_hf.apply` then.
+    It applies as soon as the Trainer has been made, before accelerate wraps the model; the report is `callback.report`. Added later
+    by `trainer.add_callback`, or where model_init= makes the model anew, it applies when training begins.
     """
 
     def __init__(

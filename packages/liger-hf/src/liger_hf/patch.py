@@ -63,6 +63,24 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | str:
     return f"its forward was already replaced on this instance by {origin}"
 
 
+def under_autocast(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward that accelerate has put around a model's own for mixed precision, not yet bound; None if there is none."""
+    own = module.__dict__.get("forward")
+    if not isinstance(own, MethodType) or own.__self__ is not module or "_original_forward" not in module.__dict__:
+        return None
+    function: Any = own.__func__
+    while function is not type(module).forward:
+        if hasattr(function, MARK) or not hasattr(function, "__wrapped__"):
+            return None
+        function = function.__wrapped__
+    return own.__func__ if own.__func__ is not function else None
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any] | str:
+    """As `forward_of`, but without the autocast of accelerate: what a check in several dtypes can run."""
+    return forward_of(module) if under_autocast(module) is None else type(module).forward
+
+
 def replacement(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any]) -> Patch:
     """A patch that makes `function` the forward of this instance, with the signature of the original.
 

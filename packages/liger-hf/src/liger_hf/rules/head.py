@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 
 from liger_core import linear_cross_entropy
 from liger_hf.causal_loss import MODEL_LOSSES
+from liger_hf.deferred_logits import DeferredLogits
 from liger_hf.lazy_logits import Cell, LazyLogits
-from liger_hf.patch import Patch, forward_of, replacement
-from liger_hf.projection import version_of
+from liger_hf.patch import Patch, forward_of, own_forward, replacement, under_autocast
+from liger_hf.projection import gathered, version_of
 from liger_hf.replica import device_of
 from liger_hf.rules.head_check import cases
 from liger_hf.verification import Candidate, Found
@@ -36,7 +37,7 @@ def look(module: nn.Module) -> Found | None:
     inner = next((name for name, part in module.named_modules() if part is not module and _owns(part, head)), None)
     if inner is not None:
         return Found(OP, refusal=f"its head belongs to {inner}, which is a model by itself")
-    original, projection = forward_of(module), forward_of(head)
+    original, projection = own_forward(module), forward_of(head)
     if isinstance(original, str) or isinstance(projection, str):
         return Found(OP, refusal=original if isinstance(original, str) else f"the head: {projection}")
     # Some forwards compute their loss themselves; for those the check finds whether the logits were read.
@@ -80,7 +81,7 @@ def _sizes(head: nn.Module) -> tuple[int, int] | None:
 
 def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
     """What makes the logits of one model lazy."""
-    sizes, inner, original = _sizes(head), forward_of(head), forward_of(model)
+    sizes, inner, original = _sizes(head), forward_of(head), under_autocast(model) or forward_of(model)
     assert sizes is not None
     assert not isinstance(inner, str)
     assert not isinstance(original, str)
@@ -114,32 +115,47 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             # What a Trainer with use_liger_kernel=True says when it evaluates the loss alone.
             keep_logits = False
         head = holder[0]
+        # A Trainer evaluates: it may want the loss alone, which it does not say, and reads the logits at once or never.
+        defer = (
+            keep_logits is None
+            and not torch.is_grad_enabled()
+            and "num_items_in_batch" in options
+            and not (torch.compiler.is_compiling() or _sharded(head))
+        )
         lazy = head.liger_lazy
-        head.liger_lazy = torch.is_grad_enabled() if keep_logits is None else True
+        head.liger_lazy = torch.is_grad_enabled() or defer if keep_logits is None else True
         try:
             outputs = original(self, *args, **options)
         finally:
             head.liger_lazy = lazy
         keep = not (self.training and torch.is_grad_enabled()) if keep_logits is None else keep_logits
-        return _settled(outputs, keep)
+        return _settled(outputs, keep, defer)
 
     return forward
 
 
-def _settled(outputs: Any, keep: bool) -> Any:
+def _sharded(head: nn.Module) -> bool:
+    """By FSDP or ZeRO-3, or offloaded: the weights may be gone before the logits are read."""
+    return gathered(head) or getattr(head, "_is_fsdp_managed_module", False)
+
+
+def _settled(outputs: Any, keep: bool, defer: bool) -> Any:
     """Real logits where they are wanted or where no loss used them, made while the weights are still there."""
     if isinstance(outputs, tuple):
-        return tuple(_real(value, keep) if isinstance(value, LazyLogits) else value for value in outputs)
+        return tuple(_real(value, keep, defer) if isinstance(value, LazyLogits) else value for value in outputs)
     if isinstance(outputs, LazyLogits):
-        return _real(outputs, keep)
+        return _real(outputs, keep, defer)
     logits = outputs.get("logits") if hasattr(outputs, "get") else None
     if isinstance(logits, LazyLogits):
         # By item: an attribute of a ModelOutput that is set alone leaves the old value under its key.
-        outputs["logits"] = _real(logits, keep)
+        outputs["logits"] = _real(logits, keep, defer)
     return outputs
 
 
-def _real(logits: LazyLogits, keep: bool) -> Any:
+def _real(logits: LazyLogits, keep: bool, defer: bool) -> Any:
+    if defer and logits.cell.used and logits.real is None:
+        logits.cell.open = False
+        return DeferredLogits(logits)
     if keep or not logits.cell.used:
         return logits.materialize()
     logits.cell.open = False

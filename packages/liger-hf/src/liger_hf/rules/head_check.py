@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from liger_hf.errors import LogitsError
 from liger_hf.lazy_logits import LazyLogits
-from liger_hf.patch import Patch, forward_of
+from liger_hf.patch import Patch, own_forward
 from liger_hf.replica import Draw, replica
 from liger_hf.verification import Case, Results
 
@@ -42,7 +42,7 @@ def _width(model: PreTrainedModel, path: str, sizes: tuple[int, int], layer: nn.
     try:
         hidden = torch.zeros(2, 9, sizes[0], device=labels.device)
         with torch.no_grad():
-            forward_of(model)(_stand_in(model, path, sizes[1], hidden, layer), input_ids=labels.clamp(min=0))  # type: ignore[operator]
+            own_forward(model)(_stand_in(model, path, sizes[1], hidden, layer), input_ids=labels.clamp(min=0))  # type: ignore[operator]
     except RuntimeError:
         return int(stated)
     return sizes[0]
@@ -51,7 +51,7 @@ def _width(model: PreTrainedModel, path: str, sizes: tuple[int, int], layer: nn.
 def _run(
     model: PreTrainedModel, path: str, classes: int, layer: nn.Linear, hidden: Tensor, labels: Tensor
 ) -> Callable[[Callable[..., Any], bool], Results]:
-    original: Any = forward_of(model)
+    original: Any = own_forward(model)
 
     def run(function: Callable[..., Sequence[Patch]], exact: bool) -> Results:
         patched = function is not original
