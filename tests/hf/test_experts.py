@@ -24,7 +24,7 @@ def loss(model: Any) -> torch.Tensor:
 def test_the_gate_of_every_implementation_is_replaced(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     right = gated_mlp.swiglu
-    monkeypatch.setattr("liger_hf.rules.experts.ACTIVATIONS", ((Spy(right, calls), {}),))
+    monkeypatch.setattr("liger_hf.rules.gated_mlp.ACTIVATIONS", ((Spy(right, calls), {}),))
     plain = build("mixtral").train()
     plain.set_experts_implementation(implementation)
     patched = twin(plain)
@@ -41,9 +41,9 @@ class Spy:
     def __init__(self, op: Any, calls: list[int]) -> None:
         self.op, self.calls, self.name = op, calls, op.name
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         self.calls.append(1)
-        return self.op(*args)
+        return self.op(*args, **options)
 
 
 def test_experts_that_run_one_by_one_are_left_and_the_report_says_how_to_change_it() -> None:
@@ -54,7 +54,12 @@ def test_experts_that_run_one_by_one_are_left_and_the_report_says_how_to_change_
     assert "'eager' does not call their gate; model.set_experts_implementation('grouped_mm') does" in row.reason
 
 
-def test_a_limited_gate_is_left() -> None:
+def test_a_limited_gate_is_replaced() -> None:
+    row = next(row for row in liger_hf.apply(build("hy_v4")).rows if row.module == "HYV4Experts")
+    assert (row.op, row.reason) == ("swiglu", "outputs and gradients agree, limited by swiglu_limit")
+
+
+def test_a_gate_with_a_slope_of_its_own_is_left() -> None:
     row = next(row for row in liger_hf.apply(build("gpt_oss")).rows if row.module == "GptOssExperts")
     assert "no op computes what the module does" in row.reason
 

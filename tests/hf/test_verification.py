@@ -147,6 +147,28 @@ UNITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
 }
 
 
+LIMITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
+    "both": (lambda unit, gate, up: nn.functional.silu(gate.clamp(max=7)) * up.clamp(-7, 7), True),
+    "up_alone": (lambda unit, gate, up: nn.functional.silu(gate) * up.clamp(-7, 7), False),
+    "up_from_above": (lambda unit, gate, up: nn.functional.silu(gate.clamp(max=7)) * up.clamp(max=7), False),
+    "gate_on_both_sides": (lambda unit, gate, up: nn.functional.silu(gate.clamp(-7, 7)) * up.clamp(-7, 7), False),
+    "another_limit": (lambda unit, gate, up: nn.functional.silu(gate.clamp(max=6)) * up.clamp(-7, 7), False),
+    "no_gradient_at_the_limit": (
+        lambda unit, gate, up: nn.functional.silu(gate.clamp(max=7)) * (up - (up - up.clamp(-7, 7)).detach()),
+        False,
+    ),
+    "a_slope": (lambda unit, gate, up: gate.clamp(max=7) * (1.7 * gate.clamp(max=7)).sigmoid() * (up.clamp(-7, 7) + 1), False),
+}
+
+
+@pytest.mark.parametrize(("between", "fits"), LIMITS.values(), ids=LIMITS.keys())
+def test_a_limited_unit_is_replaced_only_if_its_limits_are_those_of_the_module(between: Callable[..., Tensor], fits: bool) -> None:
+    unit = Unit(between)
+    unit.dropout, unit.act, unit.swiglu_limit = nn.Identity(), nn.Identity(), 7.0
+    report = liger_hf.apply(nn.Sequential(unit))
+    assert report.replaced == ({"swiglu": 1} if fits else {})
+
+
 @pytest.mark.parametrize(("between", "fits"), UNITS.values(), ids=UNITS.keys())
 def test_a_gated_unit_is_replaced_only_if_all_of_it_is_computed(between: Callable[..., Tensor], fits: bool) -> None:
     # Evaluation: a dropout must be noticed although it does nothing yet.

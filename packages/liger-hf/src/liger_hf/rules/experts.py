@@ -7,7 +7,6 @@ That gate, a method of the module, is what is replaced; the interface, its imple
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from liger_hf.patch import MARK, Patch, forward_of
 from liger_hf.replica import Draw, configuration, device_of
-from liger_hf.rules.gated_mlp import ACTIVATIONS, SCALES
+from liger_hf.rules.gated_mlp import SCALES, Unit, units
 from liger_hf.verification import Candidate, Case, Found, Results
 
 GATE = "_apply_gate"
@@ -42,7 +41,7 @@ def look(module: nn.Module) -> Found | None:
         "swiglu",
         kind=(type(module), configuration(module), runs, dtype, str(parameter.device) if parameter is not None else ""),
         original=gate,
-        candidates=lambda: _candidates(gate),
+        candidates=lambda: _candidates(module),
         cases=lambda device, dtypes: _cases(module, device, dtypes),
         device=lambda: device_of(module),
         dtype=dtype,
@@ -61,16 +60,15 @@ def _implementation(module: nn.Module) -> Callable[..., Any] | str:
     return runs
 
 
-def _candidates(original: Callable[..., Any]) -> Iterator[Candidate]:
-    for op, options in ACTIVATIONS:
-        label = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        function = _gate(partial(op, **options) if options else op)
+def _candidates(module: nn.Module) -> Iterator[Candidate]:
+    for op, label, unit in units(module):
+        function = _gate(unit)
         yield Candidate(op, label, function, lambda module, function=function: [Patch(module, GATE, MethodType(function, module))])  # type: ignore[misc]
 
 
-def _gate(op: Callable[..., Any]) -> Callable[..., Any]:
+def _gate(unit: Unit) -> Callable[..., Any]:
     def _apply_gate(self: nn.Module, gate_up: Tensor) -> Tensor:
-        return op(gate_up)
+        return unit(self, (gate_up,), False)
 
     _apply_gate.__dict__[MARK] = True
     return _apply_gate

@@ -62,7 +62,7 @@ def look(module: nn.Module) -> Found | None:
             str(weight.device) if weight is not None else "",
         ),
         original=original,
-        candidates=lambda: _candidates(original, arguments[0].name, layout, between),
+        candidates=lambda: _candidates(module, original, arguments[0].name, layout, between),
         cases=lambda device, dtypes: _cases(module, linears, between, layout, device, dtypes),
         device=lambda: device_of(module),
         dtype=weight.dtype if weight is not None else torch.float32,
@@ -88,24 +88,51 @@ def _layout(linears: dict[str, nn.Module]) -> Layout | None:
     return None
 
 
-def _candidates(original: Callable[..., Any], argument: str, layout: Layout, between: tuple[str, ...]) -> Iterator[Candidate]:
-    inputs, down = layout
+# What a module makes of (gate, up), or of both packed in one, and whether it may write over them.
+Unit = Callable[[nn.Module, tuple[Tensor, ...], bool], Tensor]
+
+
+def units(module: nn.Module) -> Iterator[tuple[Op[..., Any], str, Unit]]:
+    """The ways in which a module may join gate and up, each with its op and its words."""
     for op, options in ACTIVATIONS:
-        label = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        yield op, ", ".join(f"{name}={value!r}" for name, value in options.items()), partial(_joined, partial(op, **options))
+    # A limit with α and up + 1 (gpt-oss) is no swiglu of scaled inputs: in bfloat16 the scaling costs too much accuracy.
+    for name, value in vars(module).items():
+        if name.endswith("limit") and isinstance(value, (int, float)) and value > 0:
+            yield swiglu, f"limited by {name}", partial(_limited, name)
+
+
+def _joined(op: Callable[..., Tensor], module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
+    return op(*parts, overwrite=overwrite)
+
+
+def _limited(name: str, module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
+    """The gate is cut from above, up on both sides."""
+    limit = getattr(module, name)
+    gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+    # Nobody else sees what was cut.
+    return swiglu(gate.clamp(max=limit), up.clamp(min=-limit, max=limit), overwrite=True)
+
+
+def _candidates(
+    module: nn.Module, original: Callable[..., Any], argument: str, layout: Layout, between: tuple[str, ...]
+) -> Iterator[Candidate]:
+    inputs, down = layout
+    for op, label, unit in units(module):
         for order, place in product((inputs, inputs[::-1])[: len(inputs)], ("before", "after") if between else ("",)):
             names = (*between, down) if place == "before" else (down, *between)
-            function = _forward(partial(op, **options) if options else op, argument, order, names)
+            function = _forward(unit, argument, order, names)
             yield Candidate(op, label, function, lambda module, function=function: [replacement(module, function, original)])  # type: ignore[misc]
 
 
-def _forward(op: Callable[..., Any], argument: str, inputs: tuple[str, ...], rest: tuple[str, ...]) -> Callable[..., Any]:
+def _forward(unit: Unit, argument: str, inputs: tuple[str, ...], rest: tuple[str, ...]) -> Callable[..., Any]:
     if len(inputs) == 1:
         (packed,) = inputs
 
         def forward_packed(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
             (x,) = args or (named.pop(argument),)
             inner = getattr(self, packed)
-            y = op(inner(x), overwrite=unobserved(inner))
+            y = unit(self, (inner(x),), unobserved(inner))
             for name in rest:
                 y = getattr(self, name)(y)
             return y
@@ -116,7 +143,7 @@ def _forward(op: Callable[..., Any], argument: str, inputs: tuple[str, ...], res
     def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
         (x,) = args or (named.pop(argument),)
         first, second = getattr(self, gate), getattr(self, up)
-        y = op(first(x), second(x), overwrite=unobserved(first, second))
+        y = unit(self, (first(x), second(x)), unobserved(first, second))
         for name in rest:
             y = getattr(self, name)(y)
         return y
