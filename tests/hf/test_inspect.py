@@ -55,6 +55,11 @@ def test_a_config_gives_the_rows_that_apply_gives(model_type: str) -> None:
     assert inspected.replaced == {}
 
 
+def test_a_name_is_inspected_by_its_config(folder: str) -> None:
+    assert liger_hf.inspect(folder).replaceable == PARTS
+    assert liger_hf.inspect("mistral", only=["swiglu"]).replaceable == {"swiglu": 32}
+
+
 def test_inspecting_changes_nothing() -> None:
     model = make()
     before = instance_state(model)
@@ -146,5 +151,5 @@ def test_the_liger_command_has_it_and_ends_with_two_for_a_mistake(
 
 
 def test_no_model_is_an_error() -> None:
-    with pytest.raises(liger_hf.ModelError, match=r"liger_hf\.inspect: model must be a torch\.nn\.Module, got str"):
-        liger_hf.inspect("llama")  # type: ignore[arg-type]
+    with pytest.raises(liger_hf.ModelError, match=r"liger_hf\.inspect: model must be a torch\.nn\.Module, got NoneType"):
+        liger_hf.inspect(None)  # type: ignore[arg-type]

@@ -295,6 +295,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
         OptionError,
         "AutoLigerModelForCausalLM: liger must be a mapping with keys among only, exclude, verify, got ['onyl']",
     ),
+    "auto_option_outside": (
+        lambda: liger_hf.AutoLigerModelForCausalLM.from_config(None, only=["rope"]),
+        OptionError,
+        "AutoLigerModelForCausalLM: only must be given in liger=, write liger={'only': ['rope']}",
+    ),
     "auto_call": (
         liger_hf.AutoLigerModelForCausalLM,
         OptionError,

@@ -26,17 +26,20 @@ class AutoLigerModelForCausalLM:
     @classmethod
     def from_pretrained(cls, *args: Any, liger: Mapping[str, Any] | None = None, **options: Any) -> Any:
         """Load a pretrained model and apply Liger to it."""
-        chosen = _chosen(liger)
+        chosen = _chosen(liger, options)
         return _applied(AutoModelForCausalLM.from_pretrained(*args, **options), chosen)
 
     @classmethod
     def from_config(cls, *args: Any, liger: Mapping[str, Any] | None = None, **options: Any) -> Any:
         """Make a model with random weights and apply Liger to it."""
-        chosen = _chosen(liger)
+        chosen = _chosen(liger, options)
         return _applied(AutoModelForCausalLM.from_config(*args, **options), chosen)
 
 
-def _chosen(liger: Mapping[str, Any] | None) -> dict[str, Any]:
+def _chosen(liger: Mapping[str, Any] | None, others: Mapping[str, Any]) -> dict[str, Any]:
+    for name in OPTIONS:
+        if name in others:
+            raise OptionError(f"AutoLigerModelForCausalLM: {name} must be given in liger=, write liger={{{name!r}: {others[name]!r}}}")
     if liger is not None and (not isinstance(liger, Mapping) or not liger.keys() <= set(OPTIONS)):
         got = sorted(liger) if isinstance(liger, Mapping) else liger
         raise OptionError(f"AutoLigerModelForCausalLM: liger must be a mapping with keys among {', '.join(OPTIONS)}, got {got!r}")

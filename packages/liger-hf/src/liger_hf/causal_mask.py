@@ -21,7 +21,8 @@ from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rebinding import called, rebound
 
 NOTE = (
-    "Compiled and called without attention_mask, position_ids and past_key_values, attention is told to be causal instead of given a mask."
+    "If the model is compiled and called without attention_mask, position_ids and past_key_values, "
+    "its attention gets is_causal=True instead of a mask."
 )
 NAME = create_causal_mask.__name__
 # What the values of could ask for more than a causal mask.

@@ -22,7 +22,7 @@ CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForS
 
 
 def inspect(
-    model: nn.Module | PretrainedConfig,
+    model: nn.Module | PretrainedConfig | str,
     *,
     only: Names = None,
     exclude: Names = None,
@@ -32,13 +32,16 @@ def inspect(
 ) -> Report:
     """What `liger_hf.apply` would replace in a model, with the reasons; nothing is changed.
 
-    model   a model, with weights or on the meta device, or the config of one, which is built without weights
+    model   a model, with weights or on the meta device, or the config of one, which is built without weights; or a folder, a model
+            type of Transformers or a name on the hub, of which the config is taken
     dtype   of the model that is built from a config; that of the config by default
     device  where a model without weights is checked, with small random ones; a GPU if there is one
     only, exclude, verify  as for apply
 
     Raises ModelError for a config of which no model can be built, and what apply raises.
     """
+    if isinstance(model, str):
+        model = config_of(model)
     if isinstance(model, PretrainedConfig):
         model = _built(model, dtype)
     if not isinstance(model, nn.Module) or not _without_weights(model):
