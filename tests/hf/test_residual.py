@@ -18,6 +18,9 @@ from hf.tiny_models import LAYERS, disagreements, exact_step, make, step, tokens
 from liger_hf.rules import residual
 from liger_hf.rules.residual_source import fused, norms_of_sums
 
+# Whole models on the device under test are in test_architectures.
+pytestmark = pytest.mark.cpu
+
 OFFSETS = {"llama": 0, "mistral": 0, "qwen2": 0, "qwen3": 0, "gemma": 1, "gemma2": 1, "phi3": 0, "granite": 0}
 
 
