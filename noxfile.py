@@ -23,6 +23,16 @@ TOOLS = ["pytest", "pytest-xdist", "hypothesis", "peft", "trl", "mypy"]
 EXTRAS = ["bitsandbytes", "deepspeed", "torchao"] if sys.platform == "linux" else []
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))
 INTERPRETED = {"TRITON_INTERPRET": "1"}
+# One sequence or batch that does not fit a GPU of 24 GiB, and one that does with Liger.
+CAPPED = ["--shape", "16x1024", "--shape", "128x1024", "--shape", "4x8192", "--shape", "4x32768"]
+# `liger bench` with these, one after the other: what else runs on the machine shows in the small shapes.
+RELEASE = [
+    ["--peers", "--backend", "triton", "--seconds", "0.1"],
+    ["scaling", "--backend", "triton", "--seconds", "0.05"],
+    ["model", "--model", "1b", "--together", "5"],
+    ["model", "--model", "8b"],
+    ["model", "--model", "1b", "--memory-limit", "24GiB", *CAPPED, "--steps", "2", "--seconds", "1"],
+]
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
@@ -94,6 +104,18 @@ def sanitize(session: nox.Session) -> None:
     """Every kernel on its samples under compute-sanitizer (memcheck, racecheck), on a CUDA GPU. For instance: -- rope."""
     session.chdir("tests")
     session.run(here(session), "sanitize.py", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def benchmarks(session: nox.Session) -> None:
+    """Every figure of docs/benchmarks.md, measured in half an hour on one CUDA GPU that nothing else uses. Started again, it goes on.
+
+    The folder of the results may be given: -- benchmarks/results/2026-11-21-one-h200.
+    """
+    folder = next(iter(session.posargs), "results/release")
+    for measured in RELEASE:
+        session.run(here(session), "-m", "liger_core", "bench", *measured, "--out", folder, "--resume", external=True)
+    session.run(here(session), "-m", "liger_core", "bench", "report", folder, "--docs", "docs/benchmarks.md", external=True)
 
 
 @nox.session

@@ -45,7 +45,7 @@ COLUMNS = {
 }
 CLASSES: dict[str, Any] = {"": AutoModelForCausalLM, "vision": AutoModelForImageTextToText, "seq2seq": AutoModelForSeq2SeqLM}
 SAME, WRONG, UNBUILT = "same", "wrong", "not built"
-SECONDS = 120
+SECONDS = 300
 
 
 @dataclass
