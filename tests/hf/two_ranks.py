@@ -228,7 +228,8 @@ def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool
     if patch_last:
         liger_hf.apply(model)
     # ZeRO-3 gathers the weight of a norm by hooks on it.
-    hooked = patch_last and any(layer.post_attention_layernorm._forward_pre_hooks for layer in model.model.layers)
+    norms = [module for name, module in model.named_modules() if name.endswith("post_attention_layernorm")]
+    hooked = patch_last and any(norm._forward_pre_hooks for norm in norms)
     residuals = {} if hooked else {"add_rms_norm": 2}
     if model.liger_report.replaced != {"rms_norm": 5, **residuals, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}:
         raise AssertionError(f"not everything was replaced: {model.liger_report}")
