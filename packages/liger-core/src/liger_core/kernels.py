@@ -4,7 +4,7 @@
 A `Kernel` is a custom op made of `allocate` (its outputs, and so also its fake) and `launch` (fills them). Plain eager calls
 skip the dispatcher, which costs more than a small kernel; whatever traces or watches (compile, a dispatch mode, a tensor
 subclass) gets the custom op. `differentiable` ties a forward and a backward kernel together by the names in their
-schemas, so no op writes an autograd function of its own: in eager Python by one that is cheap, in compiled regions by the custom op.
+schemas, so no op writes an autograd function of its own; a compiled region gets it as one node.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Kernel:
         self.op = getattr(getattr(torch.ops, namespace), name).default
         self.schema = self.op._schema
         self.single = len(self.schema.returns) == 1
-        # The backward kernel that the custom op itself is tied to.
-        self.derivative: Kernel | None = None
+        # Number of public outputs → the backward kernel, and the custom op that is tied to it.
+        self.tied: dict[int, tuple[Kernel, Any]] = {}
 
     def __call__(self, *args: Any) -> Outputs:
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not _PLAIN.issuperset(map(type, args)):
@@ -69,17 +69,32 @@ class Kernel:
             return self.execute(args, self.recycle)
         return self.execute(args, self.allocate)
 
-    def tie(self, backward: Kernel, derive: Callable[..., Any], setup: Callable[..., None]) -> None:
-        """Make the custom op itself differentiable, for compiled regions.
+    def tie(self, backward: Kernel, public: int, function: Callable[..., Any]) -> Any:
+        """The custom op that stands for a differentiable function of this kernel, with its first outputs, in a compiled region.
 
-        An autograd function would reach the compiler as a graph of its own, whose nodes torch 2.11 gives no mark of the
-        checkpoint around them: their results were saved (tests/conformance/test_tracing.py).
+        Dynamo would make a graph of its own of an autograd function, whose nodes torch 2.11 gives no mark of the checkpoint around
+        them: their results were saved (tests/conformance/test_tracing.py). Of a custom op it makes one node, which has the mark.
+        What AOTAutograd finds under it are the two kernels, so that a compiled graph calls these, past all autograd.
         """
-        if self.derivative is None:
-            torch.library.register_autograd(self.name, derive, setup_context=setup, lib=_libraries[self.op.namespace])
-            self.derivative = backward
-        elif self.derivative is not backward:
-            raise TypeError(f"{self.name}: it must have one derivative, got {self.derivative.name} and {backward.name}")
+        if public not in self.tied:
+            library, (space, name) = _libraries[self.op.namespace], self.name.split("::")
+            arguments, _, results = str(self.schema).partition("(")[2].rpartition(" -> ")
+            kept = ", ".join(results.strip("()").split(", ")[:public])
+            name = library.define(f"{name}_differentiable_{public}({arguments} -> ({kept})", tags=(torch.Tag.pt2_compliant_tag,))
+            name = name.split("(")[0].split("::")[-1]
+
+            def plainly(*args: Any) -> Any:
+                outputs = self(*args)
+                return outputs[0] if public == 1 else tuple(outputs[:public])
+
+            library.impl(name, lambda *args: function(*args) if torch.is_grad_enabled() else plainly(*args), "Autograd")
+            library.impl(name, plainly, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"{space}::{name}", plainly, lib=library)
+            self.tied[public] = backward, getattr(getattr(torch.ops, space), name).default
+        known, op = self.tied[public]
+        if known is not backward:
+            raise TypeError(f"{self.name}: it must have one derivative, got {known.name} and {backward.name}")
+        return op
 
     def execute(self, args: tuple[Any, ...], allocate: Callable[..., Outputs]) -> Outputs:
         """Allocate and launch; backends override this to put a device guard around it."""
@@ -127,25 +142,21 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     kept = [names.index(n) for n in rest if n in tensors]
     options = [names.index(n) for n in rest if n not in tensors]
     order = [[*kept, *options].index(names.index(n)) for n in rest]
-    constants = [i for i in range(len(outputs)) if i not in gradients]
-    returned = [i for i in constants if i < public]
+    constants = [i for i in range(public) if i not in gradients]
     if wanted[-1] != "needs" or gradients != sorted(gradients) or any(g >= public for g in gradients):
         raise TypeError(f"{backward.name}: its arguments must be grad_<public output>…, kept values…, needs; got {wanted}")
     count = len(inputs)
     title = forward.name
 
-    def keep(ctx: Any, args: tuple[Any, ...], results: Outputs, fixed: list[int]) -> None:
+    def keep(ctx: Any, args: tuple[Any, ...], results: Outputs) -> None:
         values = (*args, *results)
         given = ctx.needs_input_grad
         ctx.save_for_backward(*[values[i] for i in kept])
         ctx.options = [args[i] for i in options]
         ctx.needs = [given[first] or given[last] for first, last in targets]
         ctx.set_materialize_grads(False)
-        if fixed:
-            ctx.mark_non_differentiable(*[results[i] for i in fixed if results[i] is not None])
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        keep(ctx, inputs, output if isinstance(output, tuple) else (output,), constants)
+        if constants:
+            ctx.mark_non_differentiable(*[results[i] for i in constants if results[i] is not None])
 
     def derive(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
@@ -168,12 +179,12 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             results = forward(*args)
-            keep(ctx, args, results, returned)
+            keep(ctx, args, results)
             return results[0] if public == 1 else tuple(results[:public])
 
         backward = staticmethod(derive)
 
-    forward.tie(backward, derive, setup)
+    traced = forward.tie(backward, public, Function.apply)
     no = [False] * len(targets)
 
     def call(*args: Any) -> Any:
@@ -185,8 +196,8 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
                     break
         if early:
             args = (*args, [_asks(args[first]) or _asks(args[last]) for first, last in targets] if asked else no)
-        if asked and not torch.compiler.is_compiling():
-            return Function.apply(*args)  # type: ignore[no-untyped-call]
+        if asked:
+            return traced(*args) if torch.compiler.is_compiling() else Function.apply(*args)  # type: ignore[no-untyped-call]
         results = forward(*args)
         return results[0] if public == 1 else tuple(results[:public])
 
