@@ -21,7 +21,8 @@ def fail(error: type[LigerError], op: str, sentence: str) -> NoReturn:
 
 
 def floating(op: str, **tensors: Tensor | None) -> None:
-    """Every tensor must be a floating-point tensor."""
+    """Every tensor must be a floating-point tensor, and live where the first one does."""
+    first, device = "", None
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -29,6 +30,10 @@ def floating(op: str, **tensors: Tensor | None) -> None:
             fail(DtypeError, op, f"{name} must be a tensor, got {type(tensor).__name__}")
         if not tensor.is_floating_point():
             fail(DtypeError, op, f"{name} must have a floating dtype, got {tensor.dtype}")
+        if device is None:
+            first, device = name, tensor.device
+        elif tensor.device != device:
+            fail(DeviceError, op, f"{name} must be on {device} like {first}, got {tensor.device}")
 
 
 def same_device(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) -> None:

@@ -137,7 +137,8 @@ class Op(Generic[P, R]):
         self.check(*args, **kwargs)
         first: Any = args[0] if args else kwargs[self.first]
         table: Any = self.traced if compiling else self.table
-        implementation = table.get(first.device.type, self.otherwise)
+        # The type of a device takes five times as long to ask for.
+        implementation = table.get("cuda" if first.is_cuda else first.device.type, self.otherwise)
         try:
             return implementation(*args, **kwargs)  # type: ignore[no-any-return]
         except Unsupported as reason:

@@ -25,7 +25,6 @@ def check(op: str, gate: Tensor, up: Tensor | None) -> None:
     if gate.shape != up.shape:
         checks.fail(ShapeError, op, f"up must have the shape of gate {checks.shape(gate)}, got {checks.shape(up)}")
     checks.same_dtype(op, "gate", gate, up=up)
-    checks.same_device(op, "gate", gate, up=up)
 
 
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

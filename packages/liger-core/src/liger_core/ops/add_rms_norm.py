@@ -25,7 +25,6 @@ def check(
             ShapeError, "add_rms_norm", f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it"
         )
     checks.same_dtype("add_rms_norm", "x", x, residual=residual)
-    checks.same_device("add_rms_norm", "x", x, residual=residual)
     check_scaling("add_rms_norm", x, weight, eps, weight_offset, cast)
 
 

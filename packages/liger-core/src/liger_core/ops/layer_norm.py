@@ -20,7 +20,6 @@ def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, e
     checks.at_least_one_dimension("layer_norm", "x", x)
     checks.vector("layer_norm", "weight", weight, x.shape[-1], "x", x)
     checks.vector("layer_norm", "bias", bias, x.shape[-1], "x", x)
-    checks.same_device("layer_norm", "x", x, weight=weight, bias=bias)
     checks.positive("layer_norm", "eps", eps)
 
 

@@ -44,7 +44,7 @@ def check_head(
         checks.fail(ShapeError, name, f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}")
     check_rows(name, "target", target, hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
-    checks.same_device(name, "hidden", hidden, weight=weight, target=target, bias=bias, main_grad=main_grad)
+    checks.same_device(name, "hidden", hidden, target=target, main_grad=main_grad)
     if not torch.is_autocast_enabled(hidden.device.type):
         checks.same_dtype(name, "hidden", hidden, weight=weight, bias=bias)
     checks.constant(name, main_grad=main_grad)

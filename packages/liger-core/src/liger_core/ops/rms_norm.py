@@ -26,7 +26,6 @@ def check_scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_
     checks.floating(op, x=x, weight=weight)
     checks.at_least_one_dimension(op, "x", x)
     checks.vector(op, "weight", weight, x.shape[-1], "x", x)
-    checks.same_device(op, "x", x, weight=weight)
     checks.positive(op, "eps", eps)
     checks.choice(op, "cast", cast, ("input", "float32"))
     if weight is None and weight_offset != 0.0:

@@ -36,7 +36,6 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
         checks.fail(ShapeError, "rope", f"sin must have the shape of cos {checks.shape(cos)}, got {checks.shape(sin)}")
     checks.same_dtype("rope", "q", q, k=k)
     checks.same_dtype("rope", "cos", cos, sin=sin)
-    checks.same_device("rope", "q", q, k=k, cos=cos, sin=sin)
     if inplace:
         for name, tensor in (("q", q), ("k", k)):
             if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
