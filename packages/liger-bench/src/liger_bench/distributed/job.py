@@ -34,7 +34,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Job):
     """A training of one implementation by one strategy, with where and how it was measured.
 
     backend             what runs Liger's ops
@@ -47,16 +47,6 @@ class Row:
     reason              why there are no figures, else empty; no memory left is a result and not a failure
     """
 
-    model: str
-    batch: int
-    sequence: int
-    strategy: str
-    implementation: str
-    ranks: int
-    device: str
-    dtype: str
-    steps: int
-    learning_rate: float
     backend: str | None
     tokens_per_second: float | None
     step_seconds: float | None
