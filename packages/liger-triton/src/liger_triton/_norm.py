@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_triton import _norm_wide
 from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, column_sum_launch, read, store_sums
-from liger_triton.launch import Launcher, cdiv, dense, power_of_two, processors, rows, shared_memory
+from liger_triton.launch import Launcher, cdiv, dense, fuses, power_of_two, processors, rows, shared_memory
 
 # Wider rows are walked in tiles: past this, one row in float32 no longer fits the registers of a program beside its gradient.
 WIDEST_BLOCK = 16384
@@ -108,13 +108,10 @@ def forward(
         return
     shape = forward_shape(width, mean is not None)
     grid = (cdiv(count, shape.rows),)
-    # Triton 3.6 lets every thread that knows a row's sum write it to shared memory (triton-lang/triton#7264, #11614). All know the same
-    # bits only if no thread fuses the square of its one element into the sum with its neighbour's, which was rounded.
-    fuses = shape.block > 512
     forward_launch(
         grid, *args, count, width, eps, offset,
         CAST_INPUT=cast_input, WHOLE=width == shape.block and count % shape.rows == 0, ROWS=shape.rows, BLOCK=shape.block,
-        num_warps=shape.warps, enable_fp_fusion=fuses,
+        num_warps=shape.warps, enable_fp_fusion=fuses(shape.block),
     )  # fmt: skip
 
 

@@ -9,11 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_triton._norm_sum import column_sum_launch, read, store_sums, summands
-from liger_triton.launch import Launcher, cdiv
+from liger_triton.launch import VECTOR, Launcher, cdiv
 
 TILE = 4096
-# Neighbours that one thread takes: 16 bytes of bf16.
-VECTOR = 8
 # Column sums: partial rows, and rows and columns of a tile.
 PARTS, SUM_ROWS, SUM_TILE = 16, 8, 512
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.ops._softmax_loss import EntropyTerm, RowOptions, RowResults
-from liger_triton.launch import Launcher, cdiv, power_of_two, processors, rows_of
+from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, processors, rows_of
 
 
 class Shape(NamedTuple):
@@ -33,11 +33,6 @@ SCALE_BLOCK = 4096
 MEAN_BLOCK = 4096
 # Programs of the scaling a processor: few enough to see in 5 µs that there is nothing to scale.
 SCALE_PROGRAMS = 8
-# Neighbours that one thread takes: 16 bytes of bf16.
-VECTOR = 8
-# In shorter blocks a thread may hold one element alone, and several threads the same sum, which they write to shared memory (see _norm.py):
-# all know the same bits only if none fuses the product of its own element into the sum.
-FUSED = 512
 
 
 def both_shape(width: int) -> Shape:
@@ -70,7 +65,7 @@ class TritonPasses:
             HAS_WEIGHT=options.class_weight is not None, HAS_FACTOR=row_factor is not None, HAS_SOFTCAP=options.softcap is not None,
             HAS_SMOOTHING=options.label_smoothing > 0, PREDICTION=results.prediction is not None, ENTROPY=results.entropy is not None,
             GRADIENT=gradient, BLOCK=block, VECTOR=min(VECTOR, block), STAGES=shape.stages, num_warps=shape.warps,
-            enable_fp_fusion=block > FUSED,
+            enable_fp_fusion=fuses(block),
         )  # fmt: skip
 
     def gradients(

@@ -21,6 +21,8 @@ if knobs.runtime.interpret:
 
 NAMESPACE = "liger_triton"
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+# Neighbours that one thread takes: 16 bytes of bf16.
+VECTOR = 8
 # Programs of a persistent grid in the interpreter, where a program costs milliseconds and there is no device to fill.
 INTERPRETER_PROCESSORS = 2
 
@@ -106,6 +108,15 @@ def supported(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None and tensor.dtype not in DTYPES:
             raise Unsupported(f"the Triton kernels take float32, bfloat16 and float16, got {tensor.dtype}")
+
+
+def fuses(block: int) -> bool:
+    """Whether a reduction of so many elements may fuse products into its sums.
+
+    Triton 3.6 lets every thread that knows a sum write it to shared memory (triton-lang/triton#7264, #11614). All know the same bits only
+    if no thread fuses the product of its one element into the sum with its neighbour's, which was rounded.
+    """
+    return block > 512
 
 
 def cdiv(a: int, b: int) -> int:
