@@ -36,11 +36,16 @@ def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., A
     else:
         inner = [(cell, _content(cell)) for cell in cells or ()]
         cells = tuple(CellType(rebound(f, replaced)) if called(f, lambda name, _: name in replaced) else cell for cell, f in inner)
-    twin = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    twin.__annotations__ = function.__annotations__
-    twin.__doc__, twin.__module__ = function.__doc__, function.__module__
-    return twin
+    return twin(function, function.__code__, space, cells)
+
+
+def twin(function: FunctionType, code: CodeType, space: dict[str, Any], cells: tuple[CellType, ...] | None) -> FunctionType:
+    """A function that says of itself what another one does, with code, globals and closure of its own."""
+    made = FunctionType(code, space, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__annotations__ = function.__annotations__
+    made.__doc__, made.__module__ = function.__doc__, function.__module__
+    return made
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -21,6 +21,8 @@ from types import CellType, CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from liger_hf.rebinding import twin
+
 HELPER = "__liger_add_norm__"
 _definitions: WeakKeyDictionary[FunctionType, ast.FunctionDef | None] = WeakKeyDictionary()
 
@@ -53,13 +55,7 @@ def fused(function: FunctionType, names: tuple[str, ...], one_call: Callable[...
     # From the end of each block: places of the steps before stay what they are.
     for step in reversed([step for step in _steps(definition) if step.norm.attr in names]):
         step.block[step.first : step.last + 1] = _one_step(step)
-    twin = FunctionType(
-        _compiled(function, definition, (HELPER,)), function.__globals__, function.__name__, function.__defaults__, (CellType(one_call),)
-    )
-    twin.__kwdefaults__ = function.__kwdefaults__
-    twin.__annotations__ = function.__annotations__
-    twin.__doc__, twin.__module__ = function.__doc__, function.__module__
-    return twin
+    return twin(function, _compiled(function, definition, (HELPER,)), function.__globals__, (CellType(one_call),))
 
 
 # -- source
