@@ -79,7 +79,7 @@ def _by_torch(model: Any, job: Job) -> Step:
 
 
 def _zero(stage: int) -> Callable[[Any, Job], AbstractContextManager[Step]]:
-    """DeepSpeed's: stage 1 shards the optimizer, 2 also the gradients, 3 also the weights; the optimizer's weights are float32."""
+    """DeepSpeed's: stage 0 shards nothing, 1 the optimizer, 2 also the gradients, 3 also the weights; the optimizer's weights are float32."""
 
     @contextmanager
     def trained(model: Any, job: Job) -> Iterator[Step]:
@@ -120,6 +120,7 @@ def _optimizer(model: Any, job: Job) -> torch.optim.Optimizer:
 STRATEGIES = {
     "fsdp2": Strategy(_fsdp2, keeps_float32=True),
     "ddp": Strategy(_ddp),
+    "zero0": Strategy(_zero(0), module="deepspeed"),
     "zero1": Strategy(_zero(1), module="deepspeed"),
     "zero2": Strategy(_zero(2), module="deepspeed"),
     "zero3": Strategy(_zero(3), module="deepspeed"),
