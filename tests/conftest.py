@@ -103,3 +103,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         f"conformance: {len(cases)} cases = ops × backends × dtypes × samples "
         f"({ops} ops, {backends} backends, {dtypes} dtypes, {samples} samples; {by_backend}; {len(seen['declined'])} declined)"
     )
+
+
+@pytest.fixture
+def kernels_when_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small calls too run the kernels in a compiled region; a backend would hand them over to the compiler."""
+    from liger_core import selection
+    from liger_core.plugins import registry
+
+    selection.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(selection, "_traced", lambda found, op, backend: found.implementations[backend][op.name])
+        selection._apply(registry())
+        yield
+    selection._apply(registry())

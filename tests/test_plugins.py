@@ -155,7 +155,7 @@ def test_a_table_that_fails_to_load_makes_the_backend_unavailable(install: Insta
             id="unknown_op",
         ),
         pytest.param(
-            third().replace("rms_norm})]", "rms_norm}, handed_over=(liger_core.rope,))]"),
+            third().replace("rms_norm})]", "rms_norm}, handed_over={liger_core.rope: 9})]"),
             "backend 'third' of 'wrong' of liger-wrong: every op it hands over must be one that it implements, got 'rope'; "
             "implemented: rms_norm; LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
             id="hands_over_what_it_lacks",

@@ -366,7 +366,8 @@ def test_rope_may_be_named_with_its_keywords(third: None) -> None:
 def third_that_hands_over(install: Install) -> None:
     """The backend that `auto` takes, which leaves rms_norm in compiled regions to the compiler."""
     source = THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY", "50")
-    install("third", source.replace("liger_core.swiglu: swiglu}", "liger_core.swiglu: swiglu}, handed_over=(liger_core.rms_norm,)"))
+    handed_over = f"liger_core.swiglu: swiglu}}, handed_over={{liger_core.rms_norm: {X.numel()}}}"
+    install("third", source.replace("liger_core.swiglu: swiglu}", handed_over))
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["auto", "named"])
@@ -379,7 +380,14 @@ def test_a_compiled_region_gets_the_reference_of_an_op_that_is_handed_over(third
     assert torch.equal(gated, swiglu.reference(X, X) + 1)
 
 
+def test_a_large_call_of_an_op_that_is_handed_over_runs_the_backend_when_compiled_too(third_that_hands_over: None) -> None:
+    large = torch.cat((X, X))
+    compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(large), rms_norm.reference(large) + 1)
+
+
 def test_explain_tells_what_is_handed_over(third_that_hands_over: None) -> None:
-    told = "; a compiled region gets the reference"
+    told = f"; a compiled region gets the reference up to {X.numel():,} elements"
     assert explain(rms_norm, X).reason.endswith(told)
+    assert not explain(rms_norm, torch.cat((X, X))).reason.endswith(told)
     assert not explain(swiglu, X, X).reason.endswith(told)

@@ -45,6 +45,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("op", ops, ids=[op.name for op in ops])
 
 
+@pytest.fixture(autouse=True)
+def _kernels(kernels_when_compiled: None) -> None:
+    """For every test here."""
+
+
 @pytest.fixture
 def case(request: pytest.FixtureRequest, record_property: Callable[[str, Any], None]) -> Case:
     record_property("compared", request.param.key)

@@ -16,6 +16,8 @@ import liger_hf
 from hf.sweep import build
 from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
 
+pytestmark = pytest.mark.usefixtures("kernels_when_compiled")
+
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:

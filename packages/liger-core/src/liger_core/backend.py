@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from liger_core.errors import PluginError, nearest
@@ -27,7 +27,8 @@ class Backend:
     priority         the highest available one wins under `auto`; the reference has 0, so a negative one never wins
     implementations  op → function, or a function that returns that table (so that importing the plugin imports no compiler)
     unavailable      returns None, or why this backend cannot run here
-    handed_over      ops of which a compiled region gets the reference instead, since the compiler fuses it with what is around it
+    handed_over      op → elements of its first tensor up to which a compiled region gets the reference instead: the compiler fuses it with what
+                     is around it, and the host starts what the compiler makes sooner than a custom op
     """
 
     name: str
@@ -35,7 +36,7 @@ class Backend:
     priority: int
     implementations: Implementations | Callable[[], Implementations]
     unavailable: Callable[[], str | None] = always
-    handed_over: tuple[Op[..., Any], ...] = ()
+    handed_over: Mapping[Op[..., Any], int] = field(default_factory=dict)
     distribution: str = ""
 
     def table(self, known: Mapping[str, Op[..., Any]]) -> dict[str, Callable[..., Any]]:

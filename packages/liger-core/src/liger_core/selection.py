@@ -193,9 +193,16 @@ def _apply(found: Registry) -> None:
 
 def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
     """What a compiled region gets where this backend is selected."""
-    if op in found.backends[backend].handed_over:
-        return op.reference
-    return found.implementations[backend][op.name]
+    implementation = found.implementations[backend][op.name]
+    most = found.backends[backend].handed_over.get(op)
+    if most is None:
+        return implementation
+
+    def by_size(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else kwargs[op.first]
+        return op.reference(*args, **kwargs) if first.numel() <= most else implementation(*args, **kwargs)
+
+    return by_size
 
 
 def _fall_back(op: Op[..., Any]) -> Callable[..., Any]:
@@ -260,15 +267,18 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     name, source = _settled[op.name]
     candidates = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
     if name != AUTO:
-        return Explanation(op.name, name, f"selected by {source}; {candidates[name]}{_compiled(found, op, name)}", candidates)
+        return Explanation(op.name, name, f"selected by {source}; {candidates[name]}{_compiled(found, op, name, first)}", candidates)
     best = automatic(found, op).get(device, "reference")
     if best != "reference" and candidates[best] != "can run":
         return Explanation(op.name, "reference", f"auto ({source}); {best!r} {candidates[best]}", candidates)
-    return Explanation(op.name, best, f"auto ({source}): highest priority on {device} tensors{_compiled(found, op, best)}", candidates)
+    return Explanation(
+        op.name, best, f"auto ({source}): highest priority on {device} tensors{_compiled(found, op, best, first)}", candidates
+    )
 
 
-def _compiled(found: Registry, op: Op[..., Any], backend: str) -> str:
-    return "; a compiled region gets the reference" if op in found.backends[backend].handed_over else ""
+def _compiled(found: Registry, op: Op[..., Any], backend: str, first: Any) -> str:
+    most = found.backends[backend].handed_over.get(op)
+    return f"; a compiled region gets the reference up to {most:,} elements" if most is not None and first.numel() <= most else ""
 
 
 def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: Any, kwargs: Any) -> str:
