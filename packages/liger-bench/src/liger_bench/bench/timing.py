@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,12 @@ from torch import Tensor
 FLUSH_BYTES = 256 << 20
 # Repetitions between two waits for the device: the queue of launches must not fill up, or the host would be timed waiting.
 AHEAD = 10
-# After such a wait the device gets this much to do first, half a millisecond, so that the host is ahead of it again as in a training step.
+# After such a wait the device gets this much to do first, half a millisecond and more, so that the host is ahead of it again as in a training step.
 LEAD = 8
+# What the host does around a call: two events and the flush, with room for a call that takes longer than others.
+AROUND_SECONDS = 5e-5
+# The device's queue holds about a thousand launches, and the calls themselves must fit behind the lead.
+MOST_LEAD = 256
 
 Call = Callable[[], object]
 
@@ -48,7 +53,10 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._flush: Tensor | None = None if device.type == "cpu" else torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._flush: Tensor | None = None
+        if device.type != "cpu":
+            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+            self._flush_seconds = self._device_seconds(self._flush.zero_, 10)
 
     def seconds(self, call: Call, before: Call | None = None) -> float:
         """What one repetition costs, with everything around it; to plan how many fit."""
@@ -67,7 +75,7 @@ class Stopwatch:
         for count, (start, end) in enumerate(pairs):
             if count % AHEAD == 0:
                 torch.cuda.synchronize(self.device)
-                for _ in range(LEAD):
+                for _ in range(self._lead(into.enqueued[-AHEAD:])):
                     self._flush.zero_()
             if before is not None:
                 before()
@@ -78,6 +86,23 @@ class Stopwatch:
             end.record()
         torch.cuda.synchronize(self.device)
         into.taken += [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+    def _lead(self, enqueued: list[float]) -> int:
+        """Flushes that keep the device busy while the host enqueues the next calls, if they take it as long as the last ones."""
+        if not enqueued:
+            return LEAD
+        host = AHEAD * (max(enqueued) + AROUND_SECONDS)
+        return max(LEAD, min(MOST_LEAD, math.ceil(host / self._flush_seconds)))
+
+    def _device_seconds(self, call: Call, times: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        call()
+        start.record()
+        for _ in range(times):
+            call()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return start.elapsed_time(end) / 1e3 / times
 
 
 def time_call(function: Call, device: torch.device, seconds: float, least: int = 5, warm: float = 0.0) -> Timing:
