@@ -42,7 +42,7 @@ def outputs_of(model: Any) -> Any:
         return model(**tokens(), num_items_in_batch=torch.tensor(17))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pair() -> tuple[Any, Any]:
     plain = make().eval()
     patched = twin(plain)

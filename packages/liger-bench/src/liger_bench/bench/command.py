@@ -156,10 +156,12 @@ def _plan(found: Registry, asked: Asked, variants: list[peers.Peer], device: tor
         if name not in (*PASSES, DISPATCH):
             raise OptionError(f"bench: --pass must be one of {', '.join((*PASSES, DISPATCH))}, got {name!r}")
     plan: list[Part] = []
+    runs_calls = set(asked.passes) != {DISPATCH}
     for op in (found.ops[name] for name in asked.names or found.ops):
         implementations = [backend(op, name) for name in _backends(found, op, asked.backends, device)]
         implementations += [peer(op, variant) for variant in variants if op.name in variant.calls]
         workloads = [w for w in op.workloads() if _wanted(w, asked)]
+        implementations = implementations if runs_calls else []
         plan += [Part(op, w, implementations, DISPATCH in asked.passes and w is workloads[0]) for w in workloads]
     if not plan:
         raise OptionError(f"bench: something must be left to measure, got no workload for {' '.join(asked.patterns) or 'these ops'}")
@@ -210,7 +212,7 @@ def _rows(plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dty
             bar.update(task, description=f"{title} {what}")
 
         tell("")
-        rows = run.measured(part.op, part.workload, part.implementations, tell)
+        rows = run.measured(part.op, part.workload, part.implementations, tell) if part.implementations else []
         if part.dispatch:
             rows.append(run.dispatch(part.op, part.workload))
         append(rows, asked.csv, asked.json)
