@@ -56,7 +56,8 @@ def test_deferred_logits_are_those_of_the_plain_model_in_every_use(use: Callable
     logits = outputs_of(patched).logits
     assert type(logits) is DeferredLogits
     result, expected = use(logits), use(outputs_of(plain).logits)
-    assert type(result) is Tensor and result.dtype == expected.dtype
+    assert type(result) is Tensor
+    assert result.dtype == expected.dtype
     # As exact as the model computed, whatever the use casts them to.
     torch.testing.assert_close(result.to(logits.dtype), expected.to(logits.dtype))
 
