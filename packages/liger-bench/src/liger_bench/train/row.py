@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row that comes of a training."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from liger_bench.train.setup import Setup
+
+# The kernels are compiled in the first steps, and the optimizer makes its state.
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """The columns of a Setup, and what its training did.
+
+    *tokens_per_second   of all ranks; median, 0.2 and 0.8 quantile of the steps after the first two
+    peak_bytes           the most memory that a rank held at once, over the whole training; peak_reserved_bytes with the allocator's own
+    static_bytes         held between two steps: weights, gradients that stay, optimizer
+    losses               of every step that was taken
+    checkpointed_layers  how many layers were computed twice
+    replaced             the ops that Liger put in, and how often
+    notes                what was decided for the user, one sentence each
+    out_of_memory        memory ran out, which is a result; failed: anything else went wrong; reason says what
+    interrupted          ended by the user; the figures are those up to then
+    """
+
+    model: str
+    batch: int
+    sequence: int
+    data: str
+    liger: str
+    precision: str
+    checkpoint: str
+    optimizer: str
+    shard: str
+    offload: str
+    adapter: str
+    accumulation: int
+    ranks: int
+    device: str
+    memory_limit: int | None
+    steps: int
+    learning_rate: float
+    seed: int
+    tokens_per_second: float | None
+    low_tokens_per_second: float | None
+    high_tokens_per_second: float | None
+    step_seconds: float | None
+    peak_bytes: int | None
+    peak_reserved_bytes: int | None
+    static_bytes: int | None
+    losses: list[float] | None
+    parameters: int | None
+    trainable_parameters: int | None
+    checkpointed_layers: int | None
+    replaced: str | None
+    notes: list[str] | None
+    out_of_memory: bool
+    failed: bool
+    interrupted: bool
+    reason: str
+    machine: str
+    versions: str
+    commit: str
+    date: str
+
+    def columns(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+COLUMNS = [field.name for field in fields(Row)]
+SETUP = tuple(field.name for field in fields(Setup))
+# What tells a measurement from another one.
+IDENTITY = (*SETUP, "machine", "versions", "commit")
+
+
+def row_of(setup: Setup, where: dict[str, str], results: dict[str, Any]) -> Row:
+    """A row of what is known; the rest is empty."""
+    empty: dict[str, Any] = dict.fromkeys(COLUMNS) | {"out_of_memory": False, "failed": False, "interrupted": False, "reason": ""}
+    return Row(**(empty | asdict(setup) | where | results))

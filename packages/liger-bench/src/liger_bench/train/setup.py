@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one training is: the model, the text, the batch, and the techniques that it uses."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, fields
+
+# The text that every machine has: the sources of Python's standard library.
+LIBRARY = "library"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that decides about the losses, the speed and the memory of a training.
+
+    model         named shape (train/shapes.py), folder or name on the hub
+    batch         sequences of a rank and micro-batch; `sequence` tokens each
+    data          a file, a folder, a dataset saved by Hugging Face's datasets, or "library"
+    liger         "all", "none", "all-but-loss", or ops with commas between
+    precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16
+    checkpoint    "none", "full", "offload", "auto", or how many layers are checkpointed
+    optimizer, shard, offload, adapter    names in train/techniques.py
+    memory_limit  bytes; None for all that the device has
+    """
+
+    model: str
+    batch: int = 1
+    sequence: int = 1024
+    data: str = LIBRARY
+    liger: str = "all"
+    precision: str = "bf16"
+    checkpoint: str = "full"
+    optimizer: str = "adamw"
+    shard: str = "none"
+    offload: str = "none"
+    adapter: str = "none"
+    accumulation: int = 1
+    ranks: int = 1
+    device: str = "cuda"
+    memory_limit: int | None = None
+    steps: int = 20
+    learning_rate: float = 1e-5
+    seed: int = 0
+
+    def command(self) -> str:
+        """The command line that runs it: every option that is not the default."""
+        words = ["liger", "train"]
+        if self.ranks > 1:
+            words = ["torchrun", "--nproc-per-node", str(self.ranks), "-m", "liger_core", "train"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and field.name != "ranks":
+                words += ["--" + field.name.replace("_", "-"), str(value)]
+        return shlex.join(words)
