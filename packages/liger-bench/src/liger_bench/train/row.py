@@ -45,6 +45,7 @@ class Row:
     steps: int
     learning_rate: float
     seed: int
+    nvme_folder: str | None
     tokens_per_second: float | None
     low_tokens_per_second: float | None
     high_tokens_per_second: float | None

@@ -22,6 +22,7 @@ class Setup:
     checkpoint    "none", "full", "offload", "auto", or how many layers are checkpointed
     optimizer, shard, offload, adapter    names in train/techniques.py
     memory_limit  bytes; None for all that the device has
+    nvme_folder   where offload "nvme" writes
     """
 
     model: str
@@ -42,6 +43,7 @@ class Setup:
     steps: int = 20
     learning_rate: float = 1e-5
     seed: int = 0
+    nvme_folder: str | None = None
 
     def command(self) -> str:
         """The command line that runs it: every option that is not the default."""

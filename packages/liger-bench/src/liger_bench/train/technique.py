@@ -12,8 +12,15 @@ from liger_bench.train.setup import Setup
 Arguments = Callable[[Setup], Mapping[str, Any]]
 
 
+Problem = Callable[[Setup], str]
+
+
 def _nothing(setup: Setup) -> Mapping[str, Any]:
     return {}
+
+
+def _none(setup: Setup) -> str:
+    return ""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class Technique:
     extra          liger-bench[extra] installs them
     devices        where it runs; `reason` says why not elsewhere
     arguments      what it adds to transformers.TrainingArguments
+    problem        what must hold besides, came, and can be done, if the rest of a setup rules it out; else empty
     """
 
     option: str
@@ -40,3 +48,4 @@ class Technique:
     devices: tuple[str, ...] = ("cpu", "cuda")
     reason: str = ""
     arguments: Arguments = _nothing
+    problem: Problem = _none

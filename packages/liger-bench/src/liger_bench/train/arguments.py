@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a setup to the arguments of the Transformers Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_bench.train import processes, techniques
+from liger_bench.train.combinations import ZERO
+from liger_bench.train.setup import Setup
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArguments:
+    """The Trainer's arguments, written nowhere; `more` goes over them. Joins the other ranks, if there are any.
+
+    Made before the model is built: DeepSpeed's stage 3 then splits each weight as soon as it is made. The object must stay alive
+    until the training ends. What checkpointing needs is in the model already (train/model.py).
+    """
+    joined = processes.join(setup)
+    given = {
+        "output_dir": str(folder),
+        "max_steps": setup.steps,
+        "per_device_train_batch_size": setup.batch,
+        "gradient_accumulation_steps": setup.accumulation,
+        "learning_rate": setup.learning_rate,
+        "lr_scheduler_type": "constant",
+        "seed": setup.seed,
+        "data_seed": setup.seed,
+        "use_cpu": setup.device == "cpu",
+        "dataloader_drop_last": True,
+        "dataloader_pin_memory": setup.device == "cuda",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+    }
+    given |= techniques.arguments(setup) | _sharding(setup) | joined | more
+    from transformers import TrainingArguments
+
+    made = TrainingArguments(**given)
+    if made.n_gpu > 1:
+        # The Trainer would split the batch over all GPUs that one process sees.
+        made._n_gpu = 1
+    return made
+
+
+def _sharding(setup: Setup) -> dict[str, Any]:
+    if setup.shard in ZERO:
+        from liger_bench.train.zero import config
+
+        return {"deepspeed": config(setup)}
+    if setup.shard == "fsdp2":
+        return {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, "cpu_offload": setup.offload == "parameters"}}
+    return {}
