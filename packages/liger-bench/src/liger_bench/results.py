@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of rows that grow from run to run."""
+"""Files of rows that grow from run to run, and that neither a full disk nor a run that was killed can spoil."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from rich.console import Console
 
 from liger_core.errors import OptionError
 
@@ -31,33 +36,144 @@ def read_json(path: Path) -> list[Columns]:
 
 
 def append_json(rows: Sequence[Columns], path: Path) -> None:
-    """Add rows to the list in a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Add rows to the list in a file.
+
+    Raises OptionError if they cannot be written; the rows before are then as they were.
+    """
+    everything = json.dumps([*read_json(path), *rows], indent=1) + "\n"
     written = path.with_suffix(".part")
-    written.write_text(json.dumps([*read_json(path), *rows], indent=1) + "\n")
-    # Only a complete file takes the place of the old one.
-    written.replace(path)
+    with _writable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with written.open("w") as file:
+                file.write(everything)
+                _reach_the_disk(file)
+            # Only a complete file takes the place of the old one.
+            written.replace(path)
+        except BaseException:
+            written.unlink(missing_ok=True)
+            raise
 
 
 def check_csv(path: Path, header: list[str]) -> None:
-    """Raise OptionError if rows of these columns cannot be appended there, since they would then mean something else."""
-    if not path.exists() or path.stat().st_size == 0:
+    """Raise OptionError if rows of these columns cannot be appended there, since they would then mean something else.
+
+    A last line that was cut off, as by a run that was killed while it wrote, is mended, and standard error tells how.
+    """
+    text = _text(path)
+    if not text:
         return
-    with path.open(newline="") as file:
-        found = next(csv.reader(file))
+    with _writable(path):
+        mended = _mend(path, text, header)
+    if mended:
+        Console(stderr=True).print(mended, markup=False, highlight=False, soft_wrap=True)
+
+
+def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
+    """Add rows to a file, which gets its header when it is new; what is in a list is written with blanks between.
+
+    Raises OptionError if they cannot be written; the rows before are then as they were.
+    """
+    check_csv(path, header)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, header)
+    with _writable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.stat().st_size if path.is_file() else 0
+        if before == 0:
+            writer.writeheader()
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+        try:
+            with path.open("a", newline="", encoding="utf-8") as file:
+                file.write(text.getvalue())
+                _reach_the_disk(file)
+        except BaseException:
+            _cut(path, before)
+            raise
+
+
+def _cell(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _reach_the_disk(file: IO[str]) -> None:
+    """A disk that is full may tell so only now."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(
+            f"bench: {path} must be a file that can be written, got {error.strerror or error}; the rows that it had are unchanged; "
+            "make room or give another folder"
+        ) from error
+
+
+def _cut(path: Path, size: int) -> None:
+    if not path.is_file() or path.stat().st_size <= size:
+        return
+    if size == 0:
+        path.unlink()
+    else:
+        os.truncate(path, size)
+
+
+def _text(path: Path) -> str:
+    """What is in a file, also where a cut went through a letter."""
+    return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
+
+
+def _mend(path: Path, text: str, header: list[str]) -> str | None:
+    """Make the last line whole, or move it to a file of its own if cells of it are missing; a sentence about it, or None."""
+    if _line(header).startswith(text) and text != _line(header):
+        # The run was killed before it had written a row.
+        _cut(path, 0)
+        return None
+    found = next(csv.reader(io.StringIO(text, newline="")))
     if found != header:
         raise OptionError(
             f"bench: {path} must have the columns of this version to be appended to, got {','.join(found)[:200]}; give another file"
         )
+    start, last = _last_record(text)
+    if len(last) >= len(header):
+        if text.endswith("\n"):
+            return None
+        with path.open("ab") as file:
+            # A cut may have left the first half of the line's end.
+            file.write(b"\n" if text.endswith("\r") else b"\r\n")
+        return f"{path}: the last line had no end and was given one; its last cell, {last[-1]!r}, may be cut short"
+    torn = path.with_suffix(path.suffix + ".torn")
+    with torn.open("ab") as file:
+        file.write(_bytes(text[start:]) + b"\n")
+    os.truncate(path, len(_bytes(text[:start])))
+    return f"{path}: the last line was cut off; it was moved to {torn}, and the rows before it are unchanged"
 
 
-def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
-    """Add rows to a file, which gets its header when it is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    check_csv(path, header)
-    new = not path.exists() or path.stat().st_size == 0
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, header)
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+def _line(cells: list[str]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerow(cells)
+    return text.getvalue()
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")
+
+
+def _last_record(text: str) -> tuple[int, list[str]]:
+    """Where the last row begins, and its cells, of which there are none if it ends within quotes; cells may hold line breaks."""
+    lines = io.StringIO(text, newline="").readlines()
+    reader = csv.reader(lines, strict=True)
+    start, end = 0, 0
+    record: list[str] = []
+    try:
+        for cells in reader:
+            if cells:
+                start, record = end, cells
+            end = reader.line_num
+    except csv.Error:
+        start, record = end, []
+    return sum(map(len, lines[:start])), record

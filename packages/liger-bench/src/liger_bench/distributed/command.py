@@ -96,14 +96,10 @@ def _all_measured(jobs: list[Job], where: dict[str, str], patience: float, kept:
                 found.append(result)
                 if out:
                     columns = result.row.columns()
-                    append_csv([{name: _cell(value) for name, value in columns.items()}], out / "distributed.csv", COLUMNS)
+                    append_csv([columns], out / "distributed.csv", COLUMNS)
                     append_json([columns], out / "distributed.json")
                 bar.advance(task)
     return found
-
-
-def _cell(value: Any) -> Any:
-    return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _ranks(wanted: int | None, on_gpus: bool) -> int:

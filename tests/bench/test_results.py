@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of rows: what a full disk, a cut and a killed run leave of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from liger_bench.results import append_csv, append_json, check_csv, read_json
+from liger_core.errors import OptionError
+
+HEADER = ["name", "losses", "note"]
+ROWS = [{"name": f"row {index}", "losses": [1.5, 1.25], "note": "4 × 1024,\nkept"} for index in range(3)]
+LINES = [{"name": f"row {index}", "losses": "1.5 1.25", "note": "4 × 1024,\nkept"} for index in range(3)]
+
+
+def lines(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.csv"
+    append_csv(ROWS[:2], path, HEADER)
+    return path
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow past 300 bytes, as if the disk were full then."""
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_rows_are_appended_under_one_header(table: Path) -> None:
+    append_csv(ROWS[2:], table, HEADER)
+    assert lines(table) == LINES
+
+
+@pytest.mark.parametrize("cut", range(1, 30))
+def test_a_last_line_that_was_cut_anywhere_costs_no_other_row(table: Path, cut: int) -> None:
+    table.write_bytes(table.read_bytes()[:-cut])
+    append_csv(ROWS[2:], table, HEADER)
+    found = lines(table)
+    assert (found[0], found[-1]) == (LINES[0], LINES[2])
+    assert all(None not in line and None not in line.values() for line in found)
+
+
+def test_a_line_that_lacks_cells_is_moved_away_and_told(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table.write_bytes(table.read_bytes().removesuffix(b'1.5 1.25,"4 \xc3\x97 1024,\nkept"\r\n'))
+    check_csv(table, HEADER)
+    assert lines(table) == LINES[:1]
+    assert (table.parent / "rows.csv.torn").read_text() == "row 1,\n"
+    told = f"{table}: the last line was cut off; it was moved to {table}.torn, and the rows before it are unchanged\n"
+    assert capsys.readouterr().err == told
+
+
+def test_a_line_that_lacks_only_its_end_stays(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table.write_bytes(table.read_bytes().removesuffix(b"\n"))
+    append_csv(ROWS[2:], table, HEADER)
+    assert lines(table) == LINES
+    assert "had no end and was given one" in capsys.readouterr().err
+
+
+def test_a_file_cut_within_its_header_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("name,loss")
+    append_csv(ROWS, path, HEADER)
+    assert lines(path) == LINES
+
+
+def test_a_whole_file_is_not_touched_by_the_check(table: Path) -> None:
+    before = table.read_bytes()
+    check_csv(table, HEADER)
+    assert table.read_bytes() == before
+
+
+def test_a_table_on_a_full_disk_keeps_its_rows(table: Path, small_files: None) -> None:
+    before = table.read_bytes()
+    with pytest.raises(OptionError, match="got File too large; the rows that it had are unchanged; make room"):
+        append_csv(ROWS * 10, table, HEADER)
+    assert table.read_bytes() == before
+
+
+def test_a_list_on_a_full_disk_keeps_its_rows(tmp_path: Path, small_files: None) -> None:
+    path = tmp_path / "rows.json"
+    append_json(ROWS[:1], path)
+    with pytest.raises(OptionError, match="got File too large; the rows that it had are unchanged; make room"):
+        append_json(ROWS * 10, path)
+    assert read_json(path) == json.loads(json.dumps(ROWS[:1]))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_table_on_a_full_disk_leaves_no_file(tmp_path: Path, small_files: None) -> None:
+    with pytest.raises(OptionError, match="File too large"):
+        append_csv(ROWS * 10, tmp_path / "rows.csv", HEADER)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_without_room_is_a_sentence() -> None:
+    with pytest.raises(OptionError, match="No space left on device"):
+        append_csv(ROWS, Path("/dev/full"), HEADER)
