@@ -21,7 +21,7 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
     until the training ends. What checkpointing needs is in the model already (train/model.py).
     """
     joined = processes.join(setup)
-    given = {
+    given: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": setup.steps,
         "per_device_train_batch_size": setup.batch,

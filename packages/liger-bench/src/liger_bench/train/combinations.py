@@ -65,6 +65,8 @@ def offloaded_optimizer(setup: Setup) -> str:
 
 
 def offloaded_parameters(setup: Setup) -> str:
+    if setup.shard == "fsdp2" and setup.device == "cpu":
+        return "needs --device cuda for --shard fsdp2, whose memory on the host is pinned for a GPU; use --shard zero3"
     if setup.shard in ("zero3", "fsdp2"):
         return ""
     return f"needs --shard zero3 or fsdp2, also on one GPU, got {setup.shard}"

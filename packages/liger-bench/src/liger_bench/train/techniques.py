@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from typing import Any
 
 from liger_bench.train import combinations
@@ -406,7 +405,7 @@ def check(setup: Setup) -> None:
             raise OptionError(f"train: {given} {problem}")
 
 
-def arguments(setup: Setup) -> Mapping[str, Any]:
+def arguments(setup: Setup) -> dict[str, Any]:
     """What the techniques add to transformers.TrainingArguments."""
     merged: dict[str, Any] = {}
     for technique in chosen(setup):
