@@ -84,6 +84,23 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         sys.modules.pop(module, None)
 
 
+@pytest.fixture
+def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run the `liger` command in this process: its exit code, and what it wrote to standard error as one line."""
+
+    from liger_core.commands import main
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["liger", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        # Borders of a message box are no part of the sentence.
+        words = capsys.readouterr().err.replace("│", " ").split()
+        return int(ended.value.code or 0), " ".join(words)
+
+    return run
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Tell how many cases the conformance suite compared, and where an implementation declined one."""
     seen: dict[str, set[tuple[str, ...]]] = {"compared": set(), "declined": set()}

@@ -3,27 +3,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from bench.commands import TWICE, Finished, InProcess, run_liger
-from liger_core.commands import main
-
-
-@pytest.fixture
-def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InProcess:
-    """Run the `liger` command in this process: its exit code, and what it wrote to standard error as one line."""
-
-    def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["liger", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        # Borders of a message box are no part of the sentence.
-        words = capsys.readouterr().err.replace("│", " ").split()
-        return int(ended.value.code or 0), " ".join(words)
-
-    return run
+from bench.commands import TWICE, Finished, run_liger
 
 
 @pytest.fixture(scope="session")

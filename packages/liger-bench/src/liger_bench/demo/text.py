@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -32,12 +32,8 @@ class Text:
 
 def library_text(batch: int, sequence: int, limit: int = 4_000_000) -> Text:
     """Sequences of tokens from about `limit` characters of the standard library, in a fixed order, with a tokenizer trained on them."""
-    sources = _sources(Path(sysconfig.get_path("stdlib")), limit)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, min_frequency=2, show_progress=False, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(sources, trainer)
+    sources = library(limit)
+    tokenizer = trained_tokenizer(sources, VOCABULARY)
     ids = torch.tensor([token for encoding in tokenizer.encode_batch(sources) for token in encoding.ids])
     count = ids.numel() // sequence
     if count < batch:
@@ -47,7 +43,20 @@ def library_text(batch: int, sequence: int, limit: int = 4_000_000) -> Text:
     return Text(sequences, ids.numel(), sum(map(len, sources)), len(sources), tokenizer.get_vocab_size())
 
 
-def _sources(root: Path, limit: int) -> list[str]:
+def trained_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
+    """A tokenizer of pairs of bytes, trained on these texts: the same for the same texts, whatever they hold."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, min_frequency=2, show_progress=False, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def library(limit: int) -> list[str]:
+    """The sources of the standard library, in a fixed order, up to about so many characters."""
+    root = Path(sysconfig.get_path("stdlib"))
     found: list[str] = []
     size = 0
     for path in sorted(p for p in root.rglob("*.py") if SKIPPED.isdisjoint(p.relative_to(root).parts)):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 
 # The text that every machine has: the sources of Python's standard library.
 LIBRARY = "library"
+# What `liger train` takes on a device for an option that is not given, where that is not the default of the field.
+DEFAULTS = {"cuda": {"precision": "bf16", "checkpoint": "full"}, "cpu": {"precision": "fp32", "checkpoint": "none"}}
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,12 @@ class Setup:
     nvme_folder: str | None = None
 
     def command(self) -> str:
-        """The command line that runs it: every option that is not the default."""
+        """The command line that runs it on such a device: every option that is not the default there."""
         words = ["liger", "train"]
         if self.ranks > 1:
             words = ["torchrun", "--nproc-per-node", str(self.ranks), "-m", "liger_core", "train"]
         for field in fields(self):
             value = getattr(self, field.name)
-            if value != field.default and field.name != "ranks":
+            if value != DEFAULTS[self.device].get(field.name, field.default) and field.name != "ranks":
                 words += ["--" + field.name.replace("_", "-"), str(value)]
         return shlex.join(words)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger train`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from liger_bench import machine
+from liger_bench.memory import bytes_of
+from liger_bench.progress import progress_bar
+from liger_bench.results import append_csv, append_json, check_csv, read_json
+from liger_bench.train import ranks
+from liger_bench.train.row import COLUMNS, Row
+from liger_bench.train.setup import DEFAULTS, LIBRARY, Setup
+from liger_bench.train.shapes import SHAPES
+from liger_bench.train.techniques import TECHNIQUES
+from liger_core.errors import DeviceError, LigerError, OptionError
+
+# The first batch that is tried for --batch auto.
+LARGEST_BATCH = 128
+AUTO = "auto"
+# As of any command that Ctrl-C ended.
+INTERRUPTED = 130
+
+
+def _values(option: str) -> str:
+    return ", ".join(TECHNIQUES[option])
+
+
+def train(
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (random weights), a folder, or a name on the hub.", show_default=False)],
+    data: Annotated[str, typer.Option(help="A file, a folder, a dataset saved by datasets, or Python's standard library.")] = LIBRARY,
+    batch: Annotated[str, typer.Option(help="Sequences of a rank and micro-batch; auto: as many as fit.")] = "1",
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
+    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 20,
+    learning_rate: Annotated[float, typer.Option(help="Constant.")] = 1e-5,
+    seed: Annotated[int, typer.Option(help="Of random weights and of the order of the sequences.")] = 0,
+    liger: Annotated[str | None, typer.Option(help=f"{_values('liger')}, several with commas between; all by default.")] = None,
+    precision: Annotated[str | None, typer.Option(help=f"{_values('precision')}; bf16 by default on a GPU, else fp32.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help=f"{_values('checkpoint')} of layers; full by default on a GPU, else none.")] = None,
+    optimizer: Annotated[str, typer.Option(help=f"{_values('optimizer')}.")] = "adamw",
+    shard: Annotated[str, typer.Option(help=f"{_values('shard')}; over the ranks of torchrun, or with --offload.")] = "none",
+    offload: Annotated[str, typer.Option(help=f"{_values('offload')}; for --shard.")] = "none",
+    nvme_folder: Annotated[str | None, typer.Option(help="Where --offload nvme writes.")] = None,
+    adapter: Annotated[str, typer.Option(help=f"{_values('adapter')}.")] = "none",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = AUTO,
+    memory_limit: Annotated[str | None, typer.Option(help="Act as a smaller GPU, for instance 24GiB.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the checkpoints; the last one is the trained model.")] = None,
+    save_every: Annotated[int, typer.Option(min=0, help="Steps from one checkpoint to the next; 0: only one at the end.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output that is whole.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder whose train.csv and train.json the row is appended to.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="File to append the row to.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Train a causal language model of Hugging Face on text, and tell what it took.
+
+    Under torchrun (-m liger_core train …) on several GPUs. Exit code 1 if memory runs out or anything else fails, 130 after Ctrl-C.
+    """
+    place = machine.measurable_device("train", device)
+    if resume and output is None:
+        raise OptionError("train: --resume needs --output, the folder of the checkpoints to go on from")
+    if save_every and output is None:
+        raise OptionError("train: --save-every needs --output, the folder of the checkpoints")
+    told = {"liger": liger, "precision": precision, "checkpoint": checkpoint}
+    chosen, notes = _defaults(told, device, place)
+    setup = Setup(
+        model=model,
+        batch=_batch(batch),
+        sequence=sequence,
+        data=data,
+        **chosen,
+        optimizer=optimizer,
+        shard=shard,
+        offload=offload,
+        adapter=adapter,
+        accumulation=accumulation,
+        ranks=ranks.count(),
+        device=place.type,
+        memory_limit=None if memory_limit is None else bytes_of("train: --memory-limit", memory_limit),
+        steps=steps,
+        learning_rate=learning_rate,
+        seed=seed,
+        nvme_folder=nvme_folder,
+    )
+    if batch == AUTO:
+        _check_search(setup, resume)
+    tables = [path for path in (csv, out / "train.csv" if out else None) if path]
+    rows = out / "train.json" if out else None
+    for path in tables:
+        check_csv(path, COLUMNS)
+    if rows:
+        read_json(rows)
+    if ranks.first():
+        _say(notes)
+    try:
+        row = _trained(setup, batch == AUTO, {"folder": output, "resume": resume, "save_every": save_every, "notes": notes})
+    except LigerError:
+        if ranks.speaks(failed=True):
+            raise
+        raise typer.Exit(2) from None
+    ended_badly = row.failed or row.out_of_memory
+    if ranks.speaks(failed=ended_badly):
+        # First what was measured is shown: the disk may be full.
+        print(json.dumps({"rows": [row.columns()]})) if as_json else _print(row, said=notes)
+        for path in tables:
+            append_csv([row.columns()], path, COLUMNS)
+        if rows:
+            append_json([row.columns()], rows)
+    ranks.leave(failed=ended_badly)
+    if ended_badly or row.interrupted:
+        raise typer.Exit(INTERRUPTED if row.interrupted else 1)
+
+
+def _defaults(told: dict[str, str | None], device: str, found: torch.device) -> tuple[dict[str, str], list[str]]:
+    """Every option that was left to the machine, filled in, and a sentence for each that was."""
+    notes = []
+    if device == AUTO:
+        here = torch.cuda.get_device_name(found) if found.type == "cuda" else "no GPU that PyTorch can use"
+        notes.append(f"--device {found.type} was chosen, since there is {here}.")
+    chosen = {"liger": Setup.liger} | DEFAULTS[found.type] | {name: value for name, value in told.items() if value is not None}
+    if found.type == "cuda" and told["precision"] is None and not torch.cuda.is_bf16_supported(including_emulation=False):
+        chosen["precision"] = "fp16"
+    where = "a GPU" if found.type == "cuda" else "the CPU"
+    for name in (name for name, value in told.items() if value is None):
+        notes.append(f"--{name} {chosen[name]} was chosen for {where}: {TECHNIQUES[name][chosen[name]].summary}")
+    return chosen, notes
+
+
+def _check_search(setup: Setup, resume: bool) -> None:
+    if setup.device == "cpu":
+        raise DeviceError("train: --batch auto needs a GPU, since the memory of the host has no limit that could be kept; give a number")
+    if setup.ranks > 1:
+        raise OptionError(
+            f"train: --batch auto needs one process, got {setup.ranks} ranks, which would not run out of memory together; "
+            "search on one GPU and give the number"
+        )
+    if resume:
+        raise OptionError("train: --resume needs the --batch of the training that it goes on with, got auto")
+
+
+def _trained(setup: Setup, search: bool, options: dict[str, Any]) -> Row:
+    # This brings Transformers, which the other commands do without.
+    from liger_bench.train.run import largest_batch, run
+
+    with contextlib.redirect_stdout(sys.stderr), progress_bar() as bar:
+        options["bar"] = bar if ranks.first() else None
+        return largest_batch(setup, lambda one: run(one, **options)) if search else run(setup, **options)
+
+
+def _batch(given: str) -> int:
+    if given == AUTO:
+        return LARGEST_BATCH
+    if not given.isdecimal():
+        raise OptionError(f"train: --batch must be a number or auto, got {given!r}")
+    return int(given)
+
+
+def _say(sentences: list[str]) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for sentence in sentences:
+        console.print(sentence, markup=False)
+
+
+def _print(row: Row, said: list[str]) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # A file has no width of its own, and 80 columns would break the sentences.
+        console.width = 150
+    tokens = f"{row.batch} × {row.sequence} tokens" + (f" × {row.accumulation}" if row.accumulation > 1 else "")
+    where = f"{row.ranks} × {row.device}" if row.ranks > 1 else row.device
+    table = Table(
+        title=f"{row.model}, {tokens} a step, {row.precision}, Liger {row.liger}, on {where}", title_justify="left", show_header=False
+    )
+    for name, value in _figures(row).items():
+        table.add_row(name, value)
+    console.print(table, markup=False)
+    if row.reason:
+        console.print(row.reason, markup=False)
+    for note in (note for note in row.notes or [] if note not in said):
+        console.print(note, markup=False)
+    console.print(f"{row.machine}\n{row.versions}; commit {row.commit}; {row.date}", markup=False)
+
+
+def _figures(row: Row) -> dict[str, str]:
+    """What is known, in words."""
+    found: dict[str, str] = {}
+    if row.losses:
+        found["steps"] = f"{len(row.losses)} of {row.steps}"
+        found["loss, first and last"] = f"{row.losses[0]:.5f}, {row.losses[-1]:.5f}"
+    if row.tokens_per_second and row.step_seconds:
+        found["tokens per second"] = f"{row.tokens_per_second:,.0f} ({row.low_tokens_per_second:,.0f} to {row.high_tokens_per_second:,.0f})"
+        found["seconds a step"] = f"{row.step_seconds:.3f}"
+    sizes = {
+        "peak memory": row.peak_bytes,
+        "with what the allocator keeps": row.peak_reserved_bytes,
+        "held between steps": row.static_bytes,
+    }
+    found |= {name: f"{size / 2**30:.2f} GiB" for name, size in sizes.items() if size is not None}
+    if row.parameters and row.trainable_parameters:
+        found["parameters"] = f"{row.parameters / 1e6:,.1f} M, of which {row.trainable_parameters / 1e6:,.1f} M are trained"
+    if row.checkpointed_layers:
+        found["layers computed twice"] = str(row.checkpointed_layers)
+    if row.replaced:
+        found["by Liger"] = row.replaced
+    return found

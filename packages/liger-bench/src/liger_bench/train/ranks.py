@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of one training, as torchrun starts them: how many there are, and which of them speaks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+
+def count() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def first() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def speaks(*, failed: bool) -> bool:
+    """Whether this process prints and writes for all: the first rank, but of ranks that fail the one that failed first.
+
+    The first rank may be waiting for one that failed, and will then never speak.
+    """
+    if count() == 1:
+        return True
+    if not failed:
+        return first()
+    from torch.distributed import TCPStore
+
+    try:
+        # The store by which torchrun's processes have met.
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(*where, is_master=False, timeout=timedelta(seconds=10))
+        return bool(store.add("liger/failed", 1) == 1)
+    except (KeyError, RuntimeError):
+        return True
+
+
+def leave(*, failed: bool) -> None:
+    """Part from the other ranks. One that failed ends at once, upon which torchrun ends the others."""
+    import torch.distributed as dist
+
+    if failed and count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The usual end would wait for collectives of ranks that wait for this one.
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()

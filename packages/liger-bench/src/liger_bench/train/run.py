@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training by the Transformers Trainer, and the row that comes of it, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import find_executable_batch_size
+from rich.progress import Progress
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging as transformers_logging
+
+from liger_bench import machine
+from liger_bench.demo.text import Sequences
+from liger_bench.model.process import failure
+from liger_bench.train import saved, techniques
+from liger_bench.train.arguments import training_arguments
+from liger_bench.train.checkpointing import checkpointed_layers
+from liger_bench.train.data import Data, read
+from liger_bench.train.model import build, config_of
+from liger_bench.train.record import Interruption, Recorder
+from liger_bench.train.row import Row, row_of
+from liger_bench.train.setup import Setup
+from liger_bench.train.shapes import SHAPES
+from liger_core.errors import DeviceError, LigerError, OptionError
+
+# What may change from one run to the next of the same training.
+MAY_CHANGE = ("steps", "memory_limit", "device", "nvme_folder")
+
+
+def run(
+    setup: Setup,
+    *,
+    folder: Path | None = None,
+    resume: bool = False,
+    save_every: int = 0,
+    observers: Sequence[TrainerCallback] = (),
+    bar: Progress | None = None,
+    notes: Sequence[str] = (),
+) -> Row:
+    """Train, and tell what it took; memory that runs out, a failure and an interruption are rows, too.
+
+    folder      where checkpoints go: every `save_every` steps, at the end, and when it is interrupted; none without
+    resume      go on from the newest checkpoint there that is whole; the losses are then those of a training that never stopped
+    observers   further callbacks of the Trainer
+    notes       what was decided before
+
+    Raises OptionError or DeviceError for a setup that cannot be trained, before anything large is loaded.
+    """
+    techniques.check(setup)
+    device = _device(setup)
+    training = _Training(setup, device, list(notes), bar)
+    results: dict[str, Any] = {}
+    try:
+        training.train(folder, resume, save_every, observers)
+    except LigerError:
+        raise
+    except KeyboardInterrupt:
+        results = {"interrupted": True, "reason": "interrupted"}
+    except Exception as error:
+        _, results = failure(error)
+    row = row_of(setup, machine.describe(device), training.results() | results)
+    del training
+    release(device)
+    return row
+
+
+def largest_batch(setup: Setup, attempt: Callable[[Setup], Row]) -> Row:
+    """The row of the first batch that does not run out of memory, from setup.batch down by a quarter each time."""
+    tried: list[int] = []
+
+    def fewer() -> int:
+        return tried[-1] * 3 // 4
+
+    @find_executable_batch_size(starting_batch_size=setup.batch, reduce_batch_size_fn=fewer)
+    def search(batch: int) -> Row:
+        tried.append(batch)
+        row = attempt(replace(setup, batch=batch))
+        if row.out_of_memory and batch > 1:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. {row.reason}")
+        return row
+
+    found: Row = search()
+    failed = ", ".join(map(str, tried[:-1]))
+    note = f"--batch auto: {tried[-1]}" + (f", since memory ran out with {failed}." if failed else ", the first one that was tried.")
+    return replace(found, notes=[*(found.notes or []), note])
+
+
+def release(device: torch.device) -> None:
+    """Give back what nothing holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _device(setup: Setup) -> torch.device:
+    """The device of this rank, with no more memory than the setup allows."""
+    device = machine.measurable_device("train", setup.device)
+    if device.type == "cpu":
+        if setup.memory_limit is not None:
+            raise DeviceError("train: --memory-limit needs a GPU, got --device cpu")
+        return device
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    has = torch.cuda.get_device_properties(device).total_memory
+    limit = has if setup.memory_limit is None else setup.memory_limit
+    if limit > has:
+        raise DeviceError(
+            f"train: --memory-limit must be at most the memory of the GPU, {has / 2**30:.1f} GiB, got {limit / 2**30:.1f} GiB"
+        )
+    torch.cuda.set_per_process_memory_fraction(limit / has, device)
+    return device
+
+
+class _Training:
+    """A training that is running, and what is known of it."""
+
+    def __init__(self, setup: Setup, device: torch.device, notes: list[str], bar: Progress | None) -> None:
+        self.setup, self.device, self.notes, self.bar = setup, device, notes, bar
+        self.interruption = Interruption()
+        self.recorder = Recorder(setup, device, self.interruption, self._tell)
+        self.known: dict[str, Any] = {}
+        self.task = bar.add_task("preparing", total=setup.steps) if bar else None
+
+    def train(self, folder: Path | None, resume: bool, save_every: int, observers: Sequence[TrainerCallback]) -> None:
+        with _place(folder) as place:
+            # Before the model: DeepSpeed splits weights as soon as they are made, while these are alive.
+            arguments = self._arguments(place, folder, save_every)
+            vocabulary = config_of(self.setup).get_text_config().vocab_size
+            data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in SHAPES)
+            self.notes.extend(data.notes)
+            before = self._before(folder, resume, data)
+            if before is not None:
+                self.recorder.restore(before.told)
+            if before is not None and before.step >= self.setup.steps:
+                self.known = before.told["known"]
+                self.notes.append(f"All {before.step} steps were taken before; {before.folder} is the trained model.")
+                return
+            built = build(self.setup, self.device)
+            self.notes.extend(built.notes)
+            self.known = _counts(built.model) | {"replaced": built.replaced}
+            sealer = _Sealer(lambda: self._told(built.model, data), data.tokenizer)
+            trainer = _Trainer(built.model, arguments, data, self.recorder, [self.recorder, sealer, *observers])
+            with self.interruption, _quiet():
+                trainer.train(resume_from_checkpoint=str(before.folder) if before else None)
+            self.known["checkpointed_layers"] = checkpointed_layers(built.model)
+            self._end(folder)
+
+    def results(self) -> dict[str, Any]:
+        # A device that failed cannot be waited for.
+        with contextlib.suppress(Exception):
+            self.recorder.settle()
+        return self.known | self.recorder.results() | {"notes": self.notes}
+
+    def _arguments(self, place: Path, folder: Path | None, save_every: int) -> TrainingArguments:
+        more: dict[str, Any] = {"logging_nan_inf_filter": False}
+        if folder is not None:
+            every = save_every or self.setup.steps
+            more |= {"save_strategy": "steps", "save_steps": every, "save_total_limit": saved.KEPT}
+        return training_arguments(self.setup, place, **more)
+
+    def _before(self, folder: Path | None, resume: bool, data: Data) -> saved.Saved | None:
+        """The checkpoint to go on from; all ranks take the one that the first rank finds."""
+        if folder is None:
+            return None
+        found: list[Any] = [None, []]
+        if _rank() == 0:
+            if not resume and saved.checkpoints(folder):
+                raise OptionError(f"train: --output must be a folder without checkpoints, got {folder}; --resume goes on from them")
+            found[0] = saved.newest(folder, found[1]) if resume else None
+            if resume and found[0] is None:
+                found[1].append(f"There is no checkpoint in {folder} to go on from; the training begins.")
+        if dist.is_initialized() and self.setup.ranks > 1:
+            dist.broadcast_object_list(found)
+        before: saved.Saved | None = found[0]
+        self.notes.extend(found[1])
+        if before is not None:
+            saved.check_same(before, _same(self.setup, data))
+            self.notes.append(f"The training went on from step {before.step}, {before.folder}.")
+        return before
+
+    def _told(self, model: nn.Module, data: Data) -> dict[str, Any]:
+        known = self.known | {"checkpointed_layers": checkpointed_layers(model)}
+        return self.recorder.told() | {"known": known, "of": _same(self.setup, data)}
+
+    def _end(self, folder: Path | None) -> None:
+        """What the ranks know of each other only now, and a word on an interruption."""
+        if dist.is_initialized() and self.setup.ranks > 1:
+            self.recorder.join()
+        if self.recorder.interrupted:
+            step = len(self.recorder.losses)
+            kept = f"a checkpoint is in {folder}" if folder else "nothing was saved, since there is no --output"
+            self.notes.append(f"Interrupted after step {step} of {self.setup.steps}; {kept}.")
+
+    def _tell(self, step: int, figures: str) -> None:
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, completed=step, description=figures)
+
+
+class _Trainer(Trainer):
+    """A Trainer that keeps the loss of every micro-batch, on the device and unrounded."""
+
+    def __init__(
+        self, model: nn.Module, arguments: TrainingArguments, data: Data, recorder: Recorder, callbacks: list[TrainerCallback]
+    ) -> None:
+        super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), callbacks=callbacks)
+        # It prints a summary to standard output, where a single JSON object may be due.
+        self.remove_callback(PrinterCallback)
+        self.micro = recorder.micro
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.micro.append(loss.detach().clone())
+        return loss
+
+
+class _Sealer(TrainerCallback):
+    """Puts the tokenizer beside a checkpoint that was written, and seals it once all ranks have written theirs."""
+
+    def __init__(self, told: Callable[[], dict[str, Any]], tokenizer: Any) -> None:
+        self.told, self.tokenizer = told, tokenizer
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        told = self.told()
+        if dist.is_initialized():
+            dist.barrier()
+        if _rank() == 0:
+            folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            self.tokenizer.save_pretrained(folder)
+            saved.seal(folder, told)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars within the bar, and none of the Trainer's warnings: they tell that tied weights are saved once, and what may change did."""
+    loggers = [logging.getLogger(f"transformers.{name}") for name in ("trainer", "trainer_utils")]
+    levels, bars = [logger.level for logger in loggers], transformers_logging.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _place(folder: Path | None) -> Iterator[Path]:
+    """Where the Trainer may write."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="liger-train-") as temporary:
+        yield Path(temporary)
+
+
+def _same(setup: Setup, data: Data) -> dict[str, Any]:
+    """What must not change from one run to the next of the same training."""
+    return {name: value for name, value in asdict(setup).items() if name not in MAY_CHANGE} | {"text": data.digest}
+
+
+def _counts(model: Any) -> dict[str, int]:
+    """Weights, and those that are trained; DeepSpeed's stage 3 leaves nothing of them in their place but the number."""
+    if any(hasattr(weight, "ds_numel") for weight in model.parameters()):
+        every = {weight: weight.ds_numel for weight in model.parameters()}
+        return {"parameters": sum(every.values()), "trainable_parameters": sum(n for w, n in every.items() if w.requires_grad)}
+    return {"parameters": model.num_parameters(), "trainable_parameters": model.num_parameters(only_trainable=True)}
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
