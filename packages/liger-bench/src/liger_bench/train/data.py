@@ -107,8 +107,7 @@ def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
                 yield text
     if skipped:
         more = f" and {len(skipped) - NAMED} more" if len(skipped) > NAMED else ""
-        files = "1 file" if len(skipped) == 1 else f"{len(skipped)} files"
-        notes.append(f"In {folder}, {files} that cannot be read as text were skipped: {', '.join(skipped[:NAMED])}{more}.")
+        notes.append(f"What is no text was skipped in {folder}: {', '.join(skipped[:NAMED])}{more}.")
 
 
 def _text(path: Path) -> str | None:

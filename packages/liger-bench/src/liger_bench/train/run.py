@@ -135,7 +135,7 @@ class _Training:
         self.task = bar.add_task("preparing", total=setup.steps) if bar else None
 
     def train(self, folder: Path | None, resume: bool, save_every: int, observers: Sequence[TrainerCallback]) -> None:
-        with _place(folder) as place:
+        with _place(folder) as place, _quiet():
             # Before the model: DeepSpeed splits weights as soon as they are made, while these are alive.
             arguments = self._arguments(place, folder, save_every)
             vocabulary = config_of(self.setup).get_text_config().vocab_size
@@ -153,7 +153,7 @@ class _Training:
             self.known = _counts(built.model) | {"replaced": built.replaced}
             sealer = _Sealer(lambda: self._told(built.model, data), data.tokenizer)
             trainer = _Trainer(built.model, arguments, data, self.recorder, [self.recorder, sealer, *observers])
-            with self.interruption, _quiet():
+            with self.interruption:
                 trainer.train(resume_from_checkpoint=str(before.folder) if before else None)
             self.known["checkpointed_layers"] = checkpointed_layers(built.model)
             self._end(folder)
@@ -187,13 +187,13 @@ class _Training:
         before: saved.Saved | None = found[0]
         self.notes.extend(found[1])
         if before is not None:
-            saved.check_same(before, _same(self.setup, data))
+            saved.check_same(before, _same(self.setup), data.digest)
             self.notes.append(f"The training went on from step {before.step}, {before.folder}.")
         return before
 
     def _told(self, model: nn.Module, data: Data) -> dict[str, Any]:
         known = self.known | {"checkpointed_layers": checkpointed_layers(model)}
-        return self.recorder.told() | {"known": known, "of": _same(self.setup, data)}
+        return self.recorder.told() | {"known": known, "setup": _same(self.setup), "text": data.digest}
 
     def _end(self, folder: Path | None) -> None:
         """What the ranks know of each other only now, and a word on an interruption."""
@@ -270,9 +270,9 @@ def _place(folder: Path | None) -> Iterator[Path]:
         yield Path(temporary)
 
 
-def _same(setup: Setup, data: Data) -> dict[str, Any]:
+def _same(setup: Setup) -> dict[str, Any]:
     """What must not change from one run to the next of the same training."""
-    return {name: value for name, value in asdict(setup).items() if name not in MAY_CHANGE} | {"text": data.digest}
+    return {name: value for name, value in asdict(setup).items() if name not in MAY_CHANGE}
 
 
 def _counts(model: Any) -> dict[str, int]:

@@ -61,16 +61,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=_step)
 
 
-def check_same(saved: Saved, expected: dict[str, Any]) -> None:
-    """Raise OptionError if a checkpoint is of another training: it differs in one of these."""
-    others = [
-        f"--{name.replace('_', '-')} {saved.told['of'].get(name)}" for name in expected if saved.told["of"].get(name) != expected[name]
-    ]
+def check_same(saved: Saved, setup: dict[str, Any], text: str) -> None:
+    """Raise OptionError if a checkpoint is of another training: one of these options was another, or the text has changed."""
+    was = saved.told["setup"]
+    others = [f"--{name.replace('_', '-')} {was.get(name)}" for name in setup if was.get(name) != setup[name]]
     if others:
         raise OptionError(
             f"train: --resume needs the options of the training in {saved.folder.parent}, where it was {', '.join(others)}; "
             "give these, or another --output"
         )
+    if saved.told["text"] != text:
+        raise OptionError(f"train: the text of the training in {saved.folder.parent} must be as it was for --resume, but it has changed")
 
 
 def _read(path: Path) -> tuple[str | None, dict[str, Any]]:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The smallest model that has every part, and a short text."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from liger_bench.train.setup import Setup
+
+TEXT = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_garbage_among_what_was_imported() -> Iterator[None]:
+    """A training looks for garbage twice, which takes a second where every library of the tests is loaded."""
+    import liger_bench.train.run  # noqa: F401
+
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a Llama of two layers and 400 tokens, and without a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small(model: Path) -> Setup:
+    """Six steps of two sequences of 16 tokens on the CPU."""
+    shape = {"batch": 2, "sequence": 16, "precision": "fp32", "checkpoint": "none", "device": "cpu"}
+    return Setup(str(model), data=str(TEXT), steps=6, learning_rate=1e-2, **shape)

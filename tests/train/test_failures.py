@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings that are killed, interrupted, or run out of something: what is left, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from bench.commands import InProcess
+from liger_bench.train import command, saved
+from liger_bench.train.row import COLUMNS, row_of
+from liger_bench.train.run import run
+from liger_bench.train.setup import Setup
+from liger_core.errors import OptionError
+
+WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
+# What the command does, but that it dies in the middle of its sixth step, as by kill -9.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from transformers import TrainerCallback
+from liger_bench.train import command
+from liger_bench.train.run import run
+from liger_core.commands import main
+
+class Killer(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+command._trained = lambda setup, search, options: run(setup, observers=[Killer()], **options)
+main()
+"""
+
+
+class At(TrainerCallback):
+    """Does something when a step begins."""
+
+    def __init__(self, step: int, do: Callable[[], object]) -> None:
+        self.step, self.do = step, do
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.do()
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def do() -> None:
+        raise error
+
+    return do
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def whole(small: Setup) -> list[float]:
+    """The losses of a training that nothing stops."""
+    row = run(small)
+    assert row.losses is not None
+    return row.losses
+
+
+@pytest.fixture(scope="module")
+def failed(small: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two checkpoints, of a training that failed in its sixth step."""
+    folder = tmp_path_factory.mktemp("failed")
+    run(small, folder=folder, save_every=2, observers=[At(5, raising(RuntimeError("a cable was pulled")))])
+    assert names(folder) == ["checkpoint-2", "checkpoint-4"]
+    return folder
+
+
+@pytest.fixture
+def stopped(failed: Path, tmp_path: Path) -> Path:
+    """A copy of that folder."""
+    return shutil.copytree(failed, tmp_path / "saved")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.slow
+def test_a_killed_training_goes_on_with_the_losses_of_one_that_was_not(
+    liger: InProcess, small: Setup, whole: list[float], tmp_path: Path
+) -> None:
+    arguments = [*small.command().split()[1:], "--output", str(tmp_path / "saved"), "--save-every", "2", "--out", str(tmp_path / "rows")]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert liger(*arguments, "--resume")[0] == 0
+    (row,) = json.loads((tmp_path / "rows" / "train.json").read_text())
+    assert row["losses"] == whole
+    assert row["notes"][-1] == f"The training went on from step 4, {tmp_path / 'saved' / 'checkpoint-4'}."
+
+
+def test_of_checkpoints_the_newest_two_stay(small: Setup, whole: list[float], tmp_path: Path) -> None:
+    assert run(small, folder=tmp_path, save_every=1).losses == whole
+    assert names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_saving_is_no_part_of_a_step(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seal = saved.seal
+
+    def slowly(folder: Path, told: dict[str, Any]) -> None:
+        time.sleep(0.5)
+        seal(folder, told)
+
+    monkeypatch.setattr(saved, "seal", slowly)
+    row = run(replace(small, steps=4), folder=tmp_path, save_every=3)
+    assert row.step_seconds is not None
+    assert row.step_seconds < 0.25
+
+
+def cut(folder: Path) -> None:
+    path = folder / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def flip(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (cut, "optimizer.pt has 1000 bytes of [0-9]+"),
+        (flip, "model.safetensors is not what was written"),
+        (lambda folder: (folder / "rng_state.pth").unlink(), "rng_state.pth is missing"),
+        (lambda folder: (folder / saved.SEAL).unlink(), "it was not written to its end"),
+        (lambda folder: (folder / saved.SEAL).write_text("{"), "its seal liger.json cannot be read: JSONDecodeError"),
+    ],
+    ids=["cut", "flipped_bit", "lost_file", "killed_while_saving", "torn_seal"],
+)
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_taken(
+    small: Setup, whole: list[float], stopped: Path, damage: Callable[[Path], None], told: str
+) -> None:
+    damage(stopped / "checkpoint-4")
+    row = run(small, folder=stopped, resume=True, save_every=2)
+    assert row.losses == whole
+    assert row.notes is not None
+    assert re.fullmatch(
+        rf"checkpoint-4 was damaged \({told}\) and is now damaged-checkpoint-4; .* the checkpoint before it\.", row.notes[-2]
+    )
+    assert row.notes[-1] == f"The training went on from step 2, {stopped / 'checkpoint-2'}."
+    assert names(stopped) == ["checkpoint-4", "checkpoint-6", "damaged-checkpoint-4"]
+
+
+def test_without_a_whole_checkpoint_the_training_begins(small: Setup, whole: list[float], stopped: Path) -> None:
+    for path in stopped.iterdir():
+        cut(path)
+    row = run(small, folder=stopped, resume=True)
+    assert row.losses == whole
+    assert row.notes is not None
+    assert row.notes[-1] == f"There is no checkpoint in {stopped} to go on from; the training begins."
+
+
+def test_another_training_does_not_go_on_from_a_checkpoint(small: Setup, stopped: Path) -> None:
+    with pytest.raises(OptionError, match=r"where it was --batch 2, --learning-rate 0\.01; give these, or another --output"):
+        run(replace(small, batch=4, learning_rate=1.0), folder=stopped, resume=True)
+
+
+def test_another_text_does_not_go_on_from_a_checkpoint(small: Setup, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text(Path(small.data).read_text())
+    now = replace(small, data=str(text))
+    run(now, folder=tmp_path / "other")
+    text.write_text("more" + text.read_text())
+    with pytest.raises(OptionError, match=r"the text of the training in .*other must be as it was"):
+        run(now, folder=tmp_path / "other", resume=True)
+
+
+def test_checkpoints_are_not_overwritten_by_another_training(small: Setup, stopped: Path) -> None:
+    with pytest.raises(OptionError, match=r"--output must be a folder without checkpoints, got .*; --resume goes on from them"):
+        run(small, folder=stopped)
+    assert names(stopped) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_training_that_is_done_is_told_again(small: Setup, whole: list[float], stopped: Path) -> None:
+    run(small, folder=stopped, resume=True)
+    row = run(small, folder=stopped, resume=True, observers=[At(6, raising(RuntimeError("a step too many")))])
+    assert (row.losses, row.failed, row.parameters is not None) == (whole, False, True)
+    assert row.notes is not None
+    assert row.notes[-1] == f"All 6 steps were taken before; {stopped / 'checkpoint-6'} is the trained model."
+
+
+def test_more_steps_go_on_from_the_trained_model(small: Setup, whole: list[float], tmp_path: Path) -> None:
+    run(replace(small, steps=3), folder=tmp_path)
+    assert run(small, folder=tmp_path, resume=True).losses == whole
+
+
+def test_ctrl_c_ends_the_step_and_saves(small: Setup, whole: list[float], tmp_path: Path) -> None:
+    row = run(small, folder=tmp_path, observers=[At(3, ctrl_c)])
+    assert (row.interrupted, row.failed, row.losses) == (True, False, whole[:4])
+    assert row.notes is not None
+    assert row.notes[-1] == f"Interrupted after step 4 of 6; a checkpoint is in {tmp_path}."
+    row = run(small, folder=tmp_path, resume=True)
+    assert (row.interrupted, row.losses) == (False, whole)
+
+
+def test_a_second_ctrl_c_ends_at_once(small: Setup, whole: list[float], tmp_path: Path) -> None:
+    row = run(small, folder=tmp_path, observers=[At(3, ctrl_c), At(3, ctrl_c)])
+    assert (row.interrupted, row.losses, names(tmp_path)) == (True, whole[:3], [])
+
+
+def test_ctrl_c_acts_as_before_once_the_training_is_over(small: Setup) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run(replace(small, steps=2), observers=[At(1, ctrl_c)])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("outcome", "code"), [({}, 0), ({"interrupted": True}, 130), ({"out_of_memory": True}, 1), ({"failed": True}, 1)])
+def test_every_end_has_its_row_and_exit_code(
+    liger: InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: dict[str, bool], code: int
+) -> None:
+    monkeypatch.setattr(command, "_trained", lambda setup, search, options: row_of(setup, WHERE, outcome))
+    assert liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path))[0] == code
+    (row,) = json.loads((tmp_path / "train.json").read_text())
+    assert {name: value for name, value in row.items() if value is True} == outcome
+    assert (tmp_path / "train.csv").read_text().splitlines()[0].split(",") == COLUMNS
+
+
+def test_memory_that_runs_out_is_a_row(small: Setup, whole: list[float]) -> None:
+    gone = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB. Of the allocated"
+    )
+    row = run(small, observers=[At(3, raising(gone))])
+    assert (row.out_of_memory, row.failed, row.losses) == (True, False, whole[:3])
+    assert row.reason == "out of memory: Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB"
+
+
+def test_what_goes_wrong_is_a_row_with_its_reason(small: Setup, whole: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    row = run(small, observers=[At(2, raising(RuntimeError("a cable was pulled\nand more")))])
+    assert (row.failed, row.reason, row.losses) == (True, "RuntimeError: a cable was pulled", whole[:2])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_full_disk_while_saving_leaves_the_checkpoint_before(
+    small: Setup, whole: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = torch.save
+
+    def full(what: Any, path: Any, *rest: Any, **more: Any) -> None:
+        if "checkpoint-4" in str(path):
+            raise OSError(28, "No space left on device")
+        save(what, path, *rest, **more)
+
+    monkeypatch.setattr(torch, "save", full)
+    row = run(small, folder=tmp_path, save_every=2)
+    assert (row.failed, row.reason) == (True, "OSError: [Errno 28] No space left on device")
+    monkeypatch.undo()
+    row = run(small, folder=tmp_path, save_every=2, resume=True)
+    assert row.losses == whole
+    assert row.notes is not None
+    assert row.notes[-1] == f"The training went on from step 2, {tmp_path / 'checkpoint-2'}."
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow past 300 bytes, as if the disk were full then."""
+    import resource
+
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_full_disk_for_the_results_loses_neither_earlier_rows_nor_this_one(
+    liger: InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_files: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = json.dumps([{"model": "earlier"}])
+    (tmp_path / "train.json").write_text(before)
+    printed: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda *words, **more: printed.append(str(words[0])))
+    monkeypatch.setattr(command, "_trained", lambda setup, search, options: row_of(setup, WHERE, {"losses": [1.0]}))
+    code, said = liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path), "--json")
+    assert (code, "File too large; the rows that it had are unchanged; make room" in said) == (2, True), said
+    assert json.loads(printed[0])["rows"][0]["losses"] == [1.0]
+    assert (tmp_path / "train.json").read_text() == before
+
+
+def test_results_that_cannot_be_appended_to_are_told_before_the_training(liger: InProcess, tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("other,columns\n")
+    code, said = liger("train", "--model", "tiny", "--device", "cpu", "--data", "no/such/file", "--out", str(tmp_path))
+    assert (code, "must have the columns of this version" in said) == (2, True), said
+
+
+def test_a_name_on_a_hub_that_cannot_be_reached_is_a_sentence(liger: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, said = liger("train", "--model", "nobody/nothing", "--device", "cpu")
+    assert (code, "or a name on a hub that can be reached, got 'nobody/nothing'" in said) == (2, True), said
+
+
+def test_the_first_rank_that_fails_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import TCPStore
+
+    from liger_bench.train import ranks
+
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}.items():
+        monkeypatch.setenv(name, value)
+    assert [ranks.speaks(failed=False), ranks.speaks(failed=True), ranks.speaks(failed=True)] == [False, True, False]

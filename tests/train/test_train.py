@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger train`: what a training tells, what the command chooses, and which text is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.commands import InProcess
+from liger_bench import machine
+from liger_bench.train import command
+from liger_bench.train.data import Data, read
+from liger_bench.train.row import IDENTITY, Row, row_of
+from liger_bench.train.run import largest_batch, run
+from liger_bench.train.setup import Setup
+from liger_core.errors import OptionError
+
+WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
+
+
+@pytest.fixture(scope="module")
+def row(small: Setup) -> Row:
+    return run(small, notes=["A note from before."])
+
+
+def test_a_training_learns(row: Row) -> None:
+    assert row.losses is not None
+    assert len(row.losses) == 6
+    assert row.losses[-1] < row.losses[0] - 0.1
+
+
+def test_a_row_carries_its_setup_and_what_was_measured(row: Row, small: Setup) -> None:
+    assert all(getattr(row, field.name) == getattr(small, field.name) for field in fields(Setup))
+    assert row.low_tokens_per_second <= row.tokens_per_second <= row.high_tokens_per_second
+    assert row.tokens_per_second == pytest.approx(2 * 16 / row.step_seconds, rel=0.5)
+    assert (row.failed, row.out_of_memory, row.interrupted, row.reason) == (False, False, False, "")
+    assert row.parameters == row.trainable_parameters > 0
+    assert "linear_cross_entropy 1" in row.replaced
+    assert all(getattr(row, name) is not None for name in IDENTITY if name not in ("memory_limit", "nvme_folder"))
+
+
+def test_memory_is_not_told_on_the_cpu(row: Row) -> None:
+    assert (row.peak_bytes, row.peak_reserved_bytes, row.static_bytes) == (None, None, None)
+
+
+def test_a_row_carries_what_was_decided(row: Row) -> None:
+    assert row.notes[0] == "A note from before."
+    assert "comes with no tokenizer that can be loaded" in row.notes[1]
+
+
+def test_micro_batches_make_up_the_loss_of_their_step(small: Setup, row: Row) -> None:
+    pieces = run(replace(small, batch=1, accumulation=2))
+    assert pieces.losses == pytest.approx(row.losses, rel=1e-5)
+
+
+def test_the_first_two_steps_are_not_timed(small: Setup) -> None:
+    assert run(replace(small, steps=2)).tokens_per_second is None
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) -> tuple[Setup, dict[str, Any], str]:
+    """The setup and options that the command trains with, and what it says."""
+    seen: list[Any] = []
+
+    def trained(setup: Setup, search: bool, options: dict[str, Any]) -> Row:
+        seen.extend((setup, options))
+        return row_of(setup, WHERE, {"notes": options["notes"]})
+
+    monkeypatch.setattr(command, "_trained", trained)
+    monkeypatch.setattr(machine, "measurable_device", lambda name, device: torch.device("cpu" if device == "cpu" else "cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    code, said = liger("train", *arguments)
+    assert code == 0
+    return seen[0], seen[1], said
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup("tiny"),
+        Setup("tiny", device="cpu", precision="fp32", checkpoint="none"),
+        Setup("tiny", device="cpu"),
+        Setup(
+            "a folder",
+            3,
+            64,
+            "text.txt",
+            "none",
+            "fp16",
+            "4",
+            "galore",
+            "zero3",
+            "nvme",
+            "lora",
+            2,
+            1,
+            "cuda",
+            24 * 2**30,
+            7,
+            1e-3,
+            5,
+            "/disk",
+        ),
+    ],
+    ids=["bare", "cpu", "cpu_with_the_choices_of_a_gpu", "every_option"],
+)
+def test_the_command_of_a_setup_trains_that_setup(monkeypatch: pytest.MonkeyPatch, liger: InProcess, setup: Setup) -> None:
+    words = shlex.split(setup.command())
+    assert words[:2] == ["liger", "train"]
+    assert asked(monkeypatch, liger, *words[2:])[0] == setup
+
+
+def test_a_bare_gpu_gets_bf16_checkpointing_and_liger_and_is_told(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
+    setup, options, said = asked(monkeypatch, liger, "--model", "llama-3.2-1b", "--data", "text.txt")
+    assert (setup.device, setup.precision, setup.checkpoint, setup.liger) == ("cuda", "bf16", "full", "all")
+    for sentence in (
+        "--device cuda was chosen, since there is NVIDIA Test.",
+        "--precision bf16 was chosen for a GPU: Weights and optimizer in float32, products in bfloat16.",
+        "--checkpoint full was chosen for a GPU: Of every layer only the input is kept;",
+        "--liger all was chosen for a GPU:",
+    ):
+        assert sentence in said
+        assert any(sentence in note for note in options["notes"])
+
+
+def test_the_cpu_gets_float32_and_no_checkpointing(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
+    setup, _, said = asked(monkeypatch, liger, "--model", "tiny", "--device", "cpu")
+    assert (setup.precision, setup.checkpoint) == ("fp32", "none")
+    assert "--precision fp32 was chosen for the CPU" in said
+    assert "--device" not in said
+
+
+def test_a_gpu_without_bfloat16_gets_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    told = {"liger": "all", "precision": None, "checkpoint": "full"}
+    assert command._defaults(told, "cuda", torch.device("cuda"))[0]["precision"] == "fp16"
+
+
+def test_what_was_given_is_not_explained(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
+    given = ("--device", "cpu", "--liger", "none", "--precision", "bf16", "--checkpoint", "full")
+    assert asked(monkeypatch, liger, "--model", "tiny", *given)[1]["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--batch", "many"), "--batch must be a number or auto, got 'many'"),
+        (("--batch", "auto"), "--batch auto needs a GPU"),
+        (("--resume",), "--resume needs --output"),
+        (("--save-every", "2"), "--save-every needs --output"),
+        (("--memory-limit", "24GiB"), "--memory-limit needs a GPU, got --device cpu"),
+        (("--optimizer", "adam"), "--optimizer must be one of"),
+        (("--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library, got no/such/file"),
+    ],
+)
+def test_a_wrong_option_is_a_sentence(liger: InProcess, arguments: tuple[str, ...], sentence: str) -> None:
+    code, said = liger("train", "--model", "tiny", "--device", "cpu", *arguments)
+    assert (code, sentence in said) == (2, True), said
+
+
+@pytest.mark.parametrize(("fits", "found", "tried"), [(8, 8, [8]), (4, 4, [8, 6, 4]), (0, 1, [8, 6, 4, 3, 2, 1])])
+def test_the_search_ends_at_the_first_batch_that_fits(small: Setup, fits: int, found: int, tried: list[int]) -> None:
+    seen: list[int] = []
+
+    def attempt(setup: Setup) -> Row:
+        seen.append(setup.batch)
+        return row_of(setup, WHERE, {"out_of_memory": setup.batch > fits})
+
+    row = largest_batch(replace(small, batch=8), attempt)
+    assert (row.batch, seen, row.out_of_memory) == (found, tried, fits == 0)
+    assert row.notes[-1].startswith(f"--batch auto: {found}")
+
+
+def data_of(setup: Setup, path: Path, **changes: Any) -> Data:
+    return read(replace(setup, data=str(path), **changes), vocabulary=400, own_tokenizer=False)
+
+
+def test_a_folder_is_read_in_order_and_its_binary_files_are_told(small: Setup, tmp_path: Path) -> None:
+    text = "the quick brown fox jumps over the lazy dog\n" * 40
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.txt").write_text(text)
+    (tmp_path / "a.txt").write_text(text.upper())
+    (tmp_path / ".hidden").write_text("hidden " * 100)
+    for name in ("image.png", "model.bin", "x.gz", "z.so"):
+        (tmp_path / name).write_bytes(b"\x89PNG\0\1")
+    data = data_of(small, tmp_path)
+    assert data.notes == [f"What is no text was skipped in {tmp_path}: image.png, model.bin, x.gz and 1 more."]
+    words = data.tokenizer.decode(data.sequences.flatten())
+    assert words.startswith("THE QUICK")
+    assert words.index("DOG") < words.index("fox")
+    assert "hidden" not in words
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\0\1", b""], ids=["binary", "empty"])
+def test_a_file_that_is_no_text_is_a_sentence(small: Setup, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(OptionError, match=r"--data must be a file of text, got .*file, which is empty, binary or cannot be read"):
+        data_of(small, tmp_path / "file")
+
+
+def test_a_folder_of_binary_files_is_a_sentence(small: Setup, tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"\0")
+    with pytest.raises(OptionError, match=r"--data must hold text, got .*, which has none; What is no text was skipped in .*: image.png"):
+        data_of(small, tmp_path)
+
+
+def test_too_short_a_text_is_a_sentence(small: Setup, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("short")
+    with pytest.raises(OptionError, match=r"a step of 4 × 16 tokens must find so many in the text, got [0-9]+ from .*; give more text"):
+        data_of(small, tmp_path / "file", accumulation=2)
+
+
+def test_a_text_is_cut_into_whole_steps(small: Setup, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("some words of a text " * 300)
+    data = data_of(small, tmp_path / "file", accumulation=3)
+    assert data.sequences.shape[0] % 6 == 0
+    assert data.sequences.shape[1] == 16
+    assert data.digest != data_of(small, tmp_path / "file").digest
+
+
+def test_the_training_part_of_a_saved_dataset_is_read(small: Setup, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    parts = {name: datasets.Dataset.from_dict({"number": [1] * 9, "text": [f"{name} words "] * 9}) for name in ("test", "train")}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    data = data_of(small, tmp_path / "saved", sequence=8)
+    assert "train words" in data.tokenizer.decode(data.sequences.flatten())
+    assert "test" not in data.tokenizer.decode(data.sequences.flatten())
+    assert data.notes == [f"Of the dataset {tmp_path / 'saved'} the split 'train' is trained on."]
+
+
+def test_a_model_with_a_tokenizer_is_trained_on_its_own_tokens(small: Setup, model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("own words of the tokenizer " * 50)
+    own = data_of(small, text).tokenizer
+    own.add_special_tokens({"eos_token": "<end>"})
+    own.save_pretrained(tmp_path / "model")
+    data = read(replace(small, model=str(tmp_path / "model"), data=str(text), batch=1), vocabulary=400, own_tokenizer=True)
+    assert data.notes == []
+    assert data.tokenizer.eos_token == "<end>"
+    with pytest.raises(OptionError, match="the tokens must be below 100"):
+        read(replace(small, model=str(tmp_path / "model"), data=str(text), batch=1), vocabulary=100, own_tokenizer=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_two_ranks_are_one_training_with_one_row(small: Setup, row: Row, tmp_path: Path) -> None:
+    both = replace(small, batch=1, ranks=2)
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", *both.command().split()[1:]]
+    command = [*launched, "--out", str(tmp_path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    (printed,) = json.loads(done.stdout)["rows"]
+    assert json.loads((tmp_path / "train.json").read_text()) == [printed]
+    assert printed["ranks"] == 2
+    assert printed["losses"] == pytest.approx(row.losses, rel=1e-4)
