@@ -46,4 +46,6 @@ def leave(*, failed: bool) -> None:
         # The usual end would wait for collectives of ranks that wait for this one.
         os._exit(1)
     if dist.is_initialized():
+        # The first one is still writing, and torchrun ends it as soon as another one ends with an exit code.
+        dist.barrier()
         dist.destroy_process_group()

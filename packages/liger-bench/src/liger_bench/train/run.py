@@ -68,6 +68,9 @@ def run(
     except LigerError:
         raise
     except KeyboardInterrupt:
+        if setup.ranks > 1:
+            # The other ranks wait for this one; torchrun ends them when it ends.
+            raise
         results = {"interrupted": True, "reason": "interrupted"}
     except Exception as error:
         _, results = failure(error)
