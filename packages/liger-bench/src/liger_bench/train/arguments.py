@@ -6,12 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_bench.train import processes, techniques
+from liger_bench.train import processes, techniques, zero
 from liger_bench.train.combinations import ZERO
 from liger_bench.train.setup import Setup
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+LOW_IN_FSDP2 = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArguments:
@@ -42,17 +44,25 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
     from transformers import TrainingArguments
 
     made = TrainingArguments(**given)
+    if setup.shard == "fsdp2" and setup.precision in LOW_IN_FSDP2:
+        made.fsdp_plugin_args["mixed_precision_policy"] = _mixed(LOW_IN_FSDP2[setup.precision])
     if made.n_gpu > 1:
         # The Trainer would split the batch over all GPUs that one process sees.
         made._n_gpu = 1
     return made
 
 
+def _mixed(dtype: str) -> Any:
+    """Of accelerate's own policy the gradients would be summed, and the loss be told, in the low precision."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+
 def _sharding(setup: Setup) -> dict[str, Any]:
     if setup.shard in ZERO:
-        from liger_bench.train.zero import config
-
-        return {"deepspeed": config(setup)}
+        return {"deepspeed": zero.config(setup)}
     if setup.shard == "fsdp2":
         return {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, "cpu_offload": setup.offload == "parameters"}}
     return {}

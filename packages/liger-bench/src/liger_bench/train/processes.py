@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
+from liger_bench.train import zero
 from liger_bench.train.setup import Setup
 
 # A rank that waits for one that failed gives up, instead of half an hour later.
@@ -19,12 +21,9 @@ def join(setup: Setup) -> dict[str, Any]:
         return {"ddp_backend": "gloo"} if setup.device == "cpu" and setup.ranks > 1 else {}
     if setup.ranks == 1:
         _alone()
-    if setup.shard == "fsdp2":
-        return _joined_on_cpu("MULTI_GPU") if setup.device == "cpu" else {}
-    from liger_bench.train.zero import prepare
-
-    prepare(setup)
-    return _joined_on_cpu("DEEPSPEED") if setup.device == "cpu" else {}
+    if setup.shard != "fsdp2":
+        zero.prepare(setup)
+    return _joined_on_cpu(setup) if setup.device == "cpu" else {}
 
 
 def _alone() -> None:
@@ -36,14 +35,12 @@ def _alone() -> None:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
-def _joined_on_cpu(kind: str) -> dict[str, Any]:
+def _joined_on_cpu(setup: Setup) -> dict[str, Any]:
     """accelerate 1.15 shards on GPUs only, though torch and DeepSpeed do it on the CPU just as well: its state is made here."""
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, PartialState
@@ -51,7 +48,10 @@ def _joined_on_cpu(kind: str) -> dict[str, Any]:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=TIMEOUT)
+    if setup.shard != "fsdp2":
+        zero.start()
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType[kind]
+    kind = DistributedType.MULTI_GPU if setup.shard == "fsdp2" else DistributedType.DEEPSPEED
+    PartialState._shared_state["distributed_type"] = kind
     return {"accelerator_config": {"use_configured_state": True}}

@@ -23,6 +23,11 @@ def prepare(setup: Setup) -> None:
         importlib.import_module("deepspeed").ops.__compatible_ops__.clear()
 
 
+def start() -> None:
+    """Let it use the process group that there is; on GPUs accelerate does this."""
+    importlib.import_module("deepspeed").init_distributed("gloo", auto_mpi_discovery=False)
+
+
 def config(setup: Setup) -> dict[str, Any]:
     """The JSON file that DeepSpeed would be given; "auto" is filled in by Transformers."""
     stage = int(setup.shard.removeprefix("zero"))
