@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--checkpoint auto`: the memory that is left is spent on computing fewer layers again, while the training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from liger_bench.train import checkpointing
+from liger_bench.train.checkpointing import Keeps
+from liger_bench.train.setup import Setup
+
+# Of the memory; for the allocator's gaps, and for sizes that vary from step to step.
+MARGIN = 0.06
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One step, in bytes.
+
+    peak     the most that was held since the training began
+    before   held when the forward pass of the last layer began
+    held     what that pass left behind for the backward pass
+    retried  whether the allocator had to give back what it had kept, to serve a request
+    """
+
+    peak: int
+    before: int
+    held: int
+    retried: bool = False
+
+
+class Spending:
+    """Decides from the bytes of each step how many times a layer is moved up from Keeps.INPUT to PRODUCTS to ALL.
+
+    The last layer is moved first: what it keeps is gone when the layers before it are computed again. A layer that is moved adds to
+    the peak what it keeps more, at most, wherever the peak is. So as many are moved as fit between the peak and the limit; since most
+    add less, that is repeated until none fits. The first one of its kind, whose bytes are unknown, is only moved if there is room for all
+    that the last layer's recomputation took: the peak of the first step held that beyond what was there before that layer.
+
+    moves    so many were made; layers × 2 at most
+    settled  it will not change any more
+    """
+
+    def __init__(self, layers: int, limit: int, alike: bool = True) -> None:
+        self.layers, self.limit, self.alike = layers, int(limit * (1 - MARGIN)), alike
+        self.moves = 0
+        self.settled = layers == 0
+        self._unknown: int | None = None
+        self._held: list[int] = []
+
+    def after(self, seen: Seen) -> int:
+        """The moves that shall have been made before the next step; the step that was seen had `moves`."""
+        if self._unknown is None:
+            self._unknown = max(1, seen.peak - seen.before)
+            self._held.append(seen.held)
+        if self.settled:
+            return self.moves
+        if seen.peak > self.limit or seen.retried:
+            # Only after a jump that was too large: layers that differ, or a batch with more tokens.
+            self.moves, self.settled = max(0, self.moves - 1), True
+            return self.moves
+        more = self._more(seen)
+        self.moves += more
+        self.settled = more == 0
+        return self.moves
+
+    def keeps(self, layer: int) -> Keeps:
+        """What a layer keeps, 0 being the first one."""
+        place = self.layers - 1 - layer
+        return Keeps((self.moves > place) + (self.moves > self.layers + place))
+
+    def _more(self, seen: Seen) -> int:
+        kind, done = divmod(self.moves, self.layers)
+        if kind == 2:
+            return 0
+        room = self.limit - seen.peak
+        if done == 0:
+            # The first of its kind, the last layer, shows what one takes.
+            return int(room >= (self._unknown or 0))
+        self._held[kind + 1 :] = [seen.held]
+        each = max(1, self._held[kind + 1] - self._held[kind])
+        if not self.alike:
+            return int(room >= max(each, self._unknown or 0))
+        return min(self.layers - done, room // each)
+
+
+class Memory(Protocol):
+    """Of the device of this rank, in bytes; a GPU's, or a test's."""
+
+    def limit(self) -> int: ...
+    def allocated(self) -> int: ...
+    def peak(self) -> int: ...
+    def retries(self) -> int: ...
+
+
+class GPU:
+    """What PyTorch's allocator knows, which needs no waiting for the device."""
+
+    def __init__(self, memory_limit: int | None) -> None:
+        self.memory_limit = memory_limit
+
+    def limit(self) -> int:
+        # Others may use the device, too.
+        free, _ = torch.cuda.mem_get_info()
+        has = free + torch.cuda.memory_reserved()
+        return has if self.memory_limit is None else min(has, self.memory_limit)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def retries(self) -> int:
+        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+
+class SpendMemory(TrainerCallback):
+    """Moves the layers of the model of a Trainer as Spending decides, and tells when it is done.
+
+    All ranks decide alike, by the one with the least memory left: layers that gather their weights must do so on all of them.
+    """
+
+    def __init__(self, memory: Memory, tell: Callable[[str], object]) -> None:
+        self.memory, self.tell = memory, tell
+        self.spending: Spending | None = None
+        self._products = checkpointing.Products()
+        self._layers: list[Any] = []
+        self._hooks: list[Any] = []
+        self._entered: int | None = None
+        self._last: tuple[int, int] | None = None
+        self._has_state = False
+        self._retries = 0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **more: Any) -> None:
+        self._layers = checkpointing.layers(model)
+        if self._layers:
+            last = self._layers[-1]
+            self._hooks = [last.register_forward_pre_hook(self._begins), last.register_forward_hook(self._ends)]
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        self._entered = self._last = None
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **more: Any
+    ) -> None:
+        # The first step makes the state of the optimizer, unless a scaled loss overflowed; the second one is the first with it.
+        if not self._hooks or self._last is None or not self._had_state(state, optimizer):
+            return
+        if self.spending is None:
+            alike = len({_weights(layer) for layer in self._layers}) == 1
+            limit = _least(self.memory.limit(), args.device)
+            self.spending, self._retries = Spending(len(self._layers), limit, alike), self.memory.retries()
+        retries, self._retries = self._retries, self.memory.retries()
+        before, held = self._last
+        seen = [_most(value, args.device) for value in (self.memory.peak(), before, held, self._retries - retries)]
+        kept = [self.spending.keeps(place) for place in range(len(self._layers))]
+        self.spending.after(Seen(seen[0], seen[1], seen[2], retried=seen[3] > 0))
+        for place, layer in enumerate(self._layers):
+            if self.spending.keeps(place) is not kept[place]:
+                checkpointing.keep(layer, self.spending.keeps(place), self._products)
+        if self.spending.settled:
+            self._end(state.global_step)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        if self._hooks:
+            self._end(state.global_step)
+
+    def _had_state(self, state: TrainerState, optimizer: Any) -> bool:
+        had, self._has_state = self._has_state, _has_state(optimizer)
+        return had and self._has_state
+
+    def _begins(self, module: nn.Module, inputs: Any) -> None:
+        # Later calls in a step recompute, or are of another micro-batch.
+        if self._entered is None:
+            self._entered = self.memory.allocated()
+
+    def _ends(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._last is None and self._entered is not None:
+            self._last = (self._entered, self.memory.allocated() - self._entered)
+
+    def _end(self, step: int) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.tell(f"--checkpoint auto: from step {step + 1} on {_summary(self._layers, self.spending)}.")
+
+
+def observers(setup: Setup, tell: Callable[[str], object]) -> Sequence[TrainerCallback]:
+    """The callbacks that a setup's checkpointing needs in the Trainer; `tell` gets sentences."""
+    return [SpendMemory(GPU(setup.memory_limit), tell)] if setup.checkpoint == "auto" else []
+
+
+def _summary(layers: list[Any], spending: Spending | None) -> str:
+    kept = [spending.keeps(place) if spending else Keeps.INPUT for place in range(len(layers))]
+    again, products = kept.count(Keeps.INPUT), kept.count(Keeps.PRODUCTS)
+    return f"{again} of {len(layers)} layers are computed again, {products} but for their products, {kept.count(Keeps.ALL)} are not"
+
+
+def _has_state(optimizer: Any) -> bool:
+    """DeepSpeed makes it before the first step, and has no `state` of its own."""
+    try:
+        return len(optimizer.state) > 0
+    except (AttributeError, TypeError, NotImplementedError):
+        return True
+
+
+def _weights(layer: nn.Module) -> int:
+    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
+
+
+def _most(value: int, device: torch.device) -> int:
+    """Of all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    shared = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return int(shared)
+
+
+def _least(value: int, device: torch.device) -> int:
+    return -_most(-value, device)

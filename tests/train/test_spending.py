@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--checkpoint auto` spends the memory that is left, and never more; what a layer keeps does not change what it learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from liger_bench.train import checkpointing
+from liger_bench.train.checkpointing import Keeps
+from liger_bench.train.model import build
+from liger_bench.train.setup import Setup
+from liger_bench.train.spending import MARGIN, Seen, Spending, SpendMemory
+
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Step:
+    """The memory of a step, as a timeline: what every layer keeps in each state, and what comes and goes between."""
+
+    layers: int
+    static: int
+    keeps: tuple[int, int, int]
+    loss: int
+    gradients: int
+    temporary: int
+
+    def seen(self, spending: Spending, peak: int = 0) -> Seen:
+        kept = [self.keeps[spending.keeps(layer)] for layer in range(self.layers)]
+        before = self.static + sum(kept[:-1])
+        held = peak = max(peak, before + kept[-1] + self.loss)
+        held = before + kept[-1]
+        for done, layer in enumerate(reversed(range(self.layers))):
+            # Whatever was not kept is there again while a layer's gradients are computed.
+            again = self.keeps[Keeps.ALL] - kept[layer]
+            peak = max(peak, held + again + self.temporary + (done + 1) * self.gradients)
+            held -= kept[layer]
+        return Seen(peak, before, kept[-1])
+
+
+def spent(step: Step, limit: int, alike: bool = True) -> tuple[Spending, list[int]]:
+    """The decisions of a training, and the peak after each of its steps."""
+    spending, peaks = Spending(step.layers, limit, alike), [0]
+    while not spending.settled:
+        seen = step.seen(spending, peaks[-1])
+        peaks.append(seen.peak)
+        spending.after(seen)
+        assert len(peaks) < 4 * step.layers + 9, "it never settles"
+    return spending, peaks
+
+
+EIGHT_BILLION = Step(32, 48 * GIB, (GIB // 2, 5 * GIB, 8 * GIB), 4 * GIB, GIB // 2, 2 * GIB)
+
+
+def test_with_much_memory_nothing_is_computed_again() -> None:
+    spending, _ = spent(EIGHT_BILLION, 1000 * GIB)
+    assert {spending.keeps(layer) for layer in range(32)} == {Keeps.ALL}
+
+
+def test_without_memory_everything_stays_as_it_was() -> None:
+    spending, peaks = spent(EIGHT_BILLION, 86 * GIB)
+    assert spending.moves == 0
+    assert len(peaks) == 2
+
+
+def test_products_are_kept_before_the_rest_and_in_the_last_layers_first() -> None:
+    spending, _ = spent(EIGHT_BILLION, 140 * GIB)
+    kept = [spending.keeps(layer) for layer in range(32)]
+    assert kept == sorted(kept)
+    assert kept[0] is Keeps.INPUT
+    assert kept[-1] is Keeps.PRODUCTS
+
+
+def test_no_further_layer_would_have_fitted() -> None:
+    limit = 140 * GIB
+    _, peaks = spent(EIGHT_BILLION, limit)
+    each = EIGHT_BILLION.keeps[Keeps.PRODUCTS] - EIGHT_BILLION.keeps[Keeps.INPUT]
+    assert 0 <= limit * (1 - MARGIN) - peaks[-1] < each
+
+
+def test_it_settles_within_six_steps() -> None:
+    _, peaks = spent(EIGHT_BILLION, 140 * GIB)
+    assert len(peaks) - 1 <= 6
+
+
+@settings(deadline=None)
+@given(
+    layers=st.integers(1, 48),
+    sizes=st.lists(st.integers(1, 10_000), min_size=3, max_size=3, unique=True).map(sorted),
+    rest=st.tuples(*[st.integers(0, 20_000)] * 4),
+    limit=st.integers(1, 2_000_000),
+)
+def test_the_peak_never_passes_the_limit_by_its_doing(layers: int, sizes: list[int], rest: tuple[int, ...], limit: int) -> None:
+    step = Step(layers, rest[0], (sizes[0], sizes[1], sizes[2]), *rest[1:])
+    _, peaks = spent(step, limit)
+    assert max(peaks) <= max(limit * (1 - MARGIN), peaks[1])
+
+
+def test_layers_that_differ_are_moved_one_by_one() -> None:
+    spending = Spending(4, 1000, alike=False)
+    moves = [spending.after(Seen(100 + 10 * index, 90, 10)) for index in range(4)]
+    assert moves == [1, 2, 3, 4]
+
+
+def test_a_step_that_came_too_close_takes_a_layer_back_and_ends_it() -> None:
+    step = replace(EIGHT_BILLION, layers=4)
+    spending = Spending(4, 500 * GIB)
+    for _ in range(2):
+        spending.after(step.seen(spending))
+    assert spending.moves == 4
+    spending.after(Seen(499 * GIB, 0, 0))
+    assert (spending.moves, spending.settled) == (3, True)
+    spending.after(step.seen(spending))
+    assert spending.moves == 3
+
+
+def test_an_allocator_that_had_to_give_back_memory_counts_as_too_close() -> None:
+    spending = Spending(4, 500 * GIB)
+    spending.after(EIGHT_BILLION.seen(Spending(4, 0)))
+    spending.after(replace(EIGHT_BILLION.seen(spending), retried=True))
+    assert (spending.moves, spending.settled) == (0, True)
+
+
+def model_that_keeps(*kept: Keeps) -> Any:
+    setup = Setup("tiny", precision="fp32", checkpoint="auto", device="cpu")
+    model = build(setup, CPU).model
+    for layer, what in zip(checkpointing.layers(model), kept, strict=True):
+        checkpointing.keep(layer, what, PRODUCTS)
+    return model
+
+
+PRODUCTS = checkpointing.Products()
+
+
+def trained(model: Any) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss, gradients and operations of a step; the first pass finds out which product is the last."""
+    tokens = torch.arange(64).view(2, 32)
+    for _ in range(2):
+        model.zero_grad()
+        with FlopCounterMode(display=False) as operations:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+    return float(loss.detach()), {name: weight.grad for name, weight in model.named_parameters()}, operations.get_total_flops()
+
+
+@pytest.mark.parametrize("kept", [(Keeps.PRODUCTS, Keeps.PRODUCTS), (Keeps.INPUT, Keeps.PRODUCTS), (Keeps.PRODUCTS, Keeps.ALL)])
+def test_what_a_layer_keeps_changes_neither_loss_nor_gradients(kept: tuple[Keeps, ...]) -> None:
+    loss, gradients, _ = trained(model_that_keeps(Keeps.ALL, Keeps.ALL))
+    again, those, _ = trained(model_that_keeps(*kept))
+    assert again == loss
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(those[name], gradient, rtol=0, atol=0)
+
+
+def test_where_products_are_kept_none_is_computed_again() -> None:
+    every, products, nothing = (trained(model_that_keeps(what, what))[2] for what in (Keeps.ALL, Keeps.PRODUCTS, Keeps.INPUT))
+    assert every == products < nothing
+
+
+class Simulated:
+    """The memory of a model whose layers keep 10, 40 or 100 bytes, of a device with `size`."""
+
+    def __init__(self, model: Any, size: int) -> None:
+        self.layers, self.size, self.most = checkpointing.layers(model), size, 0
+
+    def kept(self, layer: Any) -> int:
+        if not layer.gradient_checkpointing:
+            return 100
+        return 40 if "context_fn" in layer._gradient_checkpointing_func.keywords else 10
+
+    def limit(self) -> int:
+        return self.size
+
+    def allocated(self) -> int:
+        return 1000 + sum(self.kept(layer) for layer in self.layers[: -1 if self.inside else None])
+
+    def peak(self) -> int:
+        self.most = max(self.most, 1000 + sum(map(self.kept, self.layers)) + 100)
+        return self.most
+
+    def retries(self) -> int:
+        return 0
+
+    inside = False
+
+
+@pytest.mark.parametrize(("size", "expected"), [(10_000, [Keeps.ALL] * 2), (1309, [Keeps.PRODUCTS] * 2), (1100, [Keeps.INPUT] * 2)])
+def test_the_layers_of_a_model_are_moved_while_it_trains(size: int, expected: list[Keeps]) -> None:
+    model = model_that_keeps(Keeps.INPUT, Keeps.INPUT)
+    memory, told = Simulated(model, size), []
+    callback = SpendMemory(memory, told.append)
+    arguments, optimizer = SimpleNamespace(device=CPU), SimpleNamespace(state={})
+    callback.on_train_begin(arguments, None, None, model=model)
+    last = checkpointing.layers(model)[-1]
+    last.register_forward_pre_hook(lambda *_: setattr(memory, "inside", True), prepend=True)
+    last.register_forward_hook(lambda *_: setattr(memory, "inside", False), prepend=True)
+    for step in range(8):
+        callback.on_step_begin(arguments, SimpleNamespace(global_step=step), None)
+        model.model(input_ids=torch.arange(8).view(1, 8))
+        optimizer.state["moment"] = 1
+        callback.on_step_end(arguments, SimpleNamespace(global_step=step), None, optimizer=optimizer)
+    states = {10: Keeps.INPUT, 40: Keeps.PRODUCTS, 100: Keeps.ALL}
+    assert [states[memory.kept(layer)] for layer in memory.layers] == expected
+    assert len(told) == 1
+    assert f"{expected.count(Keeps.INPUT)} of 2 layers are computed again" in told[0]
