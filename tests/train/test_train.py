@@ -5,25 +5,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from bench.commands import InProcess
 from liger_bench import machine
-from liger_bench.train import command
+from liger_bench.train import command, spending
 from liger_bench.train.data import Data, read
 from liger_bench.train.row import IDENTITY, Row, row_of
 from liger_bench.train.run import largest_batch, run
 from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
 
+ROOT = Path(__file__).parents[2]
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
 
 
@@ -64,6 +68,25 @@ def test_micro_batches_make_up_the_loss_of_their_step(small: Setup, row: Row) ->
 
 def test_the_first_two_steps_are_not_timed(small: Setup) -> None:
     assert run(replace(small, steps=2)).tokens_per_second is None
+
+
+def test_once_fewer_layers_are_computed_again_the_times_count_anew(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spender(TrainerCallback):
+        def __init__(self, tell: Callable[[str], object]) -> None:
+            self.tell = tell
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                self.tell("From here on it is faster.")
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.tell("The end.")
+
+    monkeypatch.setattr(spending, "observers", lambda setup, tell: [Spender(tell)])
+    row = run(small, folder=tmp_path)
+    assert row.notes[-2:] == ["From here on it is faster.", "The end."]
+    # Of six steps the fourth is the first of the new kind, and not timed.
+    assert len(json.loads((tmp_path / "checkpoint-6" / "liger.json").read_text())["timed"]) == 2
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) -> tuple[Setup, dict[str, Any], str]:
@@ -117,6 +140,21 @@ def test_the_command_of_a_setup_trains_that_setup(monkeypatch: pytest.MonkeyPatc
     words = shlex.split(setup.command())
     assert words[:2] == ["liger", "train"]
     assert asked(monkeypatch, liger, *words[2:])[0] == setup
+
+
+def documented() -> list[list[str]]:
+    """The trainings in the documentation, without the program that starts them."""
+    lines = [line.partition("#")[0] for line in (ROOT / "docs" / "training.md").read_text().splitlines()]
+    started = re.compile(r"^(?:liger|torchrun .*liger_core) train (.*)")
+    return [shlex.split(found[1]) for line in lines if (found := started.match(line)) and "--sweep" not in line]
+
+
+@pytest.mark.parametrize("arguments", documented(), ids=" ".join)
+def test_the_documented_commands_are_understood(
+    monkeypatch: pytest.MonkeyPatch, liger: InProcess, tmp_path: Path, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert asked(monkeypatch, liger, *arguments)[0].model == arguments[1]
 
 
 def test_a_bare_gpu_gets_bf16_checkpointing_and_liger_and_is_told(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:

@@ -59,7 +59,7 @@ class Recorder(TrainerCallback):
     """Loss and time of every step, and the memory.
 
     losses  of every step, of all ranks: the mean over their tokens
-    timed   seconds of every step but the first two after a start
+    timed   seconds of every step but the first two after a start, and those before `time_anew`
     """
 
     def __init__(self, setup: Setup, device: torch.device, interruption: Interruption, tell: Tell) -> None:
@@ -71,6 +71,7 @@ class Recorder(TrainerCallback):
         self.earlier_peaks = (0, 0)
         self.interrupted = False
         self._begun = 0
+        self._ended = False
         self._last: Moment = None
         self._pending: deque[tuple[Tensor, Moment, Moment]] = deque()
         if device.type == "cuda":
@@ -108,10 +109,18 @@ class Recorder(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.settle()
+        self._ended = True
 
     def settle(self) -> None:
         """Wait for the steps that are still running."""
         self._settle(0)
+
+    def time_anew(self) -> None:
+        """Forget the times up to now, and that of the next step, unless the training has ended."""
+        if not self._ended:
+            self.settle()
+            self.timed.clear()
+            self._begun = WARM_UP - 1
 
     def join(self) -> None:
         """Take the slowest rank's times, and the memory of the fullest."""

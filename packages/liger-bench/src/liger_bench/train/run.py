@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from liger_bench import machine
 from liger_bench.demo.text import Sequences
 from liger_bench.model.process import failure
-from liger_bench.train import saved, techniques
+from liger_bench.train import saved, spending, techniques
 from liger_bench.train.arguments import training_arguments
 from liger_bench.train.checkpointing import checkpointed_layers
 from liger_bench.train.data import Data, read
@@ -155,7 +155,8 @@ class _Training:
             self.notes.extend(built.notes)
             self.known = _counts(built.model) | {"replaced": built.replaced}
             sealer = _Sealer(lambda: self._told(built.model, data), data.tokenizer)
-            trainer = _Trainer(built.model, arguments, data, self.recorder, [self.recorder, sealer, *observers])
+            spenders = spending.observers(self.setup, self._decided)
+            trainer = _Trainer(built.model, arguments, data, self.recorder, [self.recorder, sealer, *spenders, *observers])
             with self.interruption:
                 trainer.train(resume_from_checkpoint=str(before.folder) if before else None)
             self.known["checkpointed_layers"] = checkpointed_layers(built.model)
@@ -206,6 +207,11 @@ class _Training:
             step = len(self.recorder.losses)
             kept = f"a checkpoint is in {folder}" if folder else "nothing was saved, since there is no --output"
             self.notes.append(f"Interrupted after step {step} of {self.setup.steps}; {kept}.")
+
+    def _decided(self, sentence: str) -> None:
+        """Later steps take another time than those up to now."""
+        self.notes.append(sentence)
+        self.recorder.time_anew()
 
     def _tell(self, step: int, figures: str) -> None:
         if self.bar is not None and self.task is not None:
