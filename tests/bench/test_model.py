@@ -19,7 +19,7 @@ from liger_bench.memory import bytes_of
 from liger_bench.model.command import SHAPES
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import IDENTITY, Job, Row
-from liger_bench.model.process import DONE, FAILED, READY, Answer, Process, _answer
+from liger_bench.model.process import DONE, FAILED, READY, Answer, Process, _answer, failure
 from liger_bench.model.run import measured
 from liger_bench.model.training import BUSY, Training
 from liger_core import OptionError
@@ -124,6 +124,25 @@ def test_a_resumed_run_measures_only_what_is_new(finished: Finished) -> None:
 
 def test_another_commit_is_another_measurement() -> None:
     assert {"commit", "versions", "machine", "memory_limit_bytes"} <= set(IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB. Of it"), "Tried to allocate 2 GiB. GPU 0 has 1 GiB"),
+        (RuntimeError("CUDA error: out of memory\nmore"), "CUDA error: out of memory"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling",
+        ),
+        (MemoryError(), "of the host"),
+    ],
+    ids=["pytorch", "cuda", "cublas", "host"],
+)
+def test_every_library_has_its_words_for_no_memory(error: Exception, reason: str) -> None:
+    state, results = failure(error)
+    assert (state, results["out_of_memory"]) == (FAILED, True)
+    assert results["reason"].startswith(f"out of memory: {reason}")
 
 
 def test_memory_that_runs_out_is_no_failure() -> None:

@@ -21,7 +21,7 @@ import torch
 from transformers import TrainerCallback
 
 from bench.commands import InProcess
-from liger_bench.train import command, saved
+from liger_bench.train import command, saved, techniques
 from liger_bench.train.row import COLUMNS, row_of
 from liger_bench.train.run import run
 from liger_bench.train.setup import Setup
@@ -205,6 +205,33 @@ def test_a_training_that_is_done_is_told_again(small: Setup, whole: list[float],
 def test_more_steps_go_on_from_the_trained_model(small: Setup, whole: list[float], tmp_path: Path) -> None:
     run(replace(small, steps=3), folder=tmp_path)
     assert run(small, folder=tmp_path, resume=True).losses == whole
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        {"precision": "bf16", "checkpoint": "full", "accumulation": 2},
+        {"adapter": "lora"},
+        {"optimizer": "adamw-8bit"},
+        {"optimizer": "galore"},
+        {"optimizer": "apollo-mini"},
+    ],
+    ids=lambda technique: "-".join(map(str, technique.values())),
+)
+def test_with_a_technique_a_training_goes_on_exactly_too(small: Setup, tmp_path: Path, technique: dict[str, Any]) -> None:
+    setup = replace(small, steps=4, **technique)
+    try:
+        techniques.check(setup)
+    except OptionError as missing:
+        pytest.skip(str(missing))
+    run(replace(setup, steps=2), folder=tmp_path)
+    assert run(setup, folder=tmp_path, resume=True).losses == run(setup).losses
+
+
+def test_what_no_checkpoint_has_cannot_go_on(small: Setup, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(techniques, "check", lambda setup: None)
+    with pytest.raises(OptionError, match="--resume cannot restore --optimizer galore-layerwise"):
+        run(replace(small, optimizer="galore-layerwise"), folder=stopped, resume=True)
 
 
 def test_ctrl_c_ends_the_step_and_saves(small: Setup, whole: list[float], tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from liger_bench.model.job import Job
 
+# Of PyTorch's allocators, CUDA, and cuBLAS, which takes its workspace past them.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 READY, DONE, FAILED = "ready", "done", "failed"
 Answer = tuple[str, dict[str, Any]]
 
@@ -123,7 +125,7 @@ def _answer(job: Job, connection: Connection) -> Answer:
 
 def failure(error: Exception) -> Answer:
     """The answer of a process that could not measure; unless memory ran out, what was raised where goes to its log."""
-    if "out of memory" in str(error).lower() or "can't allocate memory" in str(error):
+    if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         return FAILED, {"reason": f"out of memory: {_asked(str(error))}", "out_of_memory": True}
     traceback.print_exception(error)
     return FAILED, {"reason": f"{type(error).__name__}: {error}".splitlines()[0], "failed": True}
@@ -131,4 +133,5 @@ def failure(error: Exception) -> Answer:
 
 def _asked(message: str) -> str:
     """The first two sentences of PyTorch's message: what was tried, and what the device has."""
-    return ". ".join(message.splitlines()[0].removeprefix("CUDA out of memory. ").split(". ")[:2])
+    first = next(iter(message.splitlines()), "of the host")
+    return ". ".join(first.removeprefix("CUDA out of memory. ").split(". ")[:2])

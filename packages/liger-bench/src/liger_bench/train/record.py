@@ -90,6 +90,8 @@ class Recorder(TrainerCallback):
             # All ranks stop after the same step, whichever of them was told to.
             dist.all_reduce(step)
             step /= dist.get_world_size()
+        # Into pinned memory, and known once the moment after it has passed: reading it from the device would wait for the next step.
+        step = step.to("cpu", non_blocking=True)
         now = self._now()
         self._pending.append((step, self._last, now))
         self._last = now

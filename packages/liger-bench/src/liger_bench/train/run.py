@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import tempfile
@@ -39,6 +40,11 @@ from liger_core.errors import DeviceError, LigerError, OptionError
 # What may change from one run to the next of the same training.
 MAY_CHANGE = ("steps", "memory_limit", "device", "nvme_folder")
 
+PROJECTORS = {
+    "galore": ("galore_torch.galore_projector", "GaLoreProjector"),
+    "apollo": ("apollo_torch.random_projector", "GradientProjector"),
+}
+
 
 def run(
     setup: Setup,
@@ -60,6 +66,9 @@ def run(
     Raises OptionError or DeviceError for a setup that cannot be trained, before anything large is loaded.
     """
     techniques.check(setup)
+    if resume and setup.optimizer == "galore-layerwise":
+        # Its state is in as many optimizers as there are weights, of which the Trainer saves none.
+        raise OptionError("train: --resume cannot restore --optimizer galore-layerwise, whose state no checkpoint has; use galore")
     device = _device(setup)
     training = _Training(setup, device, list(notes), bar)
     results: dict[str, Any] = {}
@@ -157,7 +166,7 @@ class _Training:
             sealer = _Sealer(lambda: self._told(built.model, data), data.tokenizer)
             spenders = spending.observers(self.setup, self._decided)
             trainer = _Trainer(built.model, arguments, data, self.recorder, [self.recorder, sealer, *spenders, *observers])
-            with self.interruption:
+            with self.interruption, torch.serialization.safe_globals(_projectors(self.setup.optimizer)):
                 trainer.train(resume_from_checkpoint=str(before.folder) if before else None)
             self.known["checkpointed_layers"] = checkpointed_layers(built.model)
             self._end(folder)
@@ -173,7 +182,11 @@ class _Training:
         if folder is not None:
             every = save_every or self.setup.steps
             more |= {"save_strategy": "steps", "save_steps": every, "save_total_limit": saved.KEPT}
-        return training_arguments(self.setup, place, **more)
+        arguments = training_arguments(self.setup, place, **more)
+        if self.device.type == "cpu":
+            # accelerate 1.15 numbers it by rank, and torch.load knows no "cpu:0" when the Trainer restores an optimizer.
+            vars(arguments)["_setup_devices"] = self.device
+        return arguments
 
     def _before(self, folder: Path | None, resume: bool, data: Data) -> saved.Saved | None:
         """The checkpoint to go on from; all ranks take the one that the first rank finds."""
@@ -290,6 +303,15 @@ def _counts(model: Any) -> dict[str, int]:
         every = {weight: weight.ds_numel for weight in model.parameters()}
         return {"parameters": sum(every.values()), "trainable_parameters": sum(n for w, n in every.items() if w.requires_grad)}
     return {"parameters": model.num_parameters(), "trainable_parameters": model.num_parameters(only_trainable=True)}
+
+
+def _projectors(optimizer: str) -> list[Any]:
+    """What the state of these optimizers holds besides tensors; torch.load makes nothing else that it does not know."""
+    name = next((name for name in PROJECTORS if optimizer.startswith(name)), None)
+    if name is None:
+        return []
+    module, kind = PROJECTORS[name]
+    return [getattr(importlib.import_module(module), kind)]
 
 
 def _rank() -> int:
