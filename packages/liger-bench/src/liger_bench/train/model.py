@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ def config_of(setup: Setup) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(setup.model, use_cache=False)
+        return AutoConfig.from_pretrained(setup.model, use_cache=False, local_files_only=_is_alone(setup.model))
     except (OSError, ValueError) as problem:
         raise _not_found(setup.model, problem) from problem
 
@@ -81,7 +83,9 @@ def _loaded(setup: Setup, device: torch.device) -> Any:
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
     place = {} if _comes_in_pieces(setup) else {"device_map": {"": device}}
     try:
-        return AutoModelForCausalLM.from_pretrained(setup.model, config=config, dtype=dtype, **place)
+        return AutoModelForCausalLM.from_pretrained(
+            setup.model, config=config, dtype=dtype, local_files_only=_is_alone(setup.model), **place
+        )
     except (OSError, ValueError) as problem:
         raise _not_found(setup.model, problem) from problem
 
@@ -99,7 +103,7 @@ def _quantized(setup: Setup, device: torch.device) -> Any:
     options: dict[str, Any] = {"config": config_of(setup), "dtype": low, "quantization_config": four_bits, "device_map": {"": device}}
     if setup.model not in SHAPES:
         try:
-            return AutoModelForCausalLM.from_pretrained(setup.model, **options)
+            return AutoModelForCausalLM.from_pretrained(setup.model, local_files_only=_is_alone(setup.model), **options)
         except (OSError, ValueError) as problem:
             raise _not_found(setup.model, problem) from problem
     with device:
@@ -136,9 +140,29 @@ def _left_without_being_told(row: Any) -> bool:
     return row.verdict == "left" and row.reason != "not asked for"
 
 
+@cache
+def hub_is_reachable() -> bool:
+    """Asked once, for seconds: the libraries ask again and again, for most of a minute."""
+    import httpx
+    from huggingface_hub import constants
+
+    try:
+        httpx.head(constants.ENDPOINT, timeout=5)
+    except httpx.HTTPError:
+        return False
+    return True
+
+
+def _is_alone(name: str) -> bool:
+    """Whether only what is on this machine can be had: a folder, or what an earlier download has left."""
+    return Path(name).exists() or not hub_is_reachable()
+
+
 def _not_found(name: str, problem: Exception) -> OptionError:
     reason = str(problem).strip().split("\n")[0].rstrip(".")
+    if not Path(name).exists() and not hub_is_reachable():
+        reason = "no such folder, and the hub cannot be reached"
     return OptionError(
-        f"train: --model must be {', '.join(SHAPES)}, a folder with a config.json and weights, or a name on a hub that can be reached, "
+        f"train: --model must be {', '.join(SHAPES)}, a folder with a config.json and weights, or a name on the hub, "
         f"got {name!r}: {reason}.{nearest(name, SHAPES)}"
     )

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every technique that runs on the CPU trains a model with Liger to the losses that it has without, and says what it cannot go with."""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_bench.train import checkpointing, techniques, zero
+from liger_bench.train.arguments import training_arguments
+from liger_bench.train.model import build, config_of
+from liger_bench.train.setup import Setup
+from liger_bench.train.shapes import SHAPES, shape
+from liger_bench.train.technique import Technique
+from liger_bench.train.techniques import ALL, LIST, NUMBER, TECHNIQUES
+from liger_core.errors import DeviceError, LigerError, OptionError
+from train.training import STEPS, Trained, saved_model, setup_of, twice
+
+PROJECT = Path(__file__).parents[2] / "packages" / "liger-bench" / "pyproject.toml"
+VALUES = {NUMBER: "1", LIST: "rms_norm,rope"}
+# What roundings may make of a loss. GaLore's singular vectors are decided by rounding where a gradient has fewer tokens than its rank.
+ALLOWED = {"bf16": 2e-2, "bf16-pure": 4e-2, "galore": 1e-3, "galore-layerwise": 1e-3}
+# They compile for half a minute: tests/train/techniques_that_compile.py has them.
+COMPILED = ("adamw-torchao-8bit", "adamw-torchao-4bit")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("model"))
+
+
+def value_of(technique: Technique) -> str:
+    return VALUES.get(technique.value, technique.value)
+
+
+def here(technique: Technique) -> bool:
+    """Whether it runs in one process on the CPU; shards and what they offload need two, in test_shards.py."""
+    alone = technique.option not in ("shard", "offload", "liger") and technique.value not in COMPILED
+    return alone and "cpu" in technique.devices
+
+
+@pytest.mark.parametrize("technique", [t for t in ALL if here(t)], ids=lambda t: f"{t.option}-{value_of(t)}")
+def test_a_technique_trains_with_liger_to_the_losses_without(technique: Technique, folder: Path) -> None:
+    missing = [name for name in technique.packages if importlib.util.find_spec(name.replace("-", "_")) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    setup = setup_of(folder, **{technique.option: value_of(technique)})
+    plain, liger = twice(setup)
+    assert len(plain.losses) == STEPS
+    assert plain.losses[-1] < plain.losses[0], "it does not learn"
+    assert liger.losses == pytest.approx(plain.losses, rel=ALLOWED.get(technique.value, 1e-5))
+    assert liger.built.replaced.startswith("linear_cross_entropy 1")
+    is_there(technique, liger)
+
+
+def is_there(technique: Technique, trained: Trained) -> None:
+    """The technique was carried by what its row names, and not left out on the way."""
+    model, optimizer = trained.built.model, trained.trainer.optimizer.optimizer
+    if technique.option == "optimizer" and technique.value != "galore-layerwise":
+        package = type(optimizer).__module__.partition(".")[0].replace("_", "-")
+        assert package == technique.carried_by.split(",")[0].lower()
+    if technique.option == "optimizer" and "8bit" in technique.value:
+        assert any(state.dtype == torch.uint8 for of in optimizer.state.values() for state in of.values() if torch.is_tensor(state))
+    if technique.option == "adapter" and technique.value != "none":
+        assert {("lora_" in name, p.dtype) for name, p in model.named_parameters() if p.requires_grad} == {(True, torch.float32)}
+    if technique.value == "qlora":
+        assert any(type(p).__name__ == "Params4bit" for p in model.parameters())
+    if technique.option == "precision":
+        expected = torch.bfloat16 if technique.value == "bf16-pure" else torch.float32
+        assert {p.dtype for p in model.parameters()} == {expected}
+        assert trained.trainer.args.bf16 is (technique.value == "bf16")
+    if technique.option == "checkpoint":
+        assert checkpointing.checkpointed_layers(model) == {"none": 0, "full": 2, NUMBER: 1}[technique.value]
+
+
+def test_low_rank_optimizers_project_the_linear_layers(folder: Path) -> None:
+    for name, rank in (("galore", 128), ("apollo", 128), ("apollo-mini", 1)):
+        arguments = training_arguments(setup_of(folder, optimizer=name), folder)
+        assert f"rank={rank}," in str(arguments.optim_args)
+
+
+def test_galore_layerwise_drops_each_gradient_after_its_update(folder: Path) -> None:
+    pytest.importorskip("galore_torch")
+    _, liger = twice(setup_of(folder, optimizer="galore-layerwise"))
+    assert {p.grad for p in liger.built.model.parameters()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("none", set()),
+        ("all", {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}),
+        ("all-but-loss", {"rms_norm", "add_rms_norm", "rope", "swiglu"}),
+        ("rope,linear_cross_entropy", {"rope", "linear_cross_entropy"}),
+        ("swiglu", {"swiglu"}),
+    ],
+)
+def test_liger_puts_in_the_ops_that_were_asked_for(wanted: str, expected: set[str], folder: Path) -> None:
+    built = build(setup_of(folder, liger=wanted), torch.device("cpu"))
+    assert {part.split()[0] for part in built.replaced.split(", ") if part} == expected
+
+
+def test_an_optimizer_of_every_row_is_known_to_transformers() -> None:
+    from transformers.training_args import OptimizerNames
+
+    names = {name.value for name in OptimizerNames}
+    for technique in TECHNIQUES["optimizer"].values():
+        assert technique.arguments(Setup("tiny"))["optim"] in names
+
+
+def test_an_extra_installs_what_a_technique_needs() -> None:
+    extras = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
+    for technique in ALL:
+        assert set(technique.packages) <= set(extras.get(technique.extra, ())) & set(extras["all"])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_named_shape_is_a_model_of_its_size(name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = shape(name, sequence=65_536)
+    assert config.max_position_embeddings >= 65_536
+    with torch.device("meta"):
+        count = AutoModelForCausalLM.from_config(config).num_parameters()
+    billions = {"llama-3.2-1b": 1.24, "llama-3-8b": 8.03, "qwen2-7b": 7.62, "gemma-7b": 8.54, "mistral-7b": 7.24, "phi-3-mini": 3.82}
+    assert count / 1e9 == pytest.approx(billions.get(name, 0.002), rel=0.08 if name == "tiny" else 0.005)
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    one, two, other = (build(Setup("tiny", seed=seed), torch.device("cpu")).model.lm_head.weight for seed in (3, 3, 4))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+
+
+MISUSES = [
+    ({"optimizer": "adamw-8bits"}, "--optimizer must be one of adamw, adamw-8bit,", "Did you mean 'adamw-8bit'?"),
+    ({"checkpoint": "-1"}, "--checkpoint must be one of none, full, offload, auto or a number of layers, got '-1'", ""),
+    ({"liger": "rms_nrm"}, "--liger must be one of none, all-but-loss, all or ops with commas between, got 'rms_nrm'", ""),
+    ({"liger": "rope,swigl"}, "--liger rope,swigl must name ops among", "Did you mean 'swiglu'?"),
+    ({"batch": 0}, "--batch must be at least 1, got 0", ""),
+    ({"sequence": 1}, "--sequence must be at least 2, got 1", ""),
+    ({"precision": "fp16", "device": "cpu"}, "--precision fp16 needs --device cuda, got cpu: accelerate", ""),
+    ({"checkpoint": "auto", "device": "cpu"}, "--checkpoint auto needs --device cuda, got cpu", ""),
+    ({"offload": "optimizer"}, "--offload optimizer needs --shard zero1, zero2 or zero3, also on one GPU, got none", ""),
+    ({"offload": "optimizer", "shard": "fsdp2"}, "--offload optimizer must be --offload parameters for --shard fsdp2", ""),
+    ({"offload": "parameters", "shard": "zero2"}, "--offload parameters needs --shard zero3 or fsdp2, also on one GPU, got zero2", ""),
+    ({"offload": "parameters", "shard": "fsdp2", "device": "cpu"}, "needs --device cuda for --shard fsdp2", "use --shard zero3"),
+    ({"offload": "nvme", "shard": "zero3"}, "--offload nvme needs --nvme-folder", ""),
+    ({"offload": "nvme", "shard": "zero3", "nvme_folder": "/not/there"}, "needs a folder that is there", ""),
+    ({"precision": "bf16-pure", "shard": "zero2"}, "--precision bf16-pure cannot go with --shard zero2", "use --precision bf16"),
+    ({"optimizer": "galore", "shard": "zero1"}, "--optimizer galore cannot go with --shard zero1", "use --optimizer adamw"),
+    ({"optimizer": "adamw-8bit", "shard": "zero2", "offload": "optimizer"}, "--optimizer adamw-8bit cannot go with --offload", ""),
+    ({"optimizer": "adamw-torchao-8bit", "shard": "zero2"}, "--optimizer adamw-torchao-8bit cannot go with --shard zero2", ""),
+    ({"optimizer": "galore-layerwise", "accumulation": 2}, "cannot wait for --accumulation 2", "use galore"),
+    ({"adapter": "qlora", "shard": "zero3"}, "--adapter qlora cannot go with --shard zero3", "use --adapter lora"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence", "advice"), MISUSES, ids=lambda value: " ".join(map(str, value)) if value else "-")
+def test_what_cannot_be_is_said_before_anything_is_loaded(
+    options: dict[str, object], sentence: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(LigerError) as raised:
+        techniques.check(Setup("tiny", **options))  # type: ignore[arg-type]
+    assert str(raised.value).startswith("train: ")
+    assert sentence in str(raised.value)
+    assert advice in str(raised.value)
+
+
+@pytest.mark.parametrize("technique", [t for t in ALL if t.packages], ids=lambda t: f"{t.option}-{t.value}")
+def test_a_missing_package_is_named_with_what_installs_it(technique: Technique, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    setup = Setup("tiny", **{technique.option: technique.value})
+    with pytest.raises(OptionError, match=f"pip install {' '.join(technique.packages)}$"):
+        techniques.check(setup)
+
+
+def test_a_technique_for_gpus_says_why() -> None:
+    for technique in ALL:
+        assert (technique.reason != "") == (technique.devices == ("cuda",))
+        if technique.reason:
+            with pytest.raises(DeviceError, match=technique.reason):
+                techniques.check(Setup("tiny", device="cpu", **{technique.option: technique.value}))
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1", ""], ids=["a name on the hub", "a folder without a model"])
+def test_a_model_that_cannot_be_found_is_a_sentence(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liger_bench.train.model.hub_is_reachable", lambda: False)
+    with pytest.raises(OptionError, match="train: --model must be tiny, ") as raised:
+        config_of(Setup(name or str(tmp_path)))
+    assert ("Did you mean 'llama-3.2-1b'?" in str(raised.value)) == bool(name)
+    assert ("cannot be reached" in str(raised.value)) == bool(name)
+
+
+def test_more_checkpointed_layers_than_there_are_is_an_error() -> None:
+    with pytest.raises(OptionError, match="--checkpoint must be at most the number of layers, 2, got 3"):
+        build(Setup("tiny", checkpoint="3"), torch.device("cpu"))
+
+
+class TestTheSettingsOfDeepSpeed:
+    """Its JSON, without DeepSpeed."""
+
+    @pytest.fixture(autouse=True)
+    def compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(zero, "adam_problem", lambda: "")
+
+    def of(self, **options: object) -> dict[str, object]:
+        return dict(zero.config(Setup("llama-3.2-1b", **options)))  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_the_stage_is_that_of_the_shard(self, stage: int) -> None:
+        assert self.of(shard=f"zero{stage}")["zero_optimization"]["stage"] == stage  # type: ignore[index]
+
+    def test_nothing_is_offloaded_that_was_not_asked_for(self) -> None:
+        assert not [key for key in self.of(shard="zero3")["zero_optimization"] if key.startswith("offload")]  # type: ignore[attr-defined]
+
+    def test_parameters_go_with_the_optimizer_and_few_stay_on_the_device(self) -> None:
+        found = self.of(shard="zero3", offload="parameters")["zero_optimization"]
+        assert found["offload_optimizer"] == found["offload_param"] == {"device": "cpu", "pin_memory": True}  # type: ignore[index]
+        assert found["stage3_max_live_parameters"] == found["stage3_max_reuse_distance"] == zero.LIVE  # type: ignore[index]
+
+    def test_a_buffer_for_the_disk_holds_the_largest_weight(self, tmp_path: Path) -> None:
+        found = self.of(shard="zero3", offload="nvme", nvme_folder=str(tmp_path))["zero_optimization"]
+        assert found["offload_param"]["buffer_size"] == 128_256 * 2048  # type: ignore[index]
+        assert found["offload_optimizer"]["nvme_path"] == str(tmp_path)  # type: ignore[index]
+
+    def test_without_a_compiler_the_update_on_the_host_is_torchs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "zero_force_ds_cpu_optimizer" not in self.of(shard="zero2", offload="optimizer")
+        monkeypatch.setattr(zero, "adam_problem", lambda: "no compiler")
+        assert self.of(shard="zero2", offload="optimizer")["zero_force_ds_cpu_optimizer"] is False

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of thirty thousand weights in a folder, and a few steps of its training as a setup says."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+from transformers.trainer_callback import PrinterCallback
+
+from liger_bench.demo.text import Sequences
+from liger_bench.train import techniques
+from liger_bench.train.arguments import training_arguments
+from liger_bench.train.model import Built, build
+from liger_bench.train.setup import Setup
+
+# Wide enough that weights are split, and that 8-bit optimizers, which leave the smallest alone, have something to do.
+FIELDS = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+STEPS = 4
+
+
+def saved_model(folder: Path) -> Path:
+    """Written by Transformers, so that every way of sharding begins with the same weights."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **FIELDS)).save_pretrained(folder)
+    return folder
+
+
+def setup_of(folder: Path, **options: Any) -> Setup:
+    plain = {"precision": "fp32", "checkpoint": "none", "liger": "none", "device": "cpu", "steps": STEPS, "learning_rate": 3e-3}
+    return Setup(str(folder), batch=2, sequence=16, **(plain | options))
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    built: Built
+    trainer: Trainer
+
+
+def trained(setup: Setup) -> Trained:
+    """The losses of every micro-batch. All sequences are alike, so that they fall."""
+    techniques.check(setup)
+    losses: list[float] = []
+
+    class Recording(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            losses.append(float(loss))
+            return loss
+
+    with tempfile.TemporaryDirectory() as place:
+        arguments = training_arguments(setup, Path(place))
+        built = build(setup, torch.device(setup.device))
+        data = Sequences(torch.arange(16).mul(7).remainder(128).expand(64, 16))
+        trainer = Recording(model=built.model, args=arguments, train_dataset=data)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return Trained(losses, built, trainer)
+
+
+def twice(setup: Setup) -> tuple[Trained, Trained]:
+    """Without Liger and with it."""
+    return trained(replace(setup, liger="none")), trained(replace(setup, liger="all"))
