@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Techniques whose libraries compile for half a minute when they are first used; `nox -s techniques` runs these."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from liger_bench.train import zero
+from train.training import saved_model, setup_of, trained, twice
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler, g++")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_torchao_trains_with_liger_to_the_losses_without(bits: int, folder: Path) -> None:
+    pytest.importorskip("torchao")
+    plain, liger = twice(setup_of(folder, optimizer=f"adamw-torchao-{bits}bit"))
+    assert plain.losses[-1] < plain.losses[0]
+    # A moment near the middle between two of its 16 values is rounded to either.
+    assert liger.losses == pytest.approx(plain.losses, rel=1e-5 if bits == 8 else 1e-3)
+    assert type(liger.trainer.optimizer.optimizer).__module__.startswith("torchao")
+
+
+def test_deepspeed_updates_on_the_host_by_its_own_adam(folder: Path) -> None:
+    pytest.importorskip("deepspeed")
+    assert zero.adam_problem() == ""
+    expected = trained(setup_of(folder)).losses
+    offloaded = setup_of(folder, shard="zero3", offload="parameters")
+    for liger in ("none", "all"):
+        done = trained(replace(offloaded, liger=liger))
+        assert done.losses == pytest.approx(expected, rel=1e-4)
+        assert type(done.trainer.model_wrapped.basic_optimizer).__name__ == "DeepSpeedCPUAdam"

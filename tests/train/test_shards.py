@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks train by every way of sharding to the losses of plain data parallelism, with Liger and without."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from liger_bench.train import zero
+from train.training import STEPS, Trained, saved_model, setup_of, trained
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.cpu,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
+]
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not installed")
+# One way of each library also computes layers again.
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fsdp2": {"shard": "fsdp2", "checkpoint": "1"},
+    "zero1": {"shard": "zero1", "checkpoint": "full"},
+    "zero2-offload-optimizer": {"shard": "zero2", "offload": "optimizer"},
+    "zero3-offload-parameters": {"shard": "zero3", "offload": "parameters", "checkpoint": "full"},
+}
+
+
+def work(rank: int, folder: str, port: int) -> None:
+    """One process: every way, plain and with Liger, one after the other; writes the losses."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    # It would compile for most of a minute; tests/train/techniques_that_compile.py lets it.
+    zero.adam_problem = lambda: "not compiled in this test"  # type: ignore[assignment]
+    losses: dict[str, dict[str, list[float]]] = {}
+    for way, options in WAYS.items():
+        if HAS_DEEPSPEED or "zero" not in way:
+            setup = setup_of(Path(folder) / "model", ranks=2, **options)
+            done = {liger: trained(replace(setup, liger=liger)) for liger in ("none", "all")}
+            is_there(way, done["all"])
+            losses[way] = {liger: of.losses for liger, of in done.items()}
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(losses))
+    torch.distributed.destroy_process_group()
+
+
+def is_there(way: str, trained: Trained) -> None:
+    """The way was gone, and nothing fell back to every rank holding everything."""
+    wrapped, weight = trained.trainer.model_wrapped, trained.built.model.model.layers[0].mlp.up_proj.weight
+    if way == "fsdp2":
+        assert type(weight).__name__ == "DTensor"
+        assert weight.to_local().numel() * 2 == weight.numel()
+    if way.startswith("zero"):
+        assert wrapped.zero_optimization_stage() == int(way[4])
+        assert (weight.numel() == 0) == (way[4] == "3")
+        device = wrapped.zero_offload_optimizer()
+        assert (device is not None and str(device.device) == "cpu") == ("offload" in way)
+        assert (wrapped.zero_offload_param() is not None) == way.endswith("parameters")
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[float]]]]:
+    """By rank: way → liger → losses."""
+    from liger_bench.train.processes import free_port
+
+    folder = tmp_path_factory.mktemp("shards")
+    saved_model(folder / "model")
+    torch.multiprocessing.spawn(work, args=(str(folder), free_port()), nprocs=2)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[needs_deepspeed] if "zero" in way else []) for way in WAYS])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sharded_training_has_the_losses_of_an_unsharded_one(rank: int, way: str, losses: list[dict[str, Any]]) -> None:
+    plain = losses[rank]["none"]["none"]
+    assert len(plain) == STEPS
+    assert plain[-1] < plain[0], "it does not learn"
+    for liger in ("none", "all"):
+        assert losses[rank][way][liger] == pytest.approx(plain, rel=1e-4)
