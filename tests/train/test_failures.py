@@ -239,6 +239,7 @@ def test_ctrl_c_ends_the_step_and_saves(small: Setup, whole: list[float], tmp_pa
     assert (row.interrupted, row.failed, row.losses) == (True, False, whole[:4])
     assert row.notes is not None
     assert row.notes[-1] == f"Interrupted after step 4 of 6; a checkpoint is in {tmp_path}."
+    assert names(tmp_path) == ["checkpoint-4"]
     row = run(small, folder=tmp_path, resume=True)
     assert (row.interrupted, row.losses) == (False, whole)
 
@@ -333,9 +334,10 @@ def test_results_that_cannot_be_appended_to_are_told_before_the_training(liger: 
 
 
 def test_a_name_on_a_hub_that_cannot_be_reached_is_a_sentence(liger: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    # No server listens there.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     code, said = liger("train", "--model", "nobody/nothing", "--device", "cpu")
-    assert (code, "or a name on a hub that can be reached, got 'nobody/nothing'" in said) == (2, True), said
+    assert (code, "got 'nobody/nothing': no such folder, and the hub cannot be reached" in said) == (2, True), said
 
 
 def test_the_first_rank_that_fails_speaks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from liger_bench.demo.settings import VOCABULARY
 from liger_bench.demo.text import library, trained_tokenizer
+from liger_bench.train.model import hub_is_reachable
 from liger_bench.train.setup import LIBRARY, Setup
 from liger_core.errors import OptionError
 
@@ -150,8 +151,10 @@ def _tokenizer(model: str, notes: list[str]) -> Any:
     """The one that the model was trained with; None if it comes with none."""
     from transformers import AutoTokenizer
 
+    # Without a hub what an earlier download has left; else the libraries ask for it again and again.
+    is_here = Path(model).exists() or not hub_is_reachable()
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, local_files_only=is_here)
     except (OSError, ValueError, KeyError, ImportError) as problem:
         reason = str(problem).strip().split("\n")[0].rstrip(".")
         notes.append(f"{model} comes with no tokenizer that can be loaded ({reason}), so one was trained on the text.")
