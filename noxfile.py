@@ -19,8 +19,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 SHARED = ROOT / ".nox" / "shared"
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 TOOLS = ["pytest", "pytest-xdist", "hypothesis", "peft", "trl", "mypy"]
-# Quantised heads and DeepSpeed's stages; without them these tests are skipped. They build and install in seconds, on Linux.
-EXTRAS = ["bitsandbytes", "deepspeed", "torchao"] if sys.platform == "linux" else []
+# What trainings can use besides; without them these tests are skipped. They build and install in seconds, on Linux.
+EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"] if sys.platform == "linux" else []
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 # One sequence or batch that does not fit a GPU of 24 GiB, and one that does with Liger.
@@ -36,7 +36,7 @@ RELEASE = [
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
-# parity repeats a part of tests, of sweep the tests take a sample; bench, gpu and sanitize need or measure the machine.
+# parity repeats a part of tests, of sweep and techniques the tests take a part; bench, gpu and sanitize need or measure the machine.
 nox.options.sessions = ["lint", "types", "tests", "mutants", "demo", "build"]
 
 
@@ -79,6 +79,12 @@ def mutants(session: nox.Session) -> None:
 def sweep(session: nox.Session) -> None:
     """Every causal language model type of Transformers, plain against patched; writes docs/models.md and can be interrupted."""
     python(session, "tests/hf/sweep.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def techniques(session: nox.Session) -> None:
+    """Trainings on the CPU by techniques whose libraries compile for half a minute first."""
+    python(session, "-m", "pytest", "--device", "cpu", "tests/train/techniques_that_compile.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.trainer_callback import PrinterCallback
 
 from liger_bench.demo.text import Sequences
-from liger_bench.train import techniques
+from liger_bench.train import spending, techniques
 from liger_bench.train.arguments import training_arguments
 from liger_bench.train.model import Built, build
 from liger_bench.train.setup import Setup
@@ -52,14 +51,14 @@ class Trained:
     losses: list[float]
     built: Built
     trainer: Trainer
+    told: list[str]
 
 
 def trained(setup: Setup) -> Trained:
     """The losses of every micro-batch. All sequences are alike, so that they fall."""
     techniques.check(setup)
     losses: list[float] = []
-    # accelerate looks for garbage when a training begins: among all that the libraries hold, for half a second.
-    gc.freeze()
+    told: list[str] = []
 
     class Recording(Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -69,13 +68,13 @@ def trained(setup: Setup) -> Trained:
 
     with tempfile.TemporaryDirectory() as place:
         arguments = training_arguments(setup, Path(place))
-        built = build(setup, torch.device(setup.device))
+        built = build(setup, arguments.device)
         data = Sequences(torch.arange(16).mul(7).remainder(128).expand(64, 16))
-        trainer = Recording(model=built.model, args=arguments, train_dataset=data)
+        callbacks = list(spending.observers(setup, told.append))
+        trainer = Recording(model=built.model, args=arguments, train_dataset=data, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    gc.unfreeze()
-    return Trained(losses, built, trainer)
+    return Trained(losses, built, trainer, told)
 
 
 def twice(setup: Setup) -> tuple[Trained, Trained]:

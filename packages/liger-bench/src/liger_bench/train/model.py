@@ -118,7 +118,8 @@ def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
     adapters = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, adapters)
     frozen = "4 bits" if setup.adapter == "qlora" else str(weights_dtype(setup)).removeprefix("torch.")
-    notes.append(f"Adapters of rank {RANK} beside every linear layer are trained in float32; the frozen weights are in {frozen}.")
+    own = frozen if setup.shard in ZERO else "float32"
+    notes.append(f"Adapters of rank {RANK} beside every linear layer are trained, in {own}; the frozen weights are in {frozen}.")
     return model
 
 

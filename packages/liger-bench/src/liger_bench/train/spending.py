@@ -205,7 +205,9 @@ def _summary(layers: list[Any], spending: Spending | None) -> str:
 
 
 def _has_state(optimizer: Any) -> bool:
-    """DeepSpeed makes it before the first step, and has no `state` of its own."""
+    """DeepSpeed makes it before the first step, and has no `state` of its own; a layerwise optimizer has one for each weight."""
+    if hasattr(getattr(optimizer, "optimizer", None), "optimizer_dict"):
+        return True
     try:
         return len(optimizer.state) > 0
     except (AttributeError, TypeError, NotImplementedError):
