@@ -123,11 +123,19 @@ def test_a_step_that_came_too_close_takes_a_layer_back_and_ends_it() -> None:
     assert spending.moves == 3
 
 
-def test_an_allocator_that_had_to_give_back_memory_counts_as_too_close() -> None:
+def test_an_allocator_that_has_to_give_back_memory_again_and_again_takes_a_layer_back() -> None:
+    step = replace(EIGHT_BILLION, layers=4)
     spending = Spending(4, 500 * GIB)
-    spending.after(EIGHT_BILLION.seen(Spending(4, 0)))
-    spending.after(replace(EIGHT_BILLION.seen(spending), retried=True))
-    assert (spending.moves, spending.settled) == (0, True)
+    moves = [spending.after(replace(step.seen(spending), retried=retried)) for retried in (True, False, True, True)]
+    assert (moves[0], moves[1], moves[3]) == (1, 4, moves[2] - 1)
+    assert spending.settled
+
+
+def test_a_training_that_settled_is_still_watched() -> None:
+    spending, peaks = spent(EIGHT_BILLION, 140 * GIB)
+    before = spending.moves
+    seen = replace(EIGHT_BILLION.seen(spending, peaks[-1]), retried=True)
+    assert [spending.after(seen) for _ in range(4)] == [before, before - 1, before - 1, before - 2]
 
 
 def model_that_keeps(*kept: Keeps) -> Any:

@@ -45,7 +45,7 @@ class Spending:
     that the last layer's recomputation took: the peak of the first step held that beyond what was there before that layer.
 
     moves    so many were made; layers × 2 at most
-    settled  it will not change any more
+    settled  there will be no more of them
     """
 
     def __init__(self, layers: int, limit: int, alike: bool = True) -> None:
@@ -54,17 +54,19 @@ class Spending:
         self.settled = layers == 0
         self._unknown: int | None = None
         self._held: list[int] = []
+        self._retried = False
 
     def after(self, seen: Seen) -> int:
         """The moves that shall have been made before the next step; the step that was seen had `moves`."""
         if self._unknown is None:
             self._unknown = max(1, seen.peak - seen.before)
             self._held.append(seen.held)
+        # Once, the allocator may have to make room for blocks of other sizes; in every step it would cost more than a layer does.
+        again, self._retried = seen.retried and self._retried, seen.retried
+        # The peak is too high only after a jump that was too large: layers that differ, or a batch with more tokens.
+        if again or (seen.peak > self.limit and not self.settled):
+            self.moves, self.settled, self._retried = max(0, self.moves - 1), True, False
         if self.settled:
-            return self.moves
-        if seen.peak > self.limit or seen.retried:
-            # Only after a jump that was too large: layers that differ, or a batch with more tokens.
-            self.moves, self.settled = max(0, self.moves - 1), True
             return self.moves
         more = self._more(seen)
         self.moves += more
@@ -146,27 +148,31 @@ class SpendMemory(TrainerCallback):
             self._hooks = [last.register_forward_pre_hook(self._begins), last.register_forward_hook(self._ends)]
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        self._entered = self._last = None
+        if self._hooks:
+            self._entered = self._last = None
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **more: Any
     ) -> None:
         # The first step makes the state of the optimizer, unless a scaled loss overflowed; the second one is the first with it.
-        if not self._hooks or self._last is None or not self._had_state(state, optimizer):
+        if self._last is None or not self._had_state(state, optimizer):
             return
         if self.spending is None:
             alike = len({_weights(layer) for layer in self._layers}) == 1
             limit = _least(self.memory.limit(), args.device)
             self.spending, self._retries = Spending(len(self._layers), limit, alike), self.memory.retries()
+        if self.spending.settled and _ranks() > 1:
+            # To ask the others would make every step wait for the device.
+            return
         retries, self._retries = self._retries, self.memory.retries()
-        before, held = self._last
-        seen = [_most(value, args.device) for value in (self.memory.peak(), before, held, self._retries - retries)]
+        seen = [_most(value, args.device) for value in (self.memory.peak(), *self._last, self._retries - retries)]
         kept = [self.spending.keeps(place) for place in range(len(self._layers))]
+        moves = self.spending.moves
         self.spending.after(Seen(seen[0], seen[1], seen[2], retried=seen[3] > 0))
         for place, layer in enumerate(self._layers):
             if self.spending.keeps(place) is not kept[place]:
                 checkpointing.keep(layer, self.spending.keeps(place), self._products)
-        if self.spending.settled:
+        if self.spending.settled and (self._hooks or moves != self.spending.moves):
             self._end(state.global_step)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
@@ -218,9 +224,13 @@ def _weights(layer: nn.Module) -> int:
     return sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
 
 
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def _most(value: int, device: torch.device) -> int:
     """Of all ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if _ranks() == 1:
         return value
     shared = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(shared, dist.ReduceOp.MAX)
