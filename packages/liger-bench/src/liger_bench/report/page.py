@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from liger_bench.model.table import HEAD, cells, title
+from liger_bench.report import markdown
 from liger_bench.report.records import Record, Records, distinct, find
 from liger_bench.report.targets import Verdict
 
@@ -43,14 +43,7 @@ def page(records: Records, verdicts: Sequence[Verdict], pictures: dict[str, Path
 
 def _where(records: Records) -> str:
     rows = records.all
-    dates = sorted({row["date"][:10] for row in rows})
-    commits = list(dict.fromkeys(row["commit"] for row in rows))
-    lines = [f"Measured on {' and '.join(_machine(m, d) for m, d in dict.fromkeys((r['machine'], r['device']) for r in rows))}."]
-    lines += [
-        f"* {'date' if len(dates) == 1 else 'dates'}: {', '.join(dates)}",
-        f"* {'commit' if len(commits) == 1 else 'commits'}: {', '.join(commits)}",
-        f"* dtype: {', '.join(distinct(rows, 'dtype'))}",
-    ]
+    lines = [*markdown.where(rows), f"* dtype: {', '.join(distinct(rows, 'dtype'))}"]
     lines += [f"* {versions}" for versions in distinct(rows, "versions")]
     limited = [*records.ops, *records.scaling]
     if limited:
@@ -58,11 +51,6 @@ def _where(records: Records) -> str:
         product = _range([row["product_flops_per_second"] / 1e12 for row in limited], ".3g")
         lines.append(f"* limits of the runs: copy {copy} TB/s (read and written), matrix product {product} TFLOP/s")
     return lines[0] + "\n\n" + "\n".join(lines[1:])
-
-
-def _machine(machine: str, device: str) -> str:
-    first, _, host = machine.partition("; ")
-    return f"one {first} ({host})" if device == "cuda" else f"a CPU ({machine})"
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -79,7 +67,10 @@ def _targets(verdicts: Sequence[Verdict]) -> str:
         (v.target.id, v.target.bound.replace("<=", "≤").replace(">=", "≥"), "–" if v.value is None else v.target.shown(v.value), _word(v))
         for v in verdicts
     ]
-    parts = [f"## Targets\n\nOf {len(verdicts)} targets: {summary}.", _table(("target", "bound", "reached", ""), rows, right=(1, 2))]
+    parts = [
+        f"## Targets\n\nOf {len(verdicts)} targets: {summary}.",
+        markdown.table(("target", "bound", "reached", ""), rows, right=(1, 2)),
+    ]
     reasons = [
         f"* **{v.target.id}** ({v.target.shown(v.value)}): {v.reason}" for v in verdicts if v.value is not None and v.reason and _missed(v)
     ]
@@ -106,8 +97,10 @@ def _models(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
     )
     table = [(title(row), _ours(row["implementation"]), *cells(row, rows)) for row in rows]
     parts = [about, _picture("models", "Speed and memory of whole models", pictures)]
-    parts.append(_table(("model, batch × sequence", "implementation", *HEAD), _sparse(table), right=range(2, 2 + len(HEAD))))
-    parts.append(_reasons((f"{title(row)} {row['implementation']}", row["reason"]) for row in rows))
+    parts.append(
+        markdown.table(("model, batch × sequence", "implementation", *HEAD), markdown.sparse(table), right=range(2, 2 + len(HEAD)))
+    )
+    parts.append(markdown.reasons((f"{title(row)} {row['implementation']}", row["reason"]) for row in rows))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -119,7 +112,7 @@ def _op(name: str, records: Records, pictures: dict[str, Path]) -> str:
         parts += [
             _speeds(own),
             _costs(own),
-            _reasons((f"{r['workload']}, {r['implementation']} {r['pass']}".strip(), r["reason"]) for r in own),
+            markdown.reasons((f"{r['workload']}, {r['implementation']} {r['pass']}".strip(), r["reason"]) for r in own),
         ]
     dispatch = find(rows, {"pass": "dispatch"})
     if dispatch is not None and dispatch["enqueue_ms"] is not None:
@@ -156,7 +149,7 @@ def _speeds(rows: Sequence[Record]) -> str:
             _form(any_row, "error_eager_ratio", ".2f"),
         ]
         table.append(line)
-    return _table(head, _sparse(table), right=range(2, len(head)))
+    return markdown.table(head, markdown.sparse(table), right=range(2, len(head)))
 
 
 def _copies(rows: Sequence[Record], passes: Sequence[str], width: int) -> list[list[str]]:
@@ -181,7 +174,7 @@ def _costs(rows: Sequence[Record]) -> str:
         line = [row["workload"], _ours(row["implementation"]), _form(row, "peak_extra_bytes", ",.1f", 1 / MIB)]
         line += [_form(row, "peak_beyond_gradients_bytes", ",.1f", 1 / MIB), _form(forward, "enqueue_ms", ",.0f", 1e3)]
         table.append([*line, _form(row, "enqueue_ms", ",.0f", 1e3)])
-    return "Memory and host time of forward and backward:\n\n" + _table(head, _sparse(table), right=range(2, len(head)))
+    return "Memory and host time of forward and backward:\n\n" + markdown.table(head, markdown.sparse(table), right=range(2, len(head)))
 
 
 def _repeat(records: Records, command: str) -> str:
@@ -226,30 +219,5 @@ def _ours(implementation: str) -> str:
     return f"**{implementation}**" if implementation in OURS else implementation
 
 
-def _reasons(pairs: Iterable[tuple[str, str]]) -> str:
-    """Why there are no figures, one line for all that share a reason."""
-    who: dict[str, list[str]] = {}
-    for name, reason in pairs:
-        if reason:
-            who.setdefault(reason, []).append(name)
-    return "\n".join(f"* {'; '.join(names)}: {_escaped(reason)}" for reason, names in who.items())
-
-
 def _picture(key: str, words: str, pictures: dict[str, Path]) -> str:
     return f"![{words}]({pictures[key].as_posix()})" if key in pictures else ""
-
-
-def _sparse(table: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The first cell only where it changes."""
-    before: list[str] = ["", *(row[0] for row in table)]
-    return [["" if row[0] == last else row[0], *row[1:]] for row, last in zip(table, before, strict=False)]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], right: Iterable[int] = ()) -> str:
-    marks = ["---:" if place in set(right) else "---" for place in range(len(head))]
-    lines = [head, marks, *([_escaped(str(cell)) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
