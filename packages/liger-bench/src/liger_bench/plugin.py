@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def liger_commands(app: typer.Typer) -> None:
     from liger_bench.bench.command import ops, scaling
     from liger_bench.bench.group import DEFAULT, bench_group
+    from liger_bench.charts.command import report as training_report
     from liger_bench.demo.command import demo
     from liger_bench.distributed.command import distributed
     from liger_bench.model.command import model
@@ -23,6 +24,7 @@ def liger_commands(app: typer.Typer) -> None:
 
     app.command()(demo)
     app.command()(train)
+    app.command("report")(training_report)
     bench = bench_group()
     bench.command(DEFAULT)(ops)
     bench.command("scaling")(scaling)

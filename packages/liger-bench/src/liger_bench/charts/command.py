@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger report`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from liger_bench.charts.sweeps import FUSED, PLAIN, SIZES, Sweep, others, read, sweeps
+from liger_bench.report.records import Record
+from liger_bench.train.row import SETUP
+from liger_bench.train.setup import Setup
+from liger_core.errors import LigerError
+
+if TYPE_CHECKING:
+    from liger_bench.charts.pictures import Sizes
+
+IMAGES = Path("images", "training")
+
+Draw = Callable[[Path], None]
+
+
+def report(
+    results: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that liger train --out wrote to.")],
+    html: Annotated[
+        Path | None, typer.Option(help="The page as one file with its pictures in it; report.html in the first folder by default.")
+    ] = None,
+    docs: Annotated[Path | None, typer.Option(help="Also a page in Markdown; its pictures go to images/training beside it.")] = None,
+) -> None:
+    """Draw the seed's figures from trainings and write one page; every figure in it comes from the results."""
+    rows, html = read(results), html or results[0] / "report.html"
+    # These bring matplotlib, which the other commands do without.
+    from liger_bench.charts.page import as_html
+    from liger_bench.charts.timelines import read_timelines
+
+    timelines = read_timelines(results)
+    command = " ".join(["liger report", *(folder.as_posix() for folder in results)])
+    with tempfile.TemporaryDirectory(prefix="liger-report-") as folder:
+        # The pictures that a page in Markdown names are those that the one file has in it.
+        base = Path(folder) if docs is None else docs.parent
+        text, count = _written(rows, timelines, base / IMAGES, base, command)
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(as_html(text, base), encoding="utf-8")
+    if docs is not None:
+        docs.write_text(text, encoding="utf-8")
+    written = " and ".join(str(path) for path in (html, docs) if path)
+    Console(highlight=False).print(f"{written}: {len(rows)} trainings, {count} pictures", soft_wrap=True)
+
+
+def _written(rows: list[Record], timelines: list[Record], images: Path, base: Path, command: str) -> tuple[str, int]:
+    """The page in Markdown, whose pictures are drawn into `images` and named from `base`, and how many these are."""
+    from liger_bench.charts.page import Pictures, page
+    from liger_bench.charts.timelines import pairs, timeline_picture
+
+    found, pictures, names = sweeps(rows), Pictures(), list[str]()
+
+    def draw(name: str, drawing: Draw) -> Path:
+        path = images / f"{name}.png"
+        drawing(path)
+        return Path(os.path.relpath(path, base))
+
+    for sweep in found:
+        names.append(sweep.name)
+        # Those that differ in their machine or text only get numbers.
+        name = sweep.name if names.count(sweep.name) == 1 else f"{sweep.name}-no-{names.count(sweep.name)}"
+        pictures.sweeps.append([(caption, draw(f"{name}{end}", drawing)) for caption, end, drawing in _pictures_of(sweep)])
+    for name, group in pairs(timelines).items():
+        pictures.timelines.append((f"Memory over time: {name}", draw(f"timeline-{name}", partial(timeline_picture, group))))
+    count = sum(len(drawn) for drawn in pictures.sweeps) + len(pictures.timelines)
+    return page(rows, found, others(rows, found), timelines, pictures, command), count
+
+
+def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:
+    """Caption, end of the file's name and drawing of each: two strategies, all of them, and what the seed estimates."""
+    from liger_bench.charts.pictures import estimate_picture, sweep_picture
+
+    every, two = sweep.strategies, [strategy for strategy in (sweep.strategy(PLAIN), sweep.strategy(FUSED)) if strategy is not None]
+    drawn: list[tuple[str, str, Draw]] = []
+    if len(two) == 2 and len(every) > 2:
+        drawn.append((f"{sweep.title}: Transformers and Liger", "-two", partial(sweep_picture, sweep, two)))
+    drawn.append((f"{sweep.title}: every strategy", "", partial(sweep_picture, sweep, every)))
+    sizes = _sizes(sweep.first) if sweep.axis in SIZES else None
+    if sizes is not None:
+        drawn.append((f"{sweep.title}: checkpoints against logits", "-estimate", partial(estimate_picture, sweep, sizes)))
+    return drawn
+
+
+def _sizes(row: Record) -> Sizes | None:
+    """Of a model whose config is here; without it there is nothing to estimate with."""
+    from liger_bench.charts.pictures import Sizes
+    from liger_bench.train.model import config_of
+
+    try:
+        config = config_of(Setup(**{name: row[name] for name in SETUP})).get_text_config()
+        return Sizes(config.hidden_size, config.num_hidden_layers, config.vocab_size)
+    except (LigerError, AttributeError):
+        return None
