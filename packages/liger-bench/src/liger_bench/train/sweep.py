@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger train --sweep`: many trainings, each in a fresh process; memory that runs out is a result, after which the next one starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from liger_bench import machine
+from liger_bench.model.process import Answer
+from liger_bench.progress import progress_bar
+from liger_bench.results import append_csv, append_json, check_csv, read_json
+from liger_bench.train import techniques
+from liger_bench.train.cells import STRATEGIES, cells, hopeless, strategies_of, swept
+from liger_bench.train.places import Extras, Measured, Place, check, finished, launched, threads, train
+from liger_bench.train.row import COLUMNS, IDENTITY, Row, row_of, rows_of
+from liger_bench.train.setup import Setup
+from liger_core.errors import DeviceError, OptionError
+
+# Two steps of warm-up, and four whose median counts.
+STEPS = 6
+# A training of few steps that takes longer hangs.
+PATIENCE = 1800.0
+ROWS, TABLE = "train.json", "train.csv"
+
+Phase = Callable[[Setup], object]
+
+
+def measured(
+    setups: Sequence[Setup],
+    where: dict[str, str],
+    *,
+    gpus: Sequence[int] = (),
+    skip: bool = False,
+    before: Sequence[Row] = (),
+    extras: Extras | None = None,
+    patience: float = PATIENCE,
+    phase: Phase = lambda setup: None,
+    answer: Callable[[Any, Connection], Answer] = train,
+) -> Generator[Measured, None, None]:
+    """Each training's row, as soon as it is there.
+
+    gpus    one training at a time on each of these; one of several ranks goes to all of them, when the others have ended
+    skip    leave out what is larger than a training that ran out of memory; `before` are rows that are known already
+    """
+    known, extras = list(before), extras or Extras()
+    alone, teams = (deque(setup for setup in setups if (setup.ranks > 1) == several) for several in (False, True))
+    with tempfile.TemporaryDirectory(prefix="liger-train-") as folder:
+        numbers: list[int | None] = [*gpus] or [None]
+        places = [Place(Path(folder), number, len(gpus), patience, answer) for number in numbers]
+        try:
+            while alone or any(place.setup for place in places):
+                for place in places:
+                    while alone and place.setup is None:
+                        setup = alone.popleft()
+                        if skip and (reason := hopeless(setup, known)):
+                            yield Measured(row_of(setup, where, {"reason": reason}))
+                            continue
+                        phase(setup)
+                        place.begin(setup, extras)
+                # While one process trains the next one loads, so that a training costs little beyond its steps.
+                for place in places[: len(alone)]:
+                    place.load()
+                for place in finished([place for place in places if place.setup]):
+                    result = place.end(where)
+                    known.append(result.row)
+                    yield result
+        finally:
+            for place in places:
+                place.close()
+        for setup in teams:
+            if skip and (reason := hopeless(setup, known)):
+                yield Measured(row_of(setup, where, {"reason": reason}))
+                continue
+            phase(setup)
+            result = launched(setup, where, gpus, extras, Path(folder), patience)
+            known.append(result.row)
+            yield result
+
+
+def sweep(
+    base: Setup,
+    options: Sequence[str],
+    strategies: str | None = None,
+    *,
+    gpus: str | None = None,
+    skip: bool = False,
+    out: Path | None = None,
+    csv: Path | None = None,
+    resume: bool = False,
+    snapshot: bool = False,
+    profile: bool = False,
+    as_json: bool = False,
+) -> list[Row]:
+    """Train every cell, write each row at once, and print them all; what went wrong otherwise than by memory makes the exit code 1.
+
+    With resume, cells that `out` has already of this machine, commit and versions are left out.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise OptionError("train: --sweep starts its own ranks and must not run under torchrun; give --sweep ranks=1,2,4 to vary them")
+    if resume and out is None:
+        raise OptionError("train: --sweep with --resume needs --out, the folder of the sweep to go on with")
+    extras = Extras(out, snapshot, profile)
+    check(base, extras)
+    setups = cells(base, swept(options), strategies_of(strategies) if strategies else list(STRATEGIES))
+    for setup in setups:
+        techniques.check(setup)
+    chosen = _gpus(gpus, base)
+    if len(chosen) > 1:
+        # Told with the machine, and what the trainings get.
+        torch.set_num_threads(threads(len(chosen)))
+    where = machine.describe(machine.measurable_device("train", base.device))
+    tables = [path for path in (csv, out / TABLE if out else None) if path]
+    for path in tables:
+        check_csv(path, COLUMNS)
+    before = rows_of(read_json(out / ROWS)) if out and resume else []
+    known = {_identity(row): row for row in before if not row.failed and not row.interrupted and (skip or _tried(row))}
+    todo = [setup for setup in setups if _identity(row_of(setup, where, {})) not in known]
+    kept = [known[key] for setup in setups if (key := _identity(row_of(setup, where, {}))) in known]
+    found = _all_measured(todo, where, tables, out, chosen, skip, kept, extras)
+    places = {_identity(row_of(setup, where, {}))[:-3]: place for place, setup in enumerate(setups)}
+    rows = sorted([*kept, *(result.row for result in found)], key=lambda row: places[_identity(row)[:-3]])
+    if as_json:
+        print(json.dumps({"rows": [row.columns() for row in rows]}))
+    else:
+        show(rows, list(swept(options)))
+    for result in found:
+        if result.row.failed:
+            Console(stderr=True).print(result.written[-4000:], markup=False, highlight=False)
+    if any(row.failed for row in rows):
+        raise typer.Exit(1)
+    return rows
+
+
+def _all_measured(
+    setups: list[Setup],
+    where: dict[str, str],
+    tables: list[Path],
+    out: Path | None,
+    gpus: list[int],
+    skip: bool,
+    kept: list[Row],
+    extras: Extras,
+) -> list[Measured]:
+    """Train, and write each row at once, so that what was measured survives whatever comes."""
+    found: list[Measured] = []
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(setups))
+        # Closed even if it is interrupted, which ends the processes.
+        results = measured(
+            setups, where, gpus=gpus, skip=skip, before=kept, extras=extras, phase=lambda setup: bar.update(task, description=named(setup))
+        )
+        with closing(results):
+            for result in results:
+                found.append(result)
+                columns = result.row.columns()
+                for path in tables:
+                    append_csv([columns], path, COLUMNS)
+                if out:
+                    append_json([columns], out / ROWS)
+                bar.advance(task)
+    return found
+
+
+def named(setup: Setup) -> str:
+    return f"{setup.model} {setup.batch} × {setup.sequence} {setup.liger}"
+
+
+def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
+    """A table of the rows, with ratios to the first strategy at the same place."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # A file has no width of its own, and 80 columns would break every cell.
+        console.width = 150
+    first = rows[0].liger if rows else ""
+    table = Table(*varied, "liger", "tokens/s", f"÷ {first}", "peak GiB", f"÷ {first}", "last loss")
+    for column in table.columns[len(varied) + 1 :]:
+        column.justify = "right"
+    base: Row | None = None
+    for row in rows:
+        if row.liger == first:
+            base = row
+        place = [str(getattr(row, name)) for name in varied]
+        table.add_row(*(place if row.liger == first else [""] * len(varied)), row.liger, *_figures(row, base))
+    console.print(table)
+    for row in rows:
+        if row.reason:
+            words = ", ".join(f"{name} {getattr(row, name)}" for name in varied)
+            console.print(f"{words}, {row.liger}: {row.reason}", markup=False)
+    for note in dict.fromkeys(note for row in rows for note in row.notes or []):
+        console.print(note, markup=False)
+    if rows:
+        console.print(f"{rows[-1].machine}\n{rows[-1].versions}; commit {rows[-1].commit}; {rows[-1].date}", markup=False)
+
+
+def _figures(row: Row, base: Row | None) -> list[str]:
+    if row.tokens_per_second is None:
+        return ["out of memory" if row.out_of_memory else "–"] + ["–"] * 4
+    return [
+        f"{row.tokens_per_second:,.0f}",
+        _ratio(row.tokens_per_second, base.tokens_per_second if base else None),
+        "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
+        _ratio(row.peak_bytes, base.peak_bytes if base else None),
+        f"{row.losses[-1]:.4f}" if row.losses else "–",
+    ]
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return f"{value / base:.2f}" if value is not None and base else "–"
+
+
+def _gpus(words: str | None, base: Setup) -> list[int]:
+    if words is None:
+        return []
+    if base.device != "cuda":
+        raise DeviceError(f"train: --gpus needs GPUs, got --device {base.device}")
+    there = torch.cuda.device_count()
+    numbers = [int(word) if word.strip().isdecimal() else -1 for word in words.split(",")]
+    if not all(0 <= number < there for number in numbers) or len(set(numbers)) < len(numbers):
+        raise OptionError(f"train: --gpus must be numbers of different GPUs from 0 to {there - 1}, like 0,1, got {words!r}")
+    return numbers
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    return tuple(getattr(row, name) for name in IDENTITY)
+
+
+def _tried(row: Row) -> bool:
+    return row.tokens_per_second is not None or row.out_of_memory

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger train --snapshot` and `--profile`: memory over time by category, and a trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib import image
+
+from liger_bench.charts.timelines import COLOURS, pairs, read_timelines
+from liger_bench.train.places import Extras, observers
+from liger_bench.train.setup import Setup
+from liger_bench.train.timeline import (
+    CATEGORIES,
+    CHECKPOINTS,
+    GRADIENTS,
+    LOGITS,
+    OPTIMIZER,
+    OTHER,
+    WEIGHTS,
+    Event,
+    Tag,
+    logits_sizes,
+    timeline,
+)
+from liger_core.errors import OptionError
+
+# A text that is always here and quickly read.
+TEXT = __file__
+# More words than any other size of the model: tokens, hidden, intermediate, of all heads.
+BATCH, SEQUENCE, VOCABULARY, HIDDEN, LAYERS = 4, 64, 32_000, 64, 2
+LOGITS_BYTES = BATCH * SEQUENCE * VOCABULARY * 4
+
+
+def trained(setup: Setup, folder: Path, **recorded: bool) -> None:
+    """A training that is watched."""
+    from liger_bench.train.run import run
+
+    with ExitStack() as stack:
+        row = run(setup, observers=observers(setup, Extras(folder, **recorded), stack))
+    assert not row.failed, row.reason
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("snapshots")
+
+
+@pytest.fixture(scope="module")
+def snapshots(folder: Path) -> dict[str, dict[str, Any]]:
+    """By strategy, the timeline of a tiny training with checkpointing."""
+    for liger in ("none", "all"):
+        trained(Setup("tiny", BATCH, SEQUENCE, TEXT, device="cpu", precision="fp32", steps=3, liger=liger), folder, snapshot=True)
+    return {record["setup"]["liger"]: record for record in read_timelines([folder])}
+
+
+def test_the_plain_loss_holds_three_times_the_logits_at_the_peak(snapshots: dict[str, dict[str, Any]]) -> None:
+    assert snapshots["none"]["peak"][LOGITS] == pytest.approx(3 * LOGITS_BYTES, rel=0.01)
+
+
+def test_the_fused_loss_holds_less_than_the_logits(snapshots: dict[str, dict[str, Any]]) -> None:
+    assert 0 < max(snapshots["all"]["bytes"][LOGITS]) < 2.9 * LOGITS_BYTES
+
+
+@pytest.mark.parametrize("liger", ["none", "all"])
+def test_weights_gradients_and_optimizer_are_as_large_as_the_parameters(snapshots: dict[str, dict[str, Any]], liger: str) -> None:
+    found, parameters = snapshots[liger]["bytes"], 2_121_920
+    # Rotary tables are weights that are not trained.
+    assert found[WEIGHTS][0] == pytest.approx(4 * parameters, rel=0.01)
+    # Words and head are one matrix, with a gradient each until these are added.
+    assert 4 * parameters <= max(found[GRADIENTS]) <= 4.1 * (parameters + 2 * VOCABULARY * HIDDEN)
+    assert found[OPTIMIZER][-1] == pytest.approx(8 * parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("liger", ["none", "all"])
+def test_checkpoints_are_the_inputs_of_the_layers(snapshots: dict[str, dict[str, Any]], liger: str) -> None:
+    assert max(snapshots[liger]["bytes"][CHECKPOINTS]) == BATCH * SEQUENCE * HIDDEN * 4 * LAYERS
+
+
+def test_a_timeline_has_the_second_and_third_step(snapshots: dict[str, dict[str, Any]]) -> None:
+    for record in snapshots.values():
+        assert record["steps"][0] == 0.0
+        assert len(record["steps"]) == 2
+        assert record["milliseconds"] == sorted(record["milliseconds"])
+        assert {len(values) for values in record["bytes"].values()} == {len(record["milliseconds"])}
+
+
+def test_a_snapshot_has_a_picture_with_its_categories(snapshots: dict[str, dict[str, Any]], folder: Path) -> None:
+    picture = image.imread(folder / "snapshots" / "tiny-4x64-none-fp32.png")
+    for category in (LOGITS, OPTIMIZER, WEIGHTS):
+        wanted = [int(COLOURS[category][place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        assert abs(picture[..., :3] - wanted).sum(-1).min() < 0.02
+
+
+def test_strategies_of_one_training_stand_side_by_side_plain_first(snapshots: dict[str, dict[str, Any]]) -> None:
+    found = pairs(list(snapshots.values()))
+    assert [[record["setup"]["liger"] for record in group] for group in found.values()] == [["none", "all"]]
+
+
+def test_a_profile_is_a_trace_of_two_steps(tmp_path: Path) -> None:
+    trained(Setup("tiny", 1, 16, TEXT, device="cpu", precision="fp32", checkpoint="none", steps=4), tmp_path, profile=True)
+    (path,) = (tmp_path / "profiles" / "tiny-1x16-all-fp32-checkpoint-none").glob("*.pt.trace.json.gz")
+    names = [event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step#") for name in names) == 2
+
+
+def test_a_broken_timeline_is_named(tmp_path: Path) -> None:
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "cut.json").write_text('{"setup": {')
+    with pytest.raises(OptionError, match=r"cut\.json must be a timeline"):
+        read_timelines([tmp_path])
+
+
+def tags_and_events() -> tuple[list[Event], list[Tag]]:
+    """Memory at address 1 is taken twice, first for a checkpoint, then for something else."""
+    events = [Event(10, 1, 100), Event(20, 1, -100), Event(30, 1, 7), Event(40, 1, -7)]
+    return events, [Tag(11, 1, CHECKPOINTS), Tag(5, 2, WEIGHTS)]
+
+
+def test_a_tag_counts_for_the_block_that_lives_at_its_time() -> None:
+    events, tags = tags_and_events()
+    found = timeline({2: 1000}, events, tags)
+    assert max(found.bytes[CHECKPOINTS]) == 100
+    assert max(found.bytes[OTHER]) == 7
+    assert set(found.bytes[WEIGHTS]) == {1000}
+    assert found.peak == dict.fromkeys(CATEGORIES, 0) | {WEIGHTS: 1000, CHECKPOINTS: 100}
+
+
+def test_a_timeline_may_begin_later_with_what_was_held_then() -> None:
+    events, tags = tags_and_events()
+    found = timeline({2: 1000}, events, tags, steps=[0, 15, 35], start=15)
+    assert found.totals[0] == 1100
+    assert found.steps == [0.0, 0.02]
+
+
+def test_no_peak_is_lost_where_points_are_left_out() -> None:
+    events = [Event(time, time % 50, 10 if time % 100 < 50 else -10) for time in range(20_000)]
+    events += [Event(7_777.5, 99, 12_345), Event(7_777.6, 99, -12_345)]
+    found = timeline({}, events, [])
+    assert max(found.totals) == 12_345 + 10 * 22
+    assert len(found.totals) <= 1001
+
+
+@pytest.mark.parametrize(
+    ("size", "category"),
+    [
+        (4 * VOCABULARY * 256, LOGITS),
+        (2 * VOCABULARY * 7, LOGITS),
+        (4 * VOCABULARY * HIDDEN, GRADIENTS),
+        (2 * VOCABULARY * HIDDEN, GRADIENTS),
+        (4 * VOCABULARY * 256 + 600, None),
+        (4 * 256 * HIDDEN, None),
+    ],
+)
+def test_logits_are_told_by_their_size(size: int, category: str | None) -> None:
+    assert logits_sizes(VOCABULARY, HIDDEN, 256)(size, 0.0) == category
+
+
+def test_as_many_tokens_as_the_head_is_wide_are_logits_unless_the_loss_is_fused() -> None:
+    assert logits_sizes(VOCABULARY, HIDDEN, HIDDEN)(4 * VOCABULARY * HIDDEN, 0.0) == LOGITS
+    assert logits_sizes(VOCABULARY, HIDDEN, None)(4 * VOCABULARY * HIDDEN, 0.0) == GRADIENTS
+
+
+def test_the_events_of_a_gpu_tell_what_was_held_before_and_what_there_was_no_memory_for() -> None:
+    from liger_bench.train.snapshot import from_snapshot
+
+    def entry(action: str, address: int, size: int, time: int) -> dict[str, Any]:
+        return {"action": action, "addr": address, "size": size, "time_us": time}
+
+    trace = [
+        entry("segment_alloc", 0, 4096, 1),
+        entry("alloc", 512, 100, 2),
+        entry("free_requested", 1024, 300, 3),
+        entry("free_completed", 1024, 300, 3),
+        entry("oom", 2048, 9000, 4),
+        entry("free_requested", 512, 100, 5),
+    ]
+    blocks = [
+        {"size": 512, "requested_size": 500, "address": 0, "state": "active_allocated"},
+        {"size": 512, "address": 512, "state": "inactive"},
+    ]
+    found = from_snapshot({"device_traces": [trace], "segments": [{"device": 0, "address": 0, "blocks": blocks}]}, 0)
+    assert found.held == {0: 500, 1024: 300}
+    assert [(event.address, event.bytes) for event in found.events] == [(512, 100), (1024, -300)]
+    assert found.asked == 9000
