@@ -33,6 +33,17 @@ RELEASE = [
     ["model", "--model", "8b"],
     ["model", "--model", "1b", "--memory-limit", "24GiB", *CAPPED, "--steps", "2", "--seconds", "1"],
 ]
+# The two sweeps of the report that this project began with, as on its card; then larger ones on the whole card.
+SEED = ["--model", "llama-3.2-1b", "--precision", "fp16", "--shard", "zero3", "--offload", "parameters", "--memory-limit", "24GiB"]
+EIGHT_BILLION = ["--model", "llama-3-8b", "--precision", "bf16-pure", "--sequence", "512", "--sweep", "batch=8,16,32,64,128"]
+TRAININGS = [
+    [*SEED, "--sweep", "batch=1,4,8,16,32,64,96,112"],
+    [*SEED, "--batch", "4", "--sweep", "sequence=512,1024,2048,4096,8192,12288,16384,24576"],
+    [*EIGHT_BILLION, "--strategies", "none,all"],
+    [*EIGHT_BILLION, "--strategies", "all", "--checkpoint", "auto"],
+]
+# Recorded apart from the others, since recording takes time.
+RECORDED = [[*SEED, "--sweep", "batch=4,8", "--strategies", "none,all"], [*SEED, "--sweep", "batch=112", "--strategies", "all"]]
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
@@ -122,6 +133,23 @@ def benchmarks(session: nox.Session) -> None:
     for measured in RELEASE:
         session.run(here(session), "-m", "liger_core", "bench", *measured, "--out", folder, "--resume", external=True)
     session.run(here(session), "-m", "liger_core", "bench", "report", folder, "--docs", "docs/benchmarks.md", external=True)
+
+
+@nox.session(venv_backend="none")
+def trainings(session: nox.Session) -> None:
+    """Every figure of docs/trainings.md, on CUDA GPUs that nothing else uses. Started again, it goes on.
+
+    The folder of the results may be given, and the GPUs: -- benchmarks/results/trainings 0,1,2,3.
+    """
+    folder, *gpus = session.posargs or ["results/trainings"]
+    chosen = ["--gpus", *gpus] if gpus else []
+    recorded = f"{folder}-recorded"
+    for where, sweeps, more in ((recorded, RECORDED, ["--snapshot"]), (folder, TRAININGS, [])):
+        for swept in sweeps:
+            session.run(here(session), "-m", "liger_core", "train", *swept, *chosen, *more, "--out", where, "--resume", external=True)
+    # Of a training in both folders the row in the last one counts.
+    pages = ["--html", f"{folder}/report.html", "--docs", "docs/trainings.md"]
+    session.run(here(session), "-m", "liger_core", "report", recorded, folder, *pages, external=True)
 
 
 @nox.session

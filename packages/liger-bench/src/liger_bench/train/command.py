@@ -19,9 +19,12 @@ from liger_bench.memory import bytes_of
 from liger_bench.progress import progress_bar
 from liger_bench.results import append_csv, append_json, check_csv, read_json
 from liger_bench.train import ranks
+from liger_bench.train.places import Extras, check, observers
 from liger_bench.train.row import COLUMNS, Row
 from liger_bench.train.setup import DEFAULTS, LIBRARY, Setup
 from liger_bench.train.shapes import SHAPES
+from liger_bench.train.sweep import STEPS as SWEEP_STEPS
+from liger_bench.train.sweep import sweep
 from liger_bench.train.techniques import TECHNIQUES
 from liger_core.errors import DeviceError, LigerError, OptionError
 
@@ -42,7 +45,7 @@ def train(
     batch: Annotated[str, typer.Option(help="Sequences of a rank and micro-batch; auto: as many as fit.")] = "1",
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
     accumulation: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
-    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 20,
+    steps: Annotated[int | None, typer.Option(help="Steps of the optimizer; 20, in a sweep 6.", show_default=False)] = None,
     learning_rate: Annotated[float, typer.Option(help="Constant.")] = 1e-5,
     seed: Annotated[int, typer.Option(help="Of random weights and of the order of the sequences.")] = 0,
     liger: Annotated[str | None, typer.Option(help=f"{_values('liger')}, several with commas between; all by default.")] = None,
@@ -57,21 +60,39 @@ def train(
     memory_limit: Annotated[str | None, typer.Option(help="Act as a smaller GPU, for instance 24GiB.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the checkpoints; the last one is the trained model.")] = None,
     save_every: Annotated[int, typer.Option(min=0, help="Steps from one checkpoint to the next; 0: only one at the end.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output that is whole.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in --output; a sweep: leave out what --out has.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder whose train.csv and train.json the row is appended to.")] = None,
     csv: Annotated[Path | None, typer.Option(help="File to append the row to.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    sweeps: Annotated[
+        list[str] | None, typer.Option("--sweep", metavar="OPTION=VALUE,…", help="Train with each value, like batch=1,4,8; repeatable.")
+    ] = None,
+    strategies: Annotated[
+        str | None,
+        typer.Option(help="Values of --liger to sweep, ops joined by +; none,all-but-loss,all with --sweep.", show_default=False),
+    ] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs of a sweep, one training at a time on each, like 0,1.")] = None,
+    skip_larger: Annotated[
+        bool, typer.Option("--skip-larger", help="Leave out of a sweep what is larger than a training that ran out of memory.")
+    ] = False,
+    snapshot: Annotated[
+        bool, typer.Option("--snapshot", help="Record memory by category over the first steps; writes to --out, also a picture.")
+    ] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps for TensorBoard and Perfetto; writes to --out.")] = False,
 ) -> None:
     """Train a causal language model of Hugging Face on text, and tell what it took.
 
     Under torchrun (-m liger_core train …) on several GPUs. Exit code 1 if memory runs out or anything else fails, 130 after Ctrl-C.
     """
     place = machine.measurable_device("train", device)
-    if resume and output is None:
+    sweeping = bool(sweeps or strategies)
+    if resume and output is None and not sweeping:
         raise OptionError("train: --resume needs --output, the folder of the checkpoints to go on from")
     if save_every and output is None:
         raise OptionError("train: --save-every needs --output, the folder of the checkpoints")
-    told = {"liger": liger, "precision": precision, "checkpoint": checkpoint}
+    told = {"liger": Setup.liger if sweeping else liger, "precision": precision, "checkpoint": checkpoint}
     chosen, notes = _defaults(told, device, place)
     setup = Setup(
         model=model,
@@ -87,13 +108,27 @@ def train(
         ranks=ranks.count(),
         device=place.type,
         memory_limit=None if memory_limit is None else bytes_of("train: --memory-limit", memory_limit),
-        steps=steps,
+        steps=steps or (SWEEP_STEPS if sweeping else Setup.steps),
         learning_rate=learning_rate,
         seed=seed,
         nvme_folder=nvme_folder,
     )
     if batch == AUTO:
         _check_search(setup, resume)
+        if sweeping or snapshot or profile:
+            raise OptionError(
+                "train: --sweep, --snapshot and --profile need a --batch that is a number, got auto, which trains several times"
+            )
+    if sweeping:
+        _check_sweep(liger, output)
+        _say(notes)
+        files: dict[str, Any] = {"out": out, "csv": csv, "resume": resume, "snapshot": snapshot, "profile": profile, "as_json": as_json}
+        sweep(setup, sweeps or [], strategies, gpus=gpus, skip=skip_larger, **files)
+        return
+    if gpus or skip_larger:
+        raise OptionError("train: --gpus and --skip-larger are for --sweep; without it give CUDA_VISIBLE_DEVICES")
+    extras = Extras(out, snapshot, profile)
+    check(setup, extras)
     tables = [path for path in (csv, out / "train.csv" if out else None) if path]
     rows = out / "train.json" if out else None
     for path in tables:
@@ -103,7 +138,7 @@ def train(
     if ranks.first():
         _say(notes)
     try:
-        row = _trained(setup, batch == AUTO, {"folder": output, "resume": resume, "save_every": save_every, "notes": notes})
+        row = _trained(setup, batch == AUTO, {"folder": output, "resume": resume, "save_every": save_every, "notes": notes}, extras)
     except LigerError:
         if ranks.speaks(failed=True):
             raise
@@ -148,12 +183,20 @@ def _check_search(setup: Setup, resume: bool) -> None:
         raise OptionError("train: --resume needs the --batch of the training that it goes on with, got auto")
 
 
-def _trained(setup: Setup, search: bool, options: dict[str, Any]) -> Row:
+def _check_sweep(liger: str | None, output: Path | None) -> None:
+    if liger is not None:
+        raise OptionError(f"train: --liger does not go with --sweep; give --strategies {liger.replace(',', '+')}")
+    if output is not None:
+        raise OptionError("train: --output does not go with --sweep, whose trainings leave no checkpoints; --out takes the rows")
+
+
+def _trained(setup: Setup, search: bool, options: dict[str, Any], extras: Extras) -> Row:
     # This brings Transformers, which the other commands do without.
     from liger_bench.train.run import largest_batch, run
 
-    with contextlib.redirect_stdout(sys.stderr), progress_bar() as bar:
+    with contextlib.redirect_stdout(sys.stderr), progress_bar() as bar, contextlib.ExitStack() as stack:
         options["bar"] = bar if ranks.first() else None
+        options["observers"] = observers(setup, extras, stack) if ranks.first() else []
         return largest_batch(setup, lambda one: run(one, **options)) if search else run(setup, **options)
 
 

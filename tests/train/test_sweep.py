@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger train --sweep`: each training in a fresh process, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import typer
+
+from bench.commands import InProcess
+from liger_bench.model.process import DONE, READY
+from liger_bench.train import places, sweep
+from liger_bench.train.cells import NOT_RUN, cells, hopeless, strategies_of, swept
+from liger_bench.train.places import Measured, variables
+from liger_bench.train.row import Row, row_of
+from liger_bench.train.setup import Setup
+from liger_core.errors import OptionError
+from train.answers import BROKEN, KILLED, LATE, OUT_OF_MEMORY, WHERE, answer
+
+TINY = Setup("tiny", device="cpu", precision="fp32", checkpoint="none")
+
+
+def setups(*batches: int) -> list[Setup]:
+    return cells(TINY, {"batch": batches}, ["all"])
+
+
+@pytest.fixture(scope="module")
+def one_place() -> dict[int, Measured]:
+    """By batch, what becomes of trainings one after the other, of which most go wrong."""
+    wanted = setups(1, KILLED, BROKEN, OUT_OF_MEMORY)
+    return {found.row.batch: found for found in sweep.measured(wanted, WHERE, answer=answer)}
+
+
+@pytest.fixture(scope="module")
+def two_places() -> list[Row]:
+    return [found.row for found in sweep.measured(setups(1, 2, 3), WHERE, gpus=[0, 1], answer=answer)]
+
+
+def test_a_training_gives_its_row(one_place: dict[int, Measured]) -> None:
+    assert one_place[1].row.tokens_per_second == 10.0
+
+
+def test_memory_that_runs_out_is_a_result(one_place: dict[int, Measured]) -> None:
+    row = one_place[OUT_OF_MEMORY].row
+    assert (row.out_of_memory, row.failed, row.reason) == (True, False, "out of memory: Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB.")
+
+
+def test_a_training_that_is_killed_is_a_failure_after_which_others_train(one_place: dict[int, Measured]) -> None:
+    row = one_place[KILLED].row
+    assert row.failed
+    assert "SIGKILL" in row.reason
+    assert len(one_place) == 4
+
+
+def test_what_went_wrong_is_told_with_what_was_written(one_place: dict[int, Measured]) -> None:
+    assert one_place[BROKEN].row.reason == "ValueError: no such layer"
+    assert "Traceback" in one_place[BROKEN].written
+
+
+def test_a_training_that_does_not_end_is_ended() -> None:
+    (found,) = sweep.measured(setups(LATE), WHERE, patience=1.0, answer=answer)
+    assert (found.row.failed, found.row.reason) == (True, "it had not ended after 1 s")
+
+
+def test_every_training_has_a_process_of_its_own(two_places: list[Row]) -> None:
+    assert len({row.notes[0] for row in two_places if row.notes}) == 3
+
+
+def test_each_gpu_has_one_training_at_a_time_and_a_share_of_the_processors(two_places: list[Row]) -> None:
+    share = str(max(1, (os.cpu_count() or 1) // 2))
+    told = [(row.notes or [])[1:] for row in two_places]
+    assert {(gpu, processors) for gpu, processors, *_ in told} == {("0", share), ("1", share)}
+    for number in ("0", "1"):
+        times = sorted((float(begun), float(ended)) for gpu, _, begun, ended in told if gpu == number)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
+
+
+def test_a_gpu_is_one_of_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert variables(1, 1) == {"CUDA_VISIBLE_DEVICES": "6"}
+
+
+def test_what_is_larger_than_what_ran_out_of_memory_may_be_left_out() -> None:
+    before = [row_of(TINY, WHERE, {"out_of_memory": True})]
+    found = [result.row for result in sweep.measured(setups(2, 3), WHERE, skip=True, before=before, answer=answer)]
+    assert [row.reason for row in found] == [f"{NOT_RUN}, since 1 × 1024 ran out of memory"] * 2
+    assert not any(row.out_of_memory or row.failed for row in found)
+
+
+@pytest.mark.parametrize("other", [{"liger": "none"}, {"sequence": 512}, {"checkpoint": "full"}, {"memory_limit": 1}])
+def test_what_is_smaller_or_another_training_is_not_left_out(other: dict[str, Any]) -> None:
+    assert hopeless(cells(TINY, {"batch": [2]}, ["all"])[0], [row_of(TINY, WHERE, {"out_of_memory": True})])
+    changed = Setup(**({"model": "tiny", "device": "cpu", "precision": "fp32", "checkpoint": "none", "batch": 2} | other))
+    assert hopeless(changed, [row_of(TINY, WHERE, {"out_of_memory": True})]) == ""
+
+
+def test_several_sweeps_give_every_combination_small_ones_first() -> None:
+    found = cells(TINY, swept(["batch=4,1", "checkpoint=none,full"]), strategies_of("none,rms_norm+rope"))
+    assert [(each.batch, each.checkpoint, each.liger) for each in found] == [
+        (batch, checkpoint, liger) for batch in (1, 4) for checkpoint in ("none", "full") for liger in ("none", "rms_norm,rope")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("sequence=512,1024", [512, 1024]),
+        ("memory-limit=24GiB", [24 << 30]),
+        ("learning-rate=1e-4", [1e-4]),
+        ("optimizer=adamw,galore", ["adamw", "galore"]),
+    ],
+)
+def test_values_have_the_type_of_their_option(option: str, value: list[Any]) -> None:
+    assert list(swept([option]).values()) == [value]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["bach=1,2"], "must be an option and its values, like batch=1,4,8, got 'bach=1,2'. Did you mean 'batch'?"),
+        (["batch"], "must be an option and its values"),
+        (["batch=1,two"], "--sweep batch must have positive numbers, got 'two'"),
+        (["batch=0"], "--sweep batch must have positive numbers, got '0'"),
+        (["batch=1", "batch=2"], "must name each option once, got batch twice"),
+        (["liger=none,all"], "give --strategies"),
+    ],
+)
+def test_a_sweep_of_something_else_is_refused(options: list[str], sentence: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        swept(options)
+    assert sentence in str(raised.value)
+
+
+def test_a_sweep_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:
+        for setup in wanted:
+            asked.append(setup.batch)
+            if asked == [1, 2]:
+                raise KeyboardInterrupt
+            yield Measured(row_of(setup, where, {"tokens_per_second": 1.0}))
+
+    monkeypatch.setattr(sweep, "measured", measured)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.sweep(TINY, ["batch=1,2"], "all", out=tmp_path)
+    rows = sweep.sweep(TINY, ["batch=1,2,3"], "all", out=tmp_path, resume=True)
+    assert asked == [1, 2, 2, 3]
+    assert [row.batch for row in rows] == [1, 2, 3]
+    assert [row["batch"] for row in json.loads((tmp_path / "train.json").read_text())] == [1, 2, 3]
+    assert len((tmp_path / "train.csv").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("results", [{"failed": True}, {"reason": f"{NOT_RUN}, since"}, {"tokens_per_second": 1.0, "interrupted": True}])
+def test_what_has_no_figures_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]) -> None:
+    asked: list[int] = []
+
+    def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:
+        for setup in wanted:
+            asked.append(setup.batch)
+            yield Measured(row_of(setup, where, results if len(asked) == 1 else {"tokens_per_second": 1.0}))
+
+    monkeypatch.setattr(sweep, "measured", measured)
+    with contextlib.suppress(typer.Exit):
+        sweep.sweep(TINY, ["batch=1"], "all", out=tmp_path)
+    sweep.sweep(TINY, ["batch=1"], "all", out=tmp_path, resume=True)
+    assert asked == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--sweep", "batch=1,2", "--liger", "rms_norm,rope"), "--liger does not go with --sweep; give --strategies rms_norm+rope"),
+        (("--sweep", "batch=1,2", "--output", "model"), "--output does not go with --sweep"),
+        (("--sweep", "batch=1,2", "--resume"), "--sweep with --resume needs --out"),
+        (("--sweep", "batch=1,2", "--gpus", "0"), "--gpus needs GPUs, got --device cpu"),
+        (("--sweep", "batch=1,2", "--snapshot"), "--snapshot and --profile need --out"),
+        (("--gpus", "0"), "--gpus and --skip-larger are for --sweep"),
+        (("--profile",), "--snapshot and --profile need --out"),
+        (("--snapshot", "--profile", "--out", "results"), "need the same profiler on the CPU"),
+        (("--sweep", "precision=fp32,fp17"), "fp17"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    liger: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, errors = liger("train", "--model", "tiny", "--device", "cpu", *arguments)
+    assert code == 2
+    assert sentence in errors
+    assert not list(tmp_path.rglob("train.*"))
+
+
+def test_a_sweep_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="must not run under torchrun; give --sweep ranks=1,2,4"):
+        sweep.sweep(TINY, ["batch=1"])
+
+
+def test_a_process_trains_what_it_is_told_to() -> None:
+    class Connection:
+        sent: ClassVar[list[Any]] = []
+
+        def send(self, answer: Any) -> None:
+            self.sent.append(answer)
+
+        def recv(self) -> Any:
+            return replace(TINY, sequence=16, data=__file__, steps=3), places.Extras()
+
+    state, results = places.train(None, Connection())  # type: ignore[arg-type]
+    assert Connection.sent == [(READY, {})]
+    assert (state, results["row"].failed, len(results["row"].losses)) == (DONE, False, 3)
+
+
+def test_ranks_are_started_as_a_user_starts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    class Started:
+        def __init__(self, words: list[str], **_: Any) -> None:
+            started.append(words)
+            out = Path(words[words.index("--out") + 1])
+            out.mkdir()
+            (out / "train.json").write_text(json.dumps([row_of(team, WHERE, {"tokens_per_second": 5.0}).columns()]))
+
+        def wait(self, timeout: float = 0.0) -> int:
+            return 0
+
+        def terminate(self) -> None:
+            pass
+
+    team = Setup("tiny", ranks=2, shard="zero2", batch=4)
+    monkeypatch.setattr(places.subprocess, "Popen", Started)
+    (found,) = sweep.measured([team], WHERE, answer=answer)
+    assert found.row.tokens_per_second == 5.0
+    line = " ".join(started[0])
+    assert (
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m liger_core train --model tiny --batch 4 --shard zero2 --out " in line
+    )
