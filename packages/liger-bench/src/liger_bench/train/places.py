@@ -97,7 +97,8 @@ class Place:
             process.wait()
         state, results = process.answered
         late = state == FAILED and results["reason"].startswith("no answer")
-        process.kill() if late else process.end()
+        # It has nothing left to do, and what a library does at its end can take long.
+        process.kill()
         self._running = self.setup = None
         if late:
             results = results | {"reason": f"it had not ended after {self.patience:.0f} s"}
