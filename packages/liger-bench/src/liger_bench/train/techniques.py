@@ -40,7 +40,7 @@ ALL = (
     Technique(
         "liger",
         "all",
-        "Also the output projection fused with its loss, so that no logits of a whole batch exist.",
+        "Every op of Liger, the output projection fused with its loss among them, so that no logits of a whole batch exist.",
         "tokens × vocabulary × (2 to 4) × 4 bytes at the peak",
         "nothing; faster",
         "liger-hf",
@@ -284,7 +284,7 @@ ALL = (
     Technique(
         "shard",
         "zero2",
-        "Also the gradients are split over the ranks.",
+        "Optimizer and gradients are split over the ranks.",
         "(ranks − 1) / ranks of optimizer and gradients",
         "as zero1",
         "DeepSpeed",
@@ -294,7 +294,7 @@ ALL = (
     Technique(
         "shard",
         "zero3",
-        "Also the weights are split over the ranks, and gathered layer by layer.",
+        "Optimizer, gradients and weights are split over the ranks, and weights gathered layer by layer.",
         "(ranks − 1) / ranks of optimizer, gradients and weights",
         "weights are gathered in both passes",
         "DeepSpeed",
