@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_bench.train import checkpointing, documentation, techniques, zero
+from liger_bench.train import checkpointing, documentation, processes, techniques, zero
 from liger_bench.train.arguments import training_arguments
 from liger_bench.train.model import build, config_of
 from liger_bench.train.setup import Setup
@@ -81,6 +81,12 @@ def is_there(technique: Technique, trained: Trained) -> None:
     if technique.option == "checkpoint":
         assert checkpointing.checkpointed_layers(model) == {"full": 2, "offload": 2, NUMBER: 1}.get(technique.value, 0)
         assert len(trained.told) == (technique.value == "auto")
+
+
+def test_ranks_whose_gradients_are_on_the_host_can_sum_them_there() -> None:
+    offloaded = Setup("tiny", shard="fsdp2", offload="parameters", ranks=2)
+    assert processes.join(offloaded) == {"ddp_backend": "cuda:nccl,cpu:gloo"}
+    assert processes.join(replace(offloaded, offload="none")) == {}
 
 
 def test_low_rank_optimizers_project_the_linear_layers(folder: Path) -> None:

@@ -23,7 +23,10 @@ def join(setup: Setup) -> dict[str, Any]:
         _alone()
     if setup.shard != "fsdp2":
         zero.prepare(setup)
-    return _joined_on_cpu(setup) if setup.device == "cpu" else {}
+    if setup.device == "cpu":
+        return _joined_on_cpu(setup)
+    # Norms of gradients that are offloaded are summed on the host.
+    return {"ddp_backend": "cuda:nccl,cpu:gloo"} if setup.shard == "fsdp2" and setup.offload != "none" else {}
 
 
 def _alone() -> None:
