@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from liger_bench.train import zero
+from liger_bench.train import checkpointing, zero
 from train.training import STEPS, Trained, saved_model, setup_of, trained
 
 pytestmark = [
@@ -27,7 +27,7 @@ needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not
 # One way of each library also computes layers again.
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
-    "fsdp2": {"shard": "fsdp2", "checkpoint": "1"},
+    "fsdp2": {"shard": "fsdp2", "checkpoint": "full"},
     "fsdp2-bf16": {"shard": "fsdp2", "precision": "bf16"},
     "fsdp2-offload-parameters": {"shard": "fsdp2", "offload": "parameters"},
     "zero1": {"shard": "zero1", "checkpoint": "full"},
@@ -36,8 +36,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+checkpointing_enable = checkpointing.enable
 # Two ranks need a GPU each.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))]
+
+
+def enable(model: Any, how: str) -> None:
+    """As `--checkpoint auto` may leave the layers: the first one keeps its input, the last one also what products give."""
+    checkpointing_enable(model, how)
+    if how == "full":
+        checkpointing.keep(checkpointing.layers(model)[-1], checkpointing.Keeps.PRODUCTS)
 
 
 def ways(device: str) -> dict[str, dict[str, Any]]:
@@ -53,6 +61,7 @@ def work(rank: int, folder: str, port: int, device: str) -> None:
     gc.freeze()
     # It would compile for most of a minute; tests/train/techniques_that_compile.py lets it.
     zero.adam_problem = lambda: "not compiled in this test"  # type: ignore[assignment]
+    checkpointing.enable = enable
     losses: dict[str, dict[str, list[float]]] = {}
     for way, options in ways(device).items():
         if HAS_DEEPSPEED or "zero" not in way:
