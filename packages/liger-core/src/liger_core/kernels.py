@@ -18,6 +18,8 @@ from torch import Tensor
 from liger_core.errors import GradientError
 
 _libraries: dict[str, torch.library.Library] = {}
+# Custom op → the kernel that it is made of, for whoever watches operations.
+KERNELS: dict[Any, Kernel] = {}
 # Whether the backward pass that is running keeps its graph (retain_graph=True) and may so come back to what was saved.
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, list, tuple})
@@ -49,6 +51,7 @@ class Kernel:
         library.impl(name, self._dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(self.name, self._fake, lib=library)
         self.op = getattr(getattr(torch.ops, namespace), name).default
+        KERNELS[self.op] = self
         self.schema = self.op._schema
         self.single = len(self.schema.returns) == 1
         # Number of public outputs → the backward kernel, and the custom op that is tied to it.

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -66,6 +67,29 @@ class use:
                 del _layers[index]
                 break
         _apply(registry())
+
+
+@contextmanager
+def standing_in(device: str, place: str) -> Iterator[None]:
+    """Tensors on `place` get what the automatic choice would give tensors on `device`, whether or not that can run here.
+
+    For fake tensors, of which nothing is computed: so the memory of a GPU is planned where there is none. Without a backend for the device,
+    or if it cannot be loaded, its ops keep what they have.
+    """
+    settle()
+    found = registry()
+    before = {op: op.table for op in found.ops.values()}
+    # A negative priority keeps a backend from running where it would be slow, and here nothing runs.
+    for backend in sorted(found.backends.values(), key=lambda backend: abs(backend.priority)):
+        if device in backend.device_types:
+            with suppress(Exception):
+                for name, implementation in backend.table(found.ops).items():
+                    found.ops[name].table = {**(found.ops[name].table or {}), place: implementation}
+    try:
+        yield
+    finally:
+        for op, table in before.items():
+            op.table = table
 
 
 def settle() -> None:
