@@ -19,6 +19,8 @@ from liger_hf.projection import compute, gathered, replay, scale_and_cap
 # Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 CHUNK_ELEMENTS_DEVICE = 1 << 28
+# What a weight is whose memory is all there is to it.
+PLAIN_WEIGHTS: tuple[type, ...] = (nn.Parameter, Tensor)
 
 
 def causal_lm_loss(
@@ -136,7 +138,7 @@ def _plain_linear(head: nn.Module) -> bool:
         or gathered(head)
     ):
         return False
-    return type(head).forward is nn.Linear.forward and type(head.weight) in (nn.Parameter, Tensor)
+    return type(head).forward is nn.Linear.forward and type(head.weight) in PLAIN_WEIGHTS
 
 
 def _mean(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from liger_core import DeviceError
@@ -93,9 +94,11 @@ class DoublePrecision(TorchFunctionMode):
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Gradients are on, autocast is off, and the random state afterwards is that of before."""
+    """Gradients are on, autocast is off, tensors are real, and the random state afterwards is that of before."""
     devices = [] if device.type == "cpu" else [device]
     with (
+        # A model may be made of fake tensors, to plan its memory; what is checked has values.
+        unset_fake_temporarily(),
         torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
         torch.autocast(device.type, enabled=False),
         torch.inference_mode(False),
