@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin that liger-bench is: the commands `liger demo`, `liger train` and `liger bench …`."""
+"""The plugin that liger-bench is: the commands `liger demo`, `liger train`, `liger plan` and `liger bench …`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def liger_commands(app: typer.Typer) -> None:
     from liger_bench.demo.command import demo
     from liger_bench.distributed.command import distributed
     from liger_bench.model.command import model
+    from liger_bench.plan.command import plan
     from liger_bench.report.command import report
     from liger_bench.train.command import train
 
     app.command()(demo)
     app.command()(train)
-    app.command("report")(training_report)
+    app.command()(plan)
     bench = bench_group()
     bench.command(DEFAULT)(ops)
     bench.command("scaling")(scaling)

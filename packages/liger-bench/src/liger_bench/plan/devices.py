@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step takes on its device and not on the fake CPU tensors that it is planned on.
+
+PyTorch without CUDA runs no backward pass over fake CUDA tensors, so a plan runs on fake CPU tensors anywhere, and what differs is written
+here: which implementations of Liger's ops run, what kernels hold while they run, and what libraries take for themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
+from transformers import masking_utils
+
+from liger_core.kernels import KERNELS, Kernel
+from liger_core.ops._chunked_loss import plan as chunk_plan
+from liger_core.ops._softmax_loss import REFERENCE_BLOCK
+from liger_core.selection import standing_in
+from liger_hf import causal_loss, projection
+
+# cuBLAS has 32 MiB on a Hopper GPU for each thread that calls it: the main one, and autograd's.
+WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
+
+Arguments = dict[str, Any]
+
+
+@contextmanager
+def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> Iterator[None]:
+    """Fake CPU tensors take the paths that tensors on a device take.
+
+    sharded      weights are split over ranks, or come when they are used
+    written_out  no fused attention takes the tensors, so that the scores exist
+    """
+    with ExitStack() as stack:
+        if written_out:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if device != "cpu":
+            stack.enter_context(standing_in(device, "cpu"))
+            stack.enter_context(mock.patch.object(causal_loss, "CHUNK_ELEMENTS", {}))
+        # Transformers looks whether one row holds several texts, and builds a mask where it cannot look; `liger train` packs none.
+        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
+        if sharded:
+            for module in (causal_loss, projection):
+                stack.enter_context(mock.patch.object(module, "gathered", lambda head: True))
+        else:
+            stack.enter_context(mock.patch.object(causal_loss, "PLAIN_WEIGHTS", (*causal_loss.PLAIN_WEIGHTS, FakeTensor)))
+        yield
+
+
+def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bool:
+    """On a GPU only FlashAttention shares keys between query heads, and it takes no float32 (scaled_dot_product_attention, enable_gqa)."""
+    shared = getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None))
+    return device == "cuda" and dtype == torch.float32 and shared
+
+
+def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    """The results of Liger's kernels, and of sums of gradients, as on the device; NotImplemented for everything else."""
+    kernel = KERNELS.get(func)
+    if kernel is None:
+        return args[0] if func is torch.ops.aten.add.Tensor and _is_added_to(args[0]) else NotImplemented
+    backward = torch._C._current_graph_task_id() != -1
+    outputs = kernel.recycle(*args) if kernel.recycle is not None and backward else _allocated(device, kernel, args)
+    return outputs[0] if kernel.single else outputs
+
+
+def _is_added_to(total: Tensor) -> bool:
+    """Whether autograd adds to this gradient in place: as it does to one of its own that nothing else holds, unless it is fake.
+
+    torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace. In a recomputed layer gradients are on.
+    """
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or total._is_view():
+        return False
+    # One is autograd's, the other that of the Python object which was made to ask.
+    return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2
+
+
+def _allocated(device: str, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """Chunks are planned by the device, and only the CPU has plans of its own: meta tensors get those of a GPU."""
+    if device == "cpu":
+        return kernel.allocate(*args)
+    with unset_fake_temporarily():
+        meta = tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args)
+        outputs = kernel.allocate(*meta)
+    return tuple(None if o is None else torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device="cpu") for o in outputs)
+
+
+def scratch(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> int:
+    """The bytes that an operation holds inside while it runs on the device."""
+    kernel = KERNELS.get(func)
+    if kernel is not None and kernel.name.partition("::")[2] in CHUNKED:
+        return _chunks(device, _named(func, args, kwargs))
+    held = SCRATCH[device].get(func._schema.name)
+    return 0 if held is None else held(_named(func, args, kwargs))
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+    return {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+
+
+def _chunks(device: str, given: Arguments) -> int:
+    """A chunk of logits, and what is noted of each row."""
+    hidden, weight = given["hidden"], given["weight"]
+    rows, width = hidden.shape
+    needs = given.get("needs", (False, False))
+    options = {name: given[name] for name in ("chunk", "budget", "accumulate_dtype")}
+    length, dtype = chunk_plan(rows, width, weight.shape[0], hidden.dtype, device, trained=needs[1], **options)
+    size = min(length, rows) * weight.shape[0] * hidden.itemsize + 8 * rows
+    if "lse" in given and needs[1] and dtype != weight.dtype:
+        # The backward pass of the per-row loss makes its sum of its own; that of the summed loss is a result.
+        size += weight.numel() * dtype.itemsize
+    if device == "cpu":
+        # The row passes of the reference hold two blocks in float32, and the logits of one if these are not.
+        block = min(min(length, rows) * weight.shape[0], REFERENCE_BLOCK)
+        size += 4 * block * (2 if hidden.itemsize == 4 else 3)
+    return int(size)
+
+
+def _attention_backward(given: Arguments) -> int:
+    """FlashAttention sums the gradient of the queries in float32, and has keys and values for each query head."""
+    query, key = given["query"], given["key"]
+    batch, heads, tokens, width = query.shape
+    padded, wide = -(-tokens // 128) * 128, -(-width // 32) * 32
+    size = batch * heads * padded * (wide + 1) * 4
+    if key.shape[1] != heads:
+        size += 2 * batch * heads * key.shape[2] * width * key.itemsize
+    return int(size)
+
+
+def _embedding_backward(given: Arguments) -> int:
+    """Sums of up to ten tokens in float32, and then of each word, and sorted tokens.
+
+    aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu; few tokens are added one by one.
+    """
+    tokens, width, words = given["indices"].numel(), given["grad_output"].shape[-1], given["num_weights"]
+    if tokens <= 3072:
+        return 0
+    segments = tokens // 10 + min(tokens, words)
+    return int(segments * -(-width // 32) * 32 * 4 + 6 * 8 * tokens)
+
+
+CHUNKED = ("linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_rows_backward")
+SCRATCH: dict[str, dict[str, Callable[[Arguments], int]]] = {
+    "cuda": {
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+        "aten::embedding_dense_backward": _embedding_backward,
+    },
+    "cpu": {},
+}

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan advises, with predictions that are written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liger_bench.plan.advice import CHECKLIST, alternatives, checklist, largest_batch
+from liger_bench.plan.formulas import formulas
+from liger_bench.plan.step import Prediction
+from liger_bench.train.setup import Setup
+
+GiB = 1 << 30
+
+
+def predicting(size: Callable[[Setup], float]) -> Callable[[Setup], Prediction]:
+    return lambda setup: Prediction(setup, int(size(setup)), {}, "forward pass", 0, 1, 1)
+
+
+def counted(setup: Setup) -> float:
+    """A GiB less for each technique of the checklist."""
+    used = [(option, value) for _, changes in CHECKLIST for option, value in changes.items()]
+    return (20 - sum(getattr(setup, option) == value for option, value in dict.fromkeys(used))) * GiB
+
+
+def test_the_checklist_ends_with_the_first_item_that_fits() -> None:
+    items = list(checklist(Setup("tiny"), 18 * GiB, predicting(counted)))
+    assert [item.title for item in items if item.prediction] == ["no technique", "Liger", "gradient checkpointing"]
+    assert items[-1].prediction is not None
+    assert items[-1].prediction.setup.command() == "liger train --model tiny --precision fp32"
+
+
+def test_the_checklist_passes_over_what_needs_more_ranks() -> None:
+    items = list(checklist(Setup("tiny"), 0, predicting(counted)))
+    assert {item.title: item.problem for item in items}["ZeRO stage 2"] == "there is one GPU"
+
+
+def test_several_ranks_share() -> None:
+    items = list(checklist(Setup("tiny", ranks=4), 0, predicting(counted)))
+    assert [item.prediction.setup.shard for item in items if item.prediction][:4] == ["none", "none", "zero2", "zero2"]
+
+
+def test_the_checklist_passes_over_what_excludes_an_earlier_item() -> None:
+    items = {item.title: item for item in checklist(Setup("tiny"), 0, predicting(counted))}
+    assert items["GaLore"].prediction is None
+    assert "--shard zero3" in items["GaLore"].problem
+
+
+def test_a_setup_that_fits_needs_no_technique() -> None:
+    assert [item.title for item in checklist(Setup("tiny"), 30 * GiB, predicting(counted))] == ["no technique"]
+
+
+@given(st.integers(0, 500), st.integers(1, 50), st.integers(0, 300), st.integers(0, 40), st.integers(1, 2000))
+def test_the_largest_batch_fits_and_one_more_does_not(static: int, slope: int, bend: int, steeper: int, limit: int) -> None:
+    def size(setup: Setup) -> int:
+        return static + slope * setup.batch + steeper * max(0, setup.batch - bend)
+
+    found = largest_batch(Setup("tiny"), limit, predicting(size))
+    assert found == 0 or size(replace(Setup("tiny"), batch=found)) <= limit
+    assert size(replace(Setup("tiny"), batch=found + 1)) > limit
+
+
+def test_the_largest_batch_takes_few_predictions() -> None:
+    asked: list[int] = []
+
+    def size(setup: Setup) -> int:
+        asked.append(setup.batch)
+        return 1000 + 3 * setup.batch
+
+    assert largest_batch(Setup("tiny"), 4001, predicting(size)) == 1000
+    assert len(asked) < 16
+
+
+def test_an_alternative_changes_one_option() -> None:
+    setup = Setup("tiny")
+    for other in alternatives(setup, predicting(counted)):
+        if other.prediction is not None:
+            changed = [name for name in vars(setup) if getattr(setup, name) != getattr(other.prediction.setup, name)]
+            assert changed == [other.technique.option]
+
+
+def test_an_alternative_that_cannot_be_says_why() -> None:
+    found = {
+        a.technique.value: a for a in alternatives(Setup("tiny", shard="zero3"), predicting(counted)) if a.technique.option == "precision"
+    }
+    assert found["bf16-pure"].prediction is None
+    assert "DeepSpeed keeps float32 weights" in found["bf16-pure"].problem
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("static", 16 * 1_235_814_400), ("checkpoints", 268_435_456), ("logits", 3 * 2_101_346_304)],
+)
+def test_the_formulas_are_those_of_the_report(name: str, size: int) -> None:
+    """Its examples: Llama 3.2 1B, batch 4, sequence 1024, 16 bits."""
+    setup: Any = Setup("llama-3.2-1b", batch=4, precision="fp16")
+    assert {formula.name: formula.size for formula in formulas(setup, 1_235_814_400)}[name] == size

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger plan` as it is called."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liger_bench.plan.step import predict
+from liger_bench.train.row import row_of
+from liger_bench.train.setup import Setup
+from liger_core.commands import main
+
+Plan = Callable[..., tuple[int, str, str]]
+TINY = ("--model", "tiny", "--batch", "2", "--sequence", "64")
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Run `liger plan` in this process: exit code, output, and errors as one line."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["liger", "plan", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        written = capsys.readouterr()
+        return int(ended.value.code or 0), written.out, " ".join(written.err.replace("│", " ").split())
+
+    return run
+
+
+def test_a_plan_as_json_holds_everything(plan: Plan, tmp_path: Path) -> None:
+    code, output, _ = plan(*TINY, "--memory-limit", "160MiB", "--out", str(tmp_path), "--json")
+    found: dict[str, Any] = json.loads(output)
+    assert code == 0
+    assert found["fits"] is True
+    assert found["prediction"]["peak_bytes"] == predict(Setup("tiny", 2, 64)).peak_bytes
+    assert found["largest_batch"] > 2
+    assert found["command"].startswith("liger train --model tiny")
+    assert [formula["name"] for formula in found["formulas"]] == ["static", "checkpoints", "logits"]
+    assert {"lora", "adamw-8bit", "none"} <= {row["value"] for row in found["techniques"]}
+    assert json.loads((tmp_path / "plan.json").read_text()) == found
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_does_not_fit_is_an_exit_code_and_a_way_out(plan: Plan) -> None:
+    code, output, _ = plan(
+        "--model", "tiny", "--batch", "8", "--sequence", "256", "--liger", "none", "--memory-limit", "768MiB", "--no-techniques"
+    )
+    assert code == 1
+    assert "does not fit" in output
+    assert "liger train --model tiny --batch 8 --sequence 256" in output
+
+
+def test_without_a_limit_no_verdict_is_given(plan: Plan) -> None:
+    code, output, _ = plan(*TINY, "--no-techniques", "--device", "cpu", "--precision", "fp32")
+    assert code == 0
+    assert "--memory-limit 24GiB" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "plan: --model or --compare must be given, one of the two"),
+        (("--model", "tiny", "--device", "tpu"), "plan: --device must be cuda or cpu, got 'tpu'"),
+        (("--model", "tiny", "--optimizer", "adamww"), "Did you mean 'adamw'?"),
+        (("--model", "tiny", "--memory-limit", "much"), "must be a size like 24GiB"),
+        (("--compare", "nothing.json"), "plan: --compare must name rows that `liger train --out` wrote, nothing.json has none"),
+    ],
+)
+def test_a_wrong_call_says_what_to_do(plan: Plan, arguments: tuple[str, ...], words: str) -> None:
+    code, _, errors = plan(*arguments)
+    assert code != 0
+    assert words in errors
+
+
+def _results(folder: Path, *rows: tuple[Setup, dict[str, Any]]) -> None:
+    where = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
+    (folder / "train.json").write_text(json.dumps([row_of(setup, where, results).columns() for setup, results in rows]))
+
+
+def test_a_comparison_tells_the_error_and_whether_it_was_right(plan: Plan, tmp_path: Path) -> None:
+    small = Setup("tiny", 2, 64, memory_limit=1 << 30)
+    large = Setup("tiny", 64, 1024, liger="none", memory_limit=1 << 30)
+    measured = int(predict(small).peak_bytes / 1.05)
+    _results(tmp_path, (small, {"peak_bytes": measured}), (large, {"out_of_memory": True}), (large, {"failed": True}))
+    code, output, _ = plan("--compare", str(tmp_path), "--out", str(tmp_path))
+    page = (tmp_path / "plan-compared.md").read_text()
+    assert code == 0
+    assert "1 peaks: off by 5.0% at most (10% is allowed). Whether it fits: right on 2 of 2 setups." in " ".join(output.split())
+    assert "| +5.0% |" in page
+    assert "out of memory" in page
+
+
+@pytest.mark.parametrize("results", [{"peak_bytes": 1 << 40}, {"out_of_memory": True}], ids=["far off", "wrong about fitting"])
+def test_a_comparison_fails_if_a_prediction_does(plan: Plan, tmp_path: Path, results: dict[str, Any]) -> None:
+    _results(tmp_path, (Setup("tiny", 2, 64, memory_limit=1 << 40), results))
+    assert plan("--compare", str(tmp_path))[0] == 1

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions against what the Trainer takes on the CPU, and against what was measured on one NVIDIA H200."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from liger_bench.plan.ledger import CATEGORIES, CHECKPOINTS, LOGITS, OPTIMIZER, WEIGHTS
+from liger_bench.plan.step import _step, predict
+from liger_bench.train.model import build
+from liger_bench.train.setup import Setup
+from plan.measuring import CPU, measured_bytes, tiny
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+SETUPS = {
+    "plain": {"liger": "none"},
+    "with Liger": {},
+    "all but the loss": {"liger": "all-but-loss"},
+    "mixed precision": {"precision": "bf16"},
+    "all in bfloat16": {"precision": "bf16-pure"},
+    "checkpointing": {"checkpoint": "full", "batch": 4},
+    "one layer of checkpointing": {"checkpoint": "1", "batch": 4, "liger": "none"},
+    "LoRA": {"adapter": "lora"},
+    "LoRA on 4 bits": {"adapter": "qlora", "liger": "none"},
+    "8-bit optimizer": {"optimizer": "adamw-8bit", "liger": "none"},
+    "two micro-batches": {"accumulation": 2},
+}
+
+
+@pytest.mark.parametrize("changes", SETUPS.values(), ids=SETUPS)
+def test_a_prediction_is_what_the_trainer_takes(changes: dict[str, Any], tmp_path: Path) -> None:
+    if "adapter" in changes:
+        pytest.importorskip("peft")
+    if changes.get("adapter") == "qlora" or "optimizer" in changes:
+        pytest.importorskip("bitsandbytes")
+    setup = tiny(**changes)
+    assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup, tmp_path), rel=0.02)
+
+
+def _rows(folder: str, file: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((RESULTS / folder / file).read_text())
+    return rows
+
+
+MEASURED = [
+    row
+    for row in _rows("2026-11-21-four-h200s-at-once", "model.json")
+    if row["implementation"] in ("hf", "liger") and (row["model"], row["batch"]) in (("1b", 4), ("1b", 16)) and row["sequence"] == 1024
+]
+NAMES = {"1b": "llama-3.2-1b", "8b": "llama-3-8b"}
+LIGER = {"hf": "none", "liger": "all"}
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=[f"{r['model']} {r['batch']}x{r['sequence']} {r['implementation']}" for r in MEASURED])
+def test_forward_and_backward_take_on_an_h200_what_was_measured(row: dict[str, Any]) -> None:
+    setup = Setup(NAMES[row["model"]], row["batch"], row["sequence"], liger=LIGER[row["implementation"]], precision="bf16-pure")
+    peak = _step(setup).peak.total
+    if row["out_of_memory"]:
+        assert peak > row["memory_limit_bytes"]
+    else:
+        assert peak == pytest.approx(row["peak_bytes"], rel=0.005)
+
+
+SHARDED = [row for row in _rows("2026-11-21-four-h200s-at-once", "distributed.json") if row["implementation"] in LIGER]
+SHARDED = [row for row in SHARDED if row["strategy"] == "fsdp2" and row["implementation"] == "liger"]
+
+
+@pytest.mark.parametrize("row", SHARDED, ids=[f"{r['strategy']} {r['implementation']}" for r in SHARDED])
+def test_a_rank_takes_on_two_h200s_what_was_measured(row: dict[str, Any]) -> None:
+    setup = Setup("llama-3.2-1b", row["batch"], row["sequence"], liger=LIGER[row["implementation"]], shard="fsdp2", ranks=row["ranks"])
+    assert predict(setup).peak_bytes == pytest.approx(row["peak_bytes"], rel=0.02)
+
+
+def test_the_categories_add_up_to_the_peak() -> None:
+    prediction = predict(tiny(checkpoint="full", liger="none"))
+    assert tuple(prediction.held) == CATEGORIES
+    assert sum(prediction.held.values()) == prediction.peak_bytes
+
+
+def test_the_categories_of_a_plain_training_are_those_of_the_formulas() -> None:
+    prediction = predict(tiny(checkpoint="full", liger="none", batch=8))
+    words, width, layers, count = 32_000, 64, 2, 8 * 64
+    assert prediction.held[WEIGHTS] == pytest.approx(4 * prediction.parameters, rel=0.01)
+    assert prediction.held[OPTIMIZER] == pytest.approx(8 * prediction.parameters, rel=0.01)
+    assert prediction.held[CHECKPOINTS] == count * width * 4 * layers
+    assert prediction.held[LOGITS] == pytest.approx(3 * 4 * count * words, rel=0.01)
+
+
+def test_liger_makes_no_logits_of_a_whole_batch() -> None:
+    plain, fused = (predict(Setup("tiny", 8, 1024, liger=liger)).peak_bytes for liger in ("none", "all"))
+    assert fused < plain / 2
+
+
+def test_offloaded_weights_are_on_the_device_only_while_they_are_used() -> None:
+    here, away = (predict(Setup("tiny", 2, 64, shard="zero3", offload=offload)) for offload in ("none", "parameters"))
+    assert away.static_bytes < here.static_bytes / 20
+
+
+def test_sharing_over_ranks_takes_less_of_each() -> None:
+    sizes = [predict(Setup("tiny", 2, 64, shard="zero2", ranks=ranks)).static_bytes for ranks in (1, 2, 4)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[2]
+
+
+def test_a_plan_allocates_none_of_the_weights() -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        model = build(Setup("tiny", device="cpu"), CPU).model
+    assert all(type(weight.data).__name__ == "FakeTensor" for weight in model.parameters())
+
+
+def test_liger_is_verified_on_real_tensors_while_a_model_is_fake() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert "linear_cross_entropy 1" in build(Setup("tiny", device="cpu"), CPU).replaced
+
+
+def test_float32_on_a_gpu_has_scores_where_query_heads_share_keys() -> None:
+    """FlashAttention takes no float32, and no other fused attention shares keys."""
+    mixed, exact = (predict(Setup("tiny", 1, 2048, checkpoint="none", precision=precision)) for precision in ("bf16", "fp32"))
+    scores = 4 * 2048 * 2048 * 4
+    assert exact.peak_bytes - mixed.peak_bytes > scores
+
+
+def test_the_generator_of_random_numbers_is_left_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    _step.cache_clear()
+    predict(tiny(batch=1))
+    assert torch.equal(torch.get_rng_state(), before)
