@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from liger_bench.plan.comparison import compared
 from liger_bench.plan.ledger import CATEGORIES, CHECKPOINTS, LOGITS, OPTIMIZER, WEIGHTS
 from liger_bench.plan.step import _step, predict
+from liger_bench.plan.tables import cells_of
 from liger_bench.train.model import build
 from liger_bench.train.setup import Setup
 from plan.measuring import CPU, measured_bytes, tiny
 
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 SETUPS = {
@@ -49,23 +52,20 @@ def _rows(folder: str, file: str) -> list[dict[str, Any]]:
     return rows
 
 
+LIGER = {"hf": "none", "liger": "all"}
 MEASURED = [
     row
     for row in _rows("2026-11-21-four-h200s-at-once", "model.json")
-    if row["implementation"] in ("hf", "liger") and (row["model"], row["batch"]) in (("1b", 4), ("1b", 16)) and row["sequence"] == 1024
+    if row["implementation"] in LIGER and row["model"] == "1b" and row["batch"] in (4, 16) and row["sequence"] == 1024
 ]
-NAMES = {"1b": "llama-3.2-1b", "8b": "llama-3-8b"}
-LIGER = {"hf": "none", "liger": "all"}
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=[f"{r['model']} {r['batch']}x{r['sequence']} {r['implementation']}" for r in MEASURED])
 def test_forward_and_backward_take_on_an_h200_what_was_measured(row: dict[str, Any]) -> None:
-    setup = Setup(NAMES[row["model"]], row["batch"], row["sequence"], liger=LIGER[row["implementation"]], precision="bf16-pure")
-    peak = _step(setup).peak.total
-    if row["out_of_memory"]:
-        assert peak > row["memory_limit_bytes"]
-    else:
-        assert peak == pytest.approx(row["peak_bytes"], rel=0.005)
+    (found,) = compared([row])
+    assert found.right
+    assert found.error is None or abs(found.error) < 0.002
+    assert " | ".join(cells_of(found)) in PAGE.read_text()
 
 
 SHARDED = [row for row in _rows("2026-11-21-four-h200s-at-once", "distributed.json") if row["implementation"] in LIGER]

@@ -72,7 +72,7 @@ def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternati
                 continue
             change: dict[str, Any] = {option: value}
             changed = replace(setup, **change)
-            problem = _problem(changed)
+            problem = problem_of(changed)
             yield Alternative(technique, None if problem else foresee(changed), problem)
 
 
@@ -90,7 +90,7 @@ def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[
         # DeepSpeed's stages also offload for one GPU.
         more = {"shard": "zero2"} if changes == {"offload": "optimizer"} and now.shard not in ZERO else {}
         changed = replace(now, **(changes | more))
-        problem = _problem(changed)
+        problem = problem_of(changed)
         if problem:
             yield Item(title, changes, None, problem)
             continue
@@ -127,7 +127,7 @@ def largest_batch(setup: Setup, limit: int, foresee: Predict = predict) -> int:
 LARGEST_BATCH = 1 << 20
 
 
-def _problem(setup: Setup) -> str:
+def problem_of(setup: Setup) -> str:
     """Why a combination cannot be trained, or nothing; what the machine lacks is no matter here."""
     for option, values in TECHNIQUES.items():
         value = str(getattr(setup, option))

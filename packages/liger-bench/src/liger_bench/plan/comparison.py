@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted against measured: every row of `liger train`, with the error, and whether it was right that it fits."""
+"""Predicted against measured: every row of a training, with the error, and whether it was right that it fits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from liger_bench.plan.advice import Predict
-from liger_bench.plan.step import predict
+from liger_bench.plan.step import forward_and_backward, predict
 from liger_bench.results import read_json
 from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
 
 RESULTS = "train.json"
+# Names of `liger bench model`, and what they are to `liger train`; what it compiles, and peers, are not predicted.
+MODELS = {"1b": "llama-3.2-1b", "8b": "llama-3-8b"}
+LIGER = {"hf": "none", "liger": "all"}
 # Errors of a prediction beyond which a comparison has failed.
 ALLOWED = 0.1
 
@@ -56,29 +59,43 @@ class Compared:
 
 
 def rows_in(results: Path) -> list[dict[str, Any]]:
-    """The rows of a file, or of train.json in a folder, without those that tell nothing of memory or take what there is.
+    """The rows of a file, or of train.json in a folder, of which a peak can be predicted: not those that take what memory there is.
 
     Raises OptionError if there are none.
     """
     path = results / RESULTS if results.is_dir() else results
     rows = [row for row in read_json(path) if row.get("peak_bytes") or row.get("out_of_memory")]
-    rows = [row for row in rows if row.get("checkpoint") != "auto"]
+    rows = [row for row in rows if row.get("checkpoint") != "auto" and row.get("implementation", "hf") in LIGER]
     if not rows:
-        raise OptionError(f"plan: --compare must name rows that `liger train --out` wrote, {path} has none")
+        raise OptionError(f"plan: --compare must name rows of `liger train` or `liger bench model`, {path} has none")
     return rows
 
 
 def compared(rows: Sequence[dict[str, Any]], foresee: Predict = predict) -> Iterator[Compared]:
     """Each row beside its prediction."""
     for row in rows:
-        setup = _setup(row)
-        prediction = foresee(setup)
+        setup = _benchmarked(row) if "implementation" in row else _trained(row)
+        predicted = forward_and_backward(setup) if "implementation" in row else foresee(setup).peak_bytes
         fitted = not row["out_of_memory"]
         # Unless it was a cap, how much there was is not in a row.
-        foreseen = None if setup.memory_limit is None else prediction.fits(setup.memory_limit)
+        foreseen = None if setup.memory_limit is None else predicted <= setup.memory_limit
         measured = row["peak_bytes"] if fitted else None
-        yield Compared(setup, prediction.peak_bytes, measured, row.get("peak_reserved_bytes") if fitted else None, foreseen, fitted)
+        yield Compared(setup, predicted, measured, row.get("peak_reserved_bytes") if fitted else None, foreseen, fitted)
 
 
-def _setup(row: dict[str, Any]) -> Setup:
+def _trained(row: dict[str, Any]) -> Setup:
     return Setup(**{field.name: row[field.name] for field in fields(Setup) if field.name in row})
+
+
+def _benchmarked(row: dict[str, Any]) -> Setup:
+    """`liger bench model` checkpoints every layer, and its weights are in the dtype that it computes in."""
+    precision = "fp32" if row["dtype"] == "float32" else "bf16-pure"
+    return Setup(
+        MODELS.get(row["model"], row["model"]),
+        row["batch"],
+        row["sequence"],
+        liger=LIGER[row["implementation"]],
+        precision=precision,
+        device=row["device"],
+        memory_limit=row["memory_limit_bytes"],
+    )

@@ -93,6 +93,11 @@ def predict(setup: Setup) -> Prediction:
     )
 
 
+def forward_and_backward(setup: Setup) -> int:
+    """The peak in bytes of a step without an optimizer, as `liger bench model` takes it."""
+    return _step(replace(setup, **NEUTRAL)).peak.total
+
+
 def _with(held: Mapping[str, int], optimizer: int) -> dict[str, int]:
     return {**held, OPTIMIZER: held.get(OPTIMIZER, 0) + optimizer}
 
