@@ -39,6 +39,10 @@ class Gathering:
         """Watch no longer."""
         _removed(self.handles)
 
+    def release_all(self) -> None:
+        for weight, _ in list(self.here.values()):
+            self._release(weight)
+
     def _before(self, module: nn.Module, weights: list[Tensor]) -> Callable[[], None]:
         def before() -> None:
             self.order.append(weights)

@@ -15,6 +15,8 @@ from liger_bench.plan.optimizers import OPTIMIZERS, Optimizer, Weight, weights_o
 from liger_bench.train.combinations import ZERO
 from liger_bench.train.setup import Setup
 
+# DeepSpeed takes the norm of so many elements at a time.
+NORMED = 250_000_000
 # NF4 in blocks of 64 with a scale of 8 bits each, which has a scale of 32 bits in blocks of 256.
 BITS_OF_NF4 = 4 + 8 / 64 + 32 / (64 * 256)
 
@@ -61,31 +63,42 @@ class Zero(Sharding):
         width = model.config.get_text_config().hidden_size
         # "auto", as Transformers fills it in; with two streams there are two of them in stages 1 and 2.
         self.bucket = width * width
+        # Gradients in the bucket; one that is larger than it is kept as it came.
+        self.filled: list[int] = []
         self.waiting: Tensor | None = None
-        self.filled = 0
 
     def enter(self, model: Any, books: Ledger) -> None:
         self.books = books
-        self.model = model
         buffers = 1 if self.stage == 3 else 2
         books.hold(rounded(self.bucket * self.itemsize) * buffers, GRADIENTS)
+        if self.on_host and self.stage < 3:
+            # Through here the largest gradient goes to the host.
+            books.hold(max((rounded(w.elements * w.itemsize) for w in self.trained), default=0), GRADIENTS)
 
     def accumulated(self, weight: Any) -> None:
-        """Into the bucket; one that is larger than it waits for the next gradient. Then each rank keeps its part."""
-        if self.stage == 1:
+        """Into the bucket, unless it is larger. Where the next one has no room, what is there is shared out first."""
+        if self.stage == 1 and not self.on_host:
             return
         elements = weight.numel()
-        if self.filled + elements > self.bucket:
-            self.filled, self.waiting = 0, None
+        if sum(self.filled) + elements > self.bucket:
+            self._share_out()
         if elements > self.bucket:
             self.waiting = weight.grad
-        self.filled += elements
+        self.filled.append(elements)
         weight.grad = None
         if self.stage == 2 and not self.on_host:
             self.books.hold(rounded(-(-elements // self.setup.ranks) * self.itemsize), GRADIENTS)
 
+    def _share_out(self) -> None:
+        """On its way to the host a gradient is in float64 for its norm; stage 3 first reads it back."""
+        if self.on_host and self.filled:
+            part = -(-max(self.filled) // self.setup.ranks)
+            copied = self.itemsize if self.stage == 3 else 0
+            self.books.pass_by(rounded(part * copied) + rounded(8 * min(part, NORMED)), GRADIENTS)
+        self.filled, self.waiting = [], None
+
     def completed(self) -> None:
-        self.waiting = None
+        self._share_out()
 
 
 class Zero3(Zero):
@@ -118,8 +131,14 @@ class Zero3(Zero):
         if self.gathering is None:
             return self
         self.gathering.end()
-        self.order, self.filled, self.waiting = self.gathering.order, 0, None
+        self.order = self.gathering.order
         return self
+
+    def completed(self) -> None:
+        """What the embedding had gathered goes last, since no gradient tells that it is through."""
+        super().completed()
+        if self.gathering is not None:
+            self.gathering.release_all()
 
 
 class Fsdp2(Sharding):

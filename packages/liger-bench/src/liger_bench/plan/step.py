@@ -189,8 +189,8 @@ def step(setup: Setup, model: Any, books: Ledger, sharding: Sharding) -> None:
             books.doing = BACKWARD
             loss.backward()
             del loss
+            sharding.completed()
         books.doing = UPDATE
-        sharding.completed()
 
 
 def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
