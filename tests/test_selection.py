@@ -395,7 +395,8 @@ def test_explain_tells_what_is_handed_over(third_that_hands_over: None) -> None:
 
 def test_cpu_tensors_stand_in_for_those_of_a_gpu(install: Install) -> None:
     install("third", THIRD.replace("DEVICES", "('cuda',)").replace("PRIORITY", "1000"))
-    with selection.standing_in("cuda", "cpu"):
+    with selection.standing_in("cuda", "cpu") as backends:
+        assert backends[-1] == "third"
         assert torch.equal(rms_norm(X), rms_norm.reference(X) + 1)
     assert torch.equal(rms_norm(X), rms_norm.reference(X))
 

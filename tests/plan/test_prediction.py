@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,24 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_bench.plan.comparison import compared
+from liger_bench.plan.devices import NO_KERNELS
 from liger_bench.plan.ledger import CATEGORIES, CHECKPOINTS, LOGITS, OPTIMIZER, WEIGHTS
 from liger_bench.plan.step import _step, predict
 from liger_bench.plan.tables import cells_of
 from liger_bench.train.model import build
 from liger_bench.train.setup import Setup
+from liger_core.plugins import registry
 from plan.measuring import CPU, measured_bytes, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.fixture
+def kernels() -> None:
+    """What a GPU takes is known from the kernels."""
+    pytest.importorskip("liger_triton.table")
+
 
 SETUPS = {
     "plain": {"liger": "none"},
@@ -61,6 +71,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=[f"{r['model']} {r['batch']}x{r['sequence']} {r['implementation']}" for r in MEASURED])
+@pytest.mark.usefixtures("kernels")
 def test_forward_and_backward_take_on_an_h200_what_was_measured(row: dict[str, Any]) -> None:
     (found,) = compared([row])
     assert found.right
@@ -73,6 +84,7 @@ SHARDED = [row for row in SHARDED if row["strategy"] == "fsdp2" and row["impleme
 
 
 @pytest.mark.parametrize("row", SHARDED, ids=[f"{r['strategy']} {r['implementation']}" for r in SHARDED])
+@pytest.mark.usefixtures("kernels")
 def test_a_rank_takes_on_two_h200s_what_was_measured(row: dict[str, Any]) -> None:
     setup = Setup("llama-3.2-1b", row["batch"], row["sequence"], liger=LIGER[row["implementation"]], shard="fsdp2", ranks=row["ranks"])
     assert predict(setup).peak_bytes == pytest.approx(row["peak_bytes"], rel=0.02)
@@ -119,6 +131,18 @@ def test_a_plan_allocates_none_of_the_weights() -> None:
 def test_liger_is_verified_on_real_tensors_while_a_model_is_fake() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert "linear_cross_entropy 1" in build(Setup("tiny", device="cpu"), CPU).replaced
+
+
+def test_a_plan_says_if_the_kernels_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(found: Any) -> None:
+        raise ImportError("no triton")
+
+    backend = registry().backends["triton"]
+    monkeypatch.setitem(registry().backends, "triton", replace(backend, implementations=broken))
+    _step.cache_clear()
+    assert NO_KERNELS in predict(Setup("tiny", 1, 64)).notes
+    assert NO_KERNELS not in predict(Setup("tiny", 1, 64, liger="none")).notes
+    _step.cache_clear()
 
 
 def test_float32_on_a_gpu_has_scores_where_query_heads_share_keys() -> None:

@@ -70,23 +70,25 @@ class use:
 
 
 @contextmanager
-def standing_in(device: str, place: str) -> Iterator[None]:
+def standing_in(device: str, place: str) -> Iterator[list[str]]:
     """Tensors on `place` get what the automatic choice would give tensors on `device`, whether or not that can run here.
 
-    For fake tensors, of which nothing is computed: so the memory of a GPU is planned where there is none. Without a backend for the device,
-    or if it cannot be loaded, its ops keep what they have.
+    For fake tensors, of which nothing is computed: so the memory of a GPU is planned where there is none. Gives the names of the backends
+    that could be loaded, the last one over the others.
     """
     settle()
     found = registry()
     before = {op: op.table for op in found.ops.values()}
+    loaded: list[str] = []
     # A negative priority keeps a backend from running where it would be slow, and here nothing runs.
     for backend in sorted(found.backends.values(), key=lambda backend: abs(backend.priority)):
         if device in backend.device_types:
             with suppress(Exception):
                 for name, implementation in backend.table(found.ops).items():
                     found.ops[name].table = {**(found.ops[name].table or {}), place: implementation}
+                loaded.append(backend.name)
     try:
-        yield
+        yield loaded
     finally:
         for op, table in before.items():
             op.table = table

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
@@ -31,19 +32,28 @@ WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
 Arguments = dict[str, Any]
 
 
+NO_KERNELS = (
+    "No backend for GPUs could be loaded, so that Liger's ops are planned as their references, which keep more; pip install liger-triton."
+)
+
+
 @contextmanager
-def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> Iterator[None]:
-    """Fake CPU tensors take the paths that tensors on a device take.
+def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> Iterator[list[str]]:
+    """Fake CPU tensors take the paths that tensors on a device take; gives notes on what could not be had.
 
     sharded      weights are split over ranks, or come when they are used
     written_out  no fused attention takes the tensors, so that the scores exist
     """
+    notes: list[str] = []
     with ExitStack() as stack:
         if written_out:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if device != "cpu":
-            stack.enter_context(standing_in(device, "cpu"))
+            if stack.enter_context(standing_in(device, "cpu"))[-1] == "reference":
+                notes.append(NO_KERNELS)
             stack.enter_context(mock.patch.object(causal_loss, "CHUNK_ELEMENTS", {}))
+            if not written_out:
+                stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _fused_attention))
         # Transformers looks whether one row holds several texts, and builds a mask where it cannot look; `liger train` packs none.
         stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
         if sharded:
@@ -51,7 +61,7 @@ def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> I
                 stack.enter_context(mock.patch.object(module, "gathered", lambda head: True))
         else:
             stack.enter_context(mock.patch.object(causal_loss, "PLAIN_WEIGHTS", (*causal_loss.PLAIN_WEIGHTS, FakeTensor)))
-        yield
+        yield notes
 
 
 def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bool:
@@ -122,15 +132,37 @@ def _chunks(device: str, given: Arguments) -> int:
     return int(size)
 
 
-def _attention_backward(given: Arguments) -> int:
-    """FlashAttention sums the gradient of the queries in float32, and has keys and values for each query head."""
-    query, key = given["query"], given["key"]
-    batch, heads, tokens, width = query.shape
-    padded, wide = -(-tokens // 128) * 128, -(-width // 32) * 32
-    size = batch * heads * padded * (wide + 1) * 4
-    if key.shape[1] != heads:
-        size += 2 * batch * heads * key.shape[2] * width * key.itemsize
-    return int(size)
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    """In the place of scaled_dot_product_attention: what is kept and made by FlashAttention, whatever this CPU's kernel does."""
+    if torch.is_autocast_enabled("cpu"):
+        low = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(low), key.to(low), value.to(low)
+    result: Tensor = _FlashAttention.apply(query, key, value)
+    return result
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keeps its inputs, its result and a number for each row of scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, tokens, _ = query.shape
+        result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, result, query.new_empty(batch, heads, tokens, dtype=torch.float32))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of the queries is summed in float32, and there are keys and values for each query head."""
+        query, key, value, *_ = ctx.saved_tensors
+        batch, heads, tokens, width = query.shape
+        padded, wide = -(-tokens // 128) * 128, -(-width // 32) * 32
+        scratch = [query.new_empty(batch, heads, padded, wide + 1, dtype=torch.float32)]
+        if key.shape[1] != heads:
+            scratch += [t.new_empty(batch, heads, *t.shape[2:]) for t in (key, value)]
+        query, key, value = (torch.empty_like(t) for t in (query, key, value))
+        del scratch
+        return query, key, value
 
 
 def _embedding_backward(given: Arguments) -> int:
@@ -148,7 +180,6 @@ def _embedding_backward(given: Arguments) -> int:
 CHUNKED = ("linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_rows_backward")
 SCRATCH: dict[str, dict[str, Callable[[Arguments], int]]] = {
     "cuda": {
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
         "aten::embedding_dense_backward": _embedding_backward,
     },
     "cpu": {},

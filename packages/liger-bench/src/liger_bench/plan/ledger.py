@@ -52,6 +52,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.replace, self.scratch, self.known_as = replace, scratch, known_as
         self.doing = ""
+        self.notes: list[str] = []
         # (storage or None, bytes that come or go, what the training was doing)
         self.events: list[tuple[int, int, str]] = []
         self.labels: dict[int, str] = {}

@@ -114,14 +114,15 @@ def _step(setup: Setup) -> Step:
         # DeepSpeed fetches ahead once it has seen a step.
         books = _books_of_a_step(setup, model, sharding.after_a_step(), mode)
     parameters = sum(p.numel() for p in model.parameters())
-    return Step(books.peak(), books.end(), books.static, tuple(weights_of(model)), parameters, tuple(notes))
+    return Step(books.peak(), books.end(), books.static, tuple(weights_of(model)), parameters, (*notes, *books.notes))
 
 
 def _books_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: FakeTensorMode) -> Ledger:
     books = Ledger(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model))
     written_out = devices.attention_is_written_out(setup.device, LOW.get(setup.precision, torch.float32), model.config.get_text_config())
-    with mode, devices.as_on(setup.device, sharded=sharding.gathers, written_out=written_out), books:
+    with mode, devices.as_on(setup.device, sharded=sharding.gathers, written_out=written_out) as notes, books:
         step(setup, model, books, sharding)
+    books.notes.extend(notes if setup.liger != "none" else [])
     return books
 
 
