@@ -26,6 +26,7 @@ def liger_commands(app: typer.Typer) -> None:
     app.command()(demo)
     app.command()(train)
     app.command()(plan)
+    app.command("report")(training_report)
     bench = bench_group()
     bench.command(DEFAULT)(ops)
     bench.command("scaling")(scaling)
