@@ -42,7 +42,7 @@ class Killer(TrainerCallback):
         if state.global_step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
-command._trained = lambda setup, search, options: run(setup, observers=[Killer()], **options)
+command._trained = lambda setup, search, options, extras: run(setup, observers=[Killer()], **options)
 main()
 """
 
@@ -259,7 +259,7 @@ def test_ctrl_c_acts_as_before_once_the_training_is_over(small: Setup) -> None:
 def test_every_end_has_its_row_and_exit_code(
     liger: InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: dict[str, bool], code: int
 ) -> None:
-    monkeypatch.setattr(command, "_trained", lambda setup, search, options: row_of(setup, WHERE, outcome))
+    monkeypatch.setattr(command, "_trained", lambda setup, search, options, extras: row_of(setup, WHERE, outcome))
     assert liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path))[0] == code
     (row,) = json.loads((tmp_path / "train.json").read_text())
     assert {name: value for name, value in row.items() if value is True} == outcome
@@ -320,7 +320,7 @@ def test_a_full_disk_for_the_results_loses_neither_earlier_rows_nor_this_one(
     (tmp_path / "train.json").write_text(before)
     printed: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *words, **more: printed.append(str(words[0])))
-    monkeypatch.setattr(command, "_trained", lambda setup, search, options: row_of(setup, WHERE, {"losses": [1.0]}))
+    monkeypatch.setattr(command, "_trained", lambda setup, search, options, extras: row_of(setup, WHERE, {"losses": [1.0]}))
     code, said = liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path), "--json")
     assert (code, "File too large; the rows that it had are unchanged; make room" in said) == (2, True), said
     assert json.loads(printed[0])["rows"][0]["losses"] == [1.0]

@@ -93,7 +93,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) ->
     """The setup and options that the command trains with, and what it says."""
     seen: list[Any] = []
 
-    def trained(setup: Setup, search: bool, options: dict[str, Any]) -> Row:
+    def trained(setup: Setup, search: bool, options: dict[str, Any], extras: Any) -> Row:
         seen.extend((setup, options))
         return row_of(setup, WHERE, {"notes": options["notes"]})
 
