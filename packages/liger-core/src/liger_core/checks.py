@@ -52,7 +52,7 @@ def same_dtype(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) ->
 
 def vector(op: str, name: str, tensor: Tensor | None, width: int, of: str, anchor: Tensor) -> None:
     """The tensor must be (width,), to match the last dimension of another."""
-    if tensor is not None and tuple(tensor.shape) != (width,):
+    if tensor is not None and tensor.shape != (width,):
         fail(ShapeError, op, f"{name} must have shape ({width},) to match {of} {shape(anchor)}, got {shape(tensor)}")
 
 

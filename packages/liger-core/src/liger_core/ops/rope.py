@@ -21,13 +21,15 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
         if tensor.dim() != 4:
             checks.fail(ShapeError, "rope", f"{name} must have shape (batch, heads, tokens, width), got {checks.shape(tensor)}")
     batch, heads, tokens, width = q.shape
-    if k.shape[0] != batch or k.shape[2] != tokens or k.shape[3] != width:
+    of_batch, of_heads, of_tokens, of_width = k.shape
+    if of_batch != batch or of_tokens != tokens or of_width != width:
         wanted = f"({batch}, heads, {tokens}, {width})"
         checks.fail(ShapeError, "rope", f"k must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(k)}")
-    if k.shape[1] == 0 or heads % k.shape[1]:
-        checks.fail(ShapeError, "rope", f"q must have a multiple of the heads of k, got {heads} heads in q and {k.shape[1]} in k")
-    rotary = cos.shape[-1] if cos.dim() else 0
-    if cos.dim() not in (2, 3) or cos.shape[-2] != tokens or (cos.dim() == 3 and cos.shape[0] not in (1, batch)):
+    if of_heads == 0 or heads % of_heads:
+        checks.fail(ShapeError, "rope", f"q must have a multiple of the heads of k, got {heads} heads in q and {of_heads} in k")
+    dimensions = cos.dim()
+    rotary = cos.size(-1) if dimensions else 0
+    if dimensions not in (2, 3) or cos.size(-2) != tokens or (dimensions == 3 and cos.size(0) not in (1, batch)):
         wanted = f"({tokens}, rotary), (1, {tokens}, rotary) or ({batch}, {tokens}, rotary)"
         checks.fail(ShapeError, "rope", f"cos must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(cos)}")
     if rotary % 2 or rotary > width or rotary == 0:
