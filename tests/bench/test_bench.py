@@ -17,7 +17,8 @@ from liger_bench.bench.case import constants, make_case
 from liger_bench.bench.implementations import backend
 from liger_bench.bench.limits import Limits
 from liger_bench.bench.measure import Bench
-from liger_bench.bench.rows import Row, append
+from liger_bench.bench.rows import HEADER, Row
+from liger_bench.measurements import Files
 from liger_core import Backend, OptionError, Unsupported, Workload, rms_norm, rope, selection, swiglu
 from liger_core.plugins import registry
 
@@ -198,7 +199,7 @@ def test_a_csv_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(OptionError, match="must have the columns of this version"):
-        append([], [path], [])
+        Files(HEADER, (path,)).append([])
     assert path.read_text() == "a,b\n1,2\n"
 
 

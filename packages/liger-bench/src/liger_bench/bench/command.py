@@ -18,8 +18,9 @@ from liger_bench import machine, peers
 from liger_bench.bench.implementations import Implementation, backend, peer
 from liger_bench.bench.limits import measure_limits
 from liger_bench.bench.measure import PASSES, ROUNDS, Bench
-from liger_bench.bench.rows import Row, append, check_files, measured
+from liger_bench.bench.rows import HEADER, Row, measured
 from liger_bench.bench.table import print_rows
+from liger_bench.measurements import Files
 from liger_bench.progress import progress_bar
 from liger_core.errors import BackendError, OptionError, nearest
 from liger_core.op import Op, Workload
@@ -63,8 +64,7 @@ class Asked:
     patterns: list[str]
     quick: bool
     scaling: bool
-    csv: list[Path]
-    json: list[Path]
+    files: Files
     resume: bool
 
 
@@ -101,12 +101,11 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         precision = machine.named_dtype("bench", dtype, place)
         if resume and out is None:
             raise OptionError("bench: --resume needs --out, the folder of the run to go on with")
-        tables = [path for path in (csv, out / "results.csv" if out else None) if path]
-        lists = [out / "results.json"] if out else []
+        files = Files.named("results", HEADER, out, csv)
         wanted = list(peers.FILES) if all_peers else some_peers or []
         shape = (names or [], backends or [], wanted, passes or list(default_passes), patterns or [], quick, scaling)
-        asked = Asked(*shape, tables, lists, resume)
-        check_files(tables)
+        asked = Asked(*shape, files, resume)
+        files.check()
         found, absent = _peers(asked.peers, place, optional=all_peers)
         plan = _plan(registry(), asked, found, place)
         with progress_bar() as bar:
@@ -194,9 +193,7 @@ def _backends(found: Registry, op: Op[..., Any], asked: list[str], device: torch
 def _rows(plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dtype, seconds: float, bar: Progress) -> Iterator[Row]:
     """The rows of all parts, written to the files part by part, so that an interrupted run loses one part at most."""
     where = machine.describe(device)
-    done = set()
-    for path in asked.json if asked.resume else []:
-        done |= measured(path, where, device.type, machine.dtype_name(dtype))
+    done = measured(asked.files.read(), where, device.type, machine.dtype_name(dtype)) if asked.resume else set()
     plan = [left for left in (_left(part, asked, done) for part in plan) if left.implementations or left.dispatch]
     task = bar.add_task("measuring the limits", total=1 + sum(len(part.implementations) for part in plan))
     if not plan:
@@ -215,7 +212,7 @@ def _rows(plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dty
         rows = run.measured(part.op, part.workload, part.implementations, tell) if part.implementations else []
         if part.dispatch:
             rows.append(run.dispatch(part.op, part.workload))
-        append(rows, asked.csv, asked.json)
+        asked.files.append([row.columns() for row in rows])
         bar.advance(task, len(part.implementations))
         yield from rows
 

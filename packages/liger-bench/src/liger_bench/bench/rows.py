@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a benchmark, and the files that they are appended to."""
+"""The rows of a benchmark."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from liger_bench import results
+from liger_bench.results import Columns
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,8 @@ class Row:
 HEADER = [column.name.rstrip("_") for column in fields(Row)]
 
 
-def check_files(csv: list[Path]) -> None:
-    """Raise OptionError if rows cannot be appended to one of these."""
-    for path in csv:
-        results.check_csv(path, HEADER)
-
-
-def append(rows: list[Row], csv: list[Path], json: list[Path]) -> None:
-    """Add rows to files, which are made when they are new; raises OptionError like check_files."""
-    columns = [row.columns() for row in rows]
-    for path in csv:
-        results.append_csv(columns, path, HEADER)
-    for path in json:
-        results.append_json(columns, path)
-
-
-def measured(path: Path, where: dict[str, str], device: str, dtype: str) -> set[tuple[str, str, str, str]]:
-    """(op, workload, implementation, pass) of the rows in a JSON file that this commit took on this machine in this dtype."""
+def measured(found: Sequence[Columns], where: dict[str, str], device: str, dtype: str) -> set[tuple[str, str, str, str]]:
+    """(op, workload, implementation, pass) of the rows of a file that this commit took on this machine in this dtype."""
     same = {"machine": where["machine"], "commit": where["commit"], "device": device, "dtype": dtype}
-    rows = [row for row in results.read_json(path) if all(row.get(name) == value for name, value in same.items())]
+    rows = [row for row in found if all(row.get(name) == value for name, value in same.items())]
     return {(row["op"], row["workload"], row["implementation"], row["pass"]) for row in rows}

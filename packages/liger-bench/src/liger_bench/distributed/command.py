@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +17,9 @@ from rich.table import Table
 from liger_bench import machine
 from liger_bench.demo.settings import LARGE, SIZES
 from liger_bench.distributed.job import COLUMNS, IDENTITY, IMPLEMENTATIONS, PLAIN, WARM_UP, Job, Row, row_of
-from liger_bench.distributed.run import Measured, measured
+from liger_bench.distributed.run import measured
 from liger_bench.distributed.strategies import STRATEGIES
-from liger_bench.progress import progress_bar
-from liger_bench.results import append_csv, append_json, check_csv, read_json
+from liger_bench.measurements import Files, all_measured, print_failures, remaining, rows_as
 from liger_core.errors import DeviceError, DtypeError, OptionError, nearest
 
 
@@ -62,44 +61,26 @@ def distributed(
         for strategy in strategies or STRATEGIES
         for implementation in IMPLEMENTATIONS
     ]
-    if out:
-        check_csv(out / "distributed.csv", COLUMNS)
+    files = Files.named("distributed", COLUMNS, out)
+    files.check()
     where = machine.describe(place)
     where["versions"] += _deepspeed()
-    before = _rows_of(read_json(out / "distributed.json")) if out else []
-    known = {_identity(row): row for row in before if resume and not row.failed}
-    todo = [job for job in jobs if _identity(row_of(job, where, {})) not in known]
-    kept = [known[key] for job in jobs if (key := _identity(row_of(job, where, {}))) in known]
-    found = _all_measured(todo, where, patience, kept, out)
+    before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
+    todo, kept = remaining(jobs, lambda job: row_of(job, where, {}), before, attrgetter(*IDENTITY))
+    found = all_measured(
+        len(todo),
+        lambda tell: measured(todo, where, patience, kept, lambda job: tell(f"{job.strategy} {job.implementation}")),
+        files,
+    )
     places = {(job.strategy, job.implementation): place for place, job in enumerate(jobs)}
     rows = sorted([*kept, *(result.row for result in found)], key=lambda row: places[row.strategy, row.implementation])
     if as_json:
         print(json.dumps({"rows": [row.columns() for row in rows]}))
     else:
         _print(rows)
-    for result in found:
-        if result.row.failed:
-            Console(stderr=True).print(result.written[-4000:], markup=False, highlight=False)
+    print_failures(found)
     if any(row.failed or row.agrees is False for row in rows):
         raise typer.Exit(1)
-
-
-def _all_measured(jobs: list[Job], where: dict[str, str], patience: float, kept: list[Row], out: Path | None) -> list[Measured]:
-    """Measure, and write each row at once, so that what was measured survives whatever comes."""
-    found: list[Measured] = []
-    with progress_bar() as bar:
-        task = bar.add_task("", total=len(jobs))
-        results = measured(jobs, where, patience, kept, lambda job: bar.update(task, description=f"{job.strategy} {job.implementation}"))
-        # Closed even if it is interrupted, which ends the processes.
-        with closing(results):
-            for result in results:
-                found.append(result)
-                if out:
-                    columns = result.row.columns()
-                    append_csv([columns], out / "distributed.csv", COLUMNS)
-                    append_json([columns], out / "distributed.json")
-                bar.advance(task)
-    return found
 
 
 def _ranks(wanted: int | None, on_gpus: bool) -> int:
@@ -122,15 +103,6 @@ def _known(option: str, names: list[str], known: Any) -> None:
     for name in names:
         if name not in known:
             raise OptionError(f"bench distributed: {option} must be one of {', '.join(known)}, got {name!r}.{nearest(name, known)}")
-
-
-def _rows_of(found: list[dict[str, Any]]) -> list[Row]:
-    every: list[dict[str, Any]] = [{name: row.get(name) for name in COLUMNS} for row in found]
-    return [Row(**row) for row in every]
-
-
-def _identity(row: Row) -> tuple[Any, ...]:
-    return tuple(getattr(row, name) for name in IDENTITY)
 
 
 def _print(rows: list[Row]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,15 +15,14 @@ from rich.table import Table
 
 from liger_bench import machine
 from liger_bench.demo.settings import LARGE, SIZES
+from liger_bench.measurements import Files, all_measured, print_failures, remaining, rows_as
 from liger_bench.memory import bytes_of
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import COLUMNS, IDENTITY, Job, Row, row_of
 from liger_bench.model.run import Measured, measured
 from liger_bench.model.table import HEAD, cells, title
-from liger_bench.progress import progress_bar
 from liger_bench.report.records import with_derived
 from liger_bench.report.targets import TARGETS, Verdict, judged, read_targets
-from liger_bench.results import append_csv, append_json, check_csv, read_json
 from liger_core.errors import DeviceError, OptionError, nearest
 
 # (batch, sequence) of each model, small to large. The capped ones are sized for --memory-limit 24GiB.
@@ -76,43 +75,21 @@ def model(
         for shape in _shapes(shapes, name, limit)
         for implementation in implementations or IMPLEMENTATIONS
     ]
-    files = [path for path in (csv, out / "model.csv" if out else None) if path]
-    for path in files:
-        check_csv(path, COLUMNS)
+    files = Files.named("model", COLUMNS, out, csv)
+    files.check()
     where = machine.describe(place)
-    before = _rows_of(read_json(out / "model.json")) if out else []
-    known = {_identity(row): row for row in before if resume and not row.failed}
-    todo = [job for job in jobs if _identity(row_of(job, where, {})) not in known]
-    found = _all_measured(todo, where, together, files, out / "model.json" if out else None)
-    kept = [known[key] for job in jobs if (key := _identity(row_of(job, where, {}))) in known]
+    before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
+    todo, kept = remaining(jobs, lambda job: row_of(job, where, {}), before, attrgetter(*IDENTITY))
+    found = all_measured(len(todo), lambda tell: measured(todo, where, together, lambda job, doing: tell(_doing(job, doing))), files)
     rows = _in_order(jobs, [*kept, *(result.row for result in found)])
     verdicts = _verdicts(rows, targets)
     if as_json:
         print(json.dumps(_object(rows, found, verdicts)))
     else:
         _print(rows, found, verdicts)
-    for result in found:
-        if result.row.failed:
-            Console(stderr=True).print(result.written[-4000:], markup=False, highlight=False)
+    print_failures(found)
     if any(row.failed for row in rows):
         raise typer.Exit(1)
-
-
-def _all_measured(jobs: list[Job], where: dict[str, str], together: int, tables: list[Path], rows: Path | None) -> list[Measured]:
-    """Measure, and write each row at once, so that what was measured survives whatever comes."""
-    found: list[Measured] = []
-    with progress_bar() as bar:
-        task = bar.add_task("", total=len(jobs))
-        # Closed even if it is interrupted, which ends the processes.
-        with closing(measured(jobs, where, together, lambda job, doing: bar.update(task, description=_doing(job, doing)))) as results:
-            for result in results:
-                found.append(result)
-                for path in tables:
-                    append_csv([result.row.columns()], path, COLUMNS)
-                if rows:
-                    append_json([result.row.columns()], rows)
-                bar.advance(task)
-    return found
 
 
 def _verdicts(rows: list[Row], path: Path | None) -> list[Verdict]:
@@ -151,15 +128,6 @@ def _shapes(given: list[str] | None, model: str, limit: int | None) -> list[tupl
             raise OptionError(f"bench model: --shape must be batch x sequence like 8x1024, with at least two tokens, got {shape!r}")
         found.append((int(sizes[1]), int(sizes[2])))
     return sorted(found, key=lambda sizes: sizes[0] * sizes[1])
-
-
-def _rows_of(found: list[dict[str, Any]]) -> list[Row]:
-    every: list[dict[str, Any]] = [{name: row.get(name) for name in COLUMNS} for row in found]
-    return [Row(**row) for row in every]
-
-
-def _identity(row: Row) -> tuple[Any, ...]:
-    return tuple(getattr(row, name) for name in IDENTITY)
 
 
 def _in_order(jobs: list[Job], rows: list[Row]) -> list[Row]:

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from liger_bench import machine
+from liger_bench.measurements import Files
 from liger_bench.memory import bytes_of
 from liger_bench.progress import progress_bar
-from liger_bench.results import append_csv, append_json, check_csv, read_json
 from liger_bench.train import ranks
 from liger_bench.train.places import Extras, check, observers
 from liger_bench.train.row import COLUMNS, Row
@@ -122,19 +122,15 @@ def train(
     if sweeping:
         _check_sweep(liger, output)
         _say(notes)
-        files: dict[str, Any] = {"out": out, "csv": csv, "resume": resume, "snapshot": snapshot, "profile": profile, "as_json": as_json}
-        sweep(setup, sweeps or [], strategies, gpus=gpus, skip=skip_larger, **files)
+        given: dict[str, Any] = {"out": out, "csv": csv, "resume": resume, "snapshot": snapshot, "profile": profile, "as_json": as_json}
+        sweep(setup, sweeps or [], strategies, gpus=gpus, skip=skip_larger, **given)
         return
     if gpus or skip_larger:
         raise OptionError("train: --gpus and --skip-larger are for --sweep; without it give CUDA_VISIBLE_DEVICES")
     extras = Extras(out, snapshot, profile)
     check(setup, extras)
-    tables = [path for path in (csv, out / "train.csv" if out else None) if path]
-    rows = out / "train.json" if out else None
-    for path in tables:
-        check_csv(path, COLUMNS)
-    if rows:
-        read_json(rows)
+    files = Files.named("train", COLUMNS, out, csv)
+    files.check()
     if ranks.first():
         _say(notes)
     try:
@@ -147,10 +143,7 @@ def train(
     if ranks.speaks(failed=ended_badly):
         # First what was measured is shown: the disk may be full.
         print(json.dumps({"rows": [row.columns()]})) if as_json else _print(row, said=notes)
-        for path in tables:
-            append_csv([row.columns()], path, COLUMNS)
-        if rows:
-            append_json([row.columns()], rows)
+        files.append([row.columns()])
     ranks.leave(failed=ended_badly)
     if ended_badly or row.interrupted:
         raise typer.Exit(INTERRUPTED if row.interrupted else 1)

@@ -18,9 +18,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from liger_bench.measurements import rows_as
 from liger_bench.model.process import DONE, FAILED, READY, Answer, Process, failure
 from liger_bench.results import read_json
-from liger_bench.train.row import Row, row_of, rows_of
+from liger_bench.train.row import Row, row_of
 from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
 
@@ -148,7 +149,7 @@ def launched(setup: Setup, where: dict[str, str], gpus: Sequence[int], extras: E
             process.terminate()
             process.wait()
     written = log.read_text(errors="replace")
-    rows = rows_of(read_json(out / "train.json"))
+    rows = rows_as(Row, read_json(out / "train.json"))
     if not rows:
         return Measured(row_of(setup, where, {"reason": reason, "failed": True}), written)
     if extras.folder is not None:

@@ -82,9 +82,3 @@ def row_of(setup: Setup, where: dict[str, str], results: dict[str, Any]) -> Row:
     """A row of what is known; the rest is empty."""
     empty: dict[str, Any] = dict.fromkeys(COLUMNS) | {"out_of_memory": False, "failed": False, "interrupted": False, "reason": ""}
     return Row(**(empty | asdict(setup) | where | results))
-
-
-def rows_of(found: list[dict[str, Any]]) -> list[Row]:
-    """Rows that were read from a file; a column that an older version did not write is empty."""
-    every: list[dict[str, Any]] = [{name: row.get(name) for name in COLUMNS} for row in found]
-    return [Row(**row) for row in every]

@@ -8,8 +8,8 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from liger_bench import machine
+from liger_bench.measurements import Files, all_measured, print_failures, remaining, rows_as
 from liger_bench.model.process import Answer
-from liger_bench.progress import progress_bar
-from liger_bench.results import append_csv, append_json, check_csv, read_json
 from liger_bench.train import techniques
 from liger_bench.train.cells import STRATEGIES, cells, hopeless, strategies_of, swept
 from liger_bench.train.places import Extras, Measured, Place, check, finished, launched, threads, train
-from liger_bench.train.row import COLUMNS, IDENTITY, Row, row_of, rows_of
+from liger_bench.train.row import COLUMNS, IDENTITY, SETUP, Row, row_of
 from liger_bench.train.setup import Setup
 from liger_core.errors import DeviceError, OptionError
 
@@ -33,7 +32,6 @@ from liger_core.errors import DeviceError, OptionError
 STEPS = 6
 # A training of few steps that takes longer hangs.
 PATIENCE = 1800.0
-ROWS, TABLE = "train.json", "train.csv"
 
 Phase = Callable[[Setup], object]
 
@@ -122,56 +120,26 @@ def sweep(
         # Told with the machine, and what the trainings get.
         torch.set_num_threads(threads(len(chosen)))
     where = machine.describe(machine.measurable_device("train", base.device))
-    tables = [path for path in (csv, out / TABLE if out else None) if path]
-    for path in tables:
-        check_csv(path, COLUMNS)
-    before = rows_of(read_json(out / ROWS)) if out and resume else []
-    known = {_identity(row): row for row in before if not row.failed and not row.interrupted and (skip or _tried(row))}
-    todo = [setup for setup in setups if _identity(row_of(setup, where, {})) not in known]
-    kept = [known[key] for setup in setups if (key := _identity(row_of(setup, where, {}))) in known]
-    found = _all_measured(todo, where, tables, out, chosen, skip, kept, extras)
-    places = {_identity(row_of(setup, where, {}))[:-3]: place for place, setup in enumerate(setups)}
-    rows = sorted([*kept, *(result.row for result in found)], key=lambda row: places[_identity(row)[:-3]])
+    files = Files.named("train", COLUMNS, out, csv)
+    files.check()
+    before = rows_as(Row, files.read()) if resume else []
+    good = [row for row in before if not row.failed and not row.interrupted and (skip or _tried(row))]
+    todo, kept = remaining(setups, lambda setup: row_of(setup, where, {}), good, attrgetter(*IDENTITY))
+    found = all_measured(
+        len(todo),
+        lambda tell: measured(todo, where, gpus=chosen, skip=skip, before=kept, extras=extras, phase=lambda setup: tell(named(setup))),
+        files,
+    )
+    places = {attrgetter(*SETUP)(setup): place for place, setup in enumerate(setups)}
+    rows = sorted([*kept, *(result.row for result in found)], key=lambda row: places[attrgetter(*SETUP)(row)])
     if as_json:
         print(json.dumps({"rows": [row.columns() for row in rows]}))
     else:
         show(rows, list(swept(options)))
-    for result in found:
-        if result.row.failed:
-            Console(stderr=True).print(result.written[-4000:], markup=False, highlight=False)
+    print_failures(found)
     if any(row.failed for row in rows):
         raise typer.Exit(1)
     return rows
-
-
-def _all_measured(
-    setups: list[Setup],
-    where: dict[str, str],
-    tables: list[Path],
-    out: Path | None,
-    gpus: list[int],
-    skip: bool,
-    kept: list[Row],
-    extras: Extras,
-) -> list[Measured]:
-    """Train, and write each row at once, so that what was measured survives whatever comes."""
-    found: list[Measured] = []
-    with progress_bar() as bar:
-        task = bar.add_task("", total=len(setups))
-        # Closed even if it is interrupted, which ends the processes.
-        results = measured(
-            setups, where, gpus=gpus, skip=skip, before=kept, extras=extras, phase=lambda setup: bar.update(task, description=named(setup))
-        )
-        with closing(results):
-            for result in results:
-                found.append(result)
-                columns = result.row.columns()
-                for path in tables:
-                    append_csv([columns], path, COLUMNS)
-                if out:
-                    append_json([columns], out / ROWS)
-                bar.advance(task)
-    return found
 
 
 def named(setup: Setup) -> str:
@@ -231,10 +199,6 @@ def _gpus(words: str | None, base: Setup) -> list[int]:
     if not all(0 <= number < there for number in numbers) or len(set(numbers)) < len(numbers):
         raise OptionError(f"train: --gpus must be numbers of different GPUs from 0 to {there - 1}, like 0,1, got {words!r}")
     return numbers
-
-
-def _identity(row: Row) -> tuple[Any, ...]:
-    return tuple(getattr(row, name) for name in IDENTITY)
 
 
 def _tried(row: Row) -> bool:

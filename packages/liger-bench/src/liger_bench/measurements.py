@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share that measure one thing after the other: rows that are there already, and rows written as soon as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rich.console import Console
+
+from liger_bench.progress import progress_bar
+from liger_bench.results import Columns, append_csv, append_json, check_csv, read_json
+
+
+class Row(Protocol):
+    """A dataclass with the figures of one measurement; failed: something went wrong that is no result."""
+
+    @property
+    def failed(self) -> bool: ...
+
+    def columns(self) -> Columns: ...
+
+
+class Measured(Protocol):
+    """A row, and what the processes wrote that measured it."""
+
+    @property
+    def row(self) -> Any: ...
+
+    @property
+    def written(self) -> str: ...
+
+
+Job = TypeVar("Job")
+R = TypeVar("R", bound=Row)
+M = TypeVar("M", bound=Measured)
+Tell = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where rows go: tables that begin with the names of the columns, and a file of all rows."""
+
+    header: list[str]
+    tables: tuple[Path, ...] = ()
+    rows: Path | None = None
+
+    @classmethod
+    def named(cls, name: str, header: list[str], out: Path | None, csv: Path | None = None) -> Files:
+        """name.csv and name.json in the folder `out`, and the table `csv`, as far as they are given."""
+        tables = [path for path in (csv, out / f"{name}.csv" if out else None) if path]
+        return cls(header, tuple(tables), out / f"{name}.json" if out else None)
+
+    def check(self) -> None:
+        """Raise OptionError if rows could not be appended, before hours are spent on them."""
+        for path in self.tables:
+            check_csv(path, self.header)
+        self.read()
+
+    def read(self) -> list[Columns]:
+        return read_json(self.rows) if self.rows else []
+
+    def append(self, rows: Sequence[Columns]) -> None:
+        for path in self.tables:
+            append_csv(rows, path, self.header)
+        if self.rows:
+            append_json(rows, self.rows)
+
+
+def rows_as(kind: type[R], found: Sequence[Columns]) -> list[R]:
+    """Rows that were read from a file; a column that an older version did not write is empty."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return [kind(**{name: row.get(name) for name in names}) for row in found]
+
+
+def remaining(
+    jobs: Sequence[Job], empty: Callable[[Job], R], before: Sequence[R], identity: Callable[[R], tuple[Any, ...]]
+) -> tuple[list[Job], list[R]]:
+    """The jobs that no row of `before` is of, and the rows of the others; empty(job) is its row without figures."""
+    known = {identity(row): row for row in before}
+    keys = [identity(empty(job)) for job in jobs]
+    left = [job for job, key in zip(jobs, keys, strict=True) if key not in known]
+    return left, [known[key] for key in keys if key in known]
+
+
+def all_measured(count: int, begin: Callable[[Tell], Generator[M, None, None]], files: Files) -> list[M]:
+    """Measure, with a bar, and write each row at once, so that what was measured survives whatever comes."""
+    found: list[M] = []
+    with progress_bar() as bar:
+        task = bar.add_task("", total=count)
+        # Closed even if it is interrupted, which ends the processes.
+        with closing(begin(lambda doing: bar.update(task, description=doing))) as results:
+            for result in results:
+                found.append(result)
+                files.append([result.row.columns()])
+                bar.advance(task)
+    return found
+
+
+def print_failures(found: Sequence[Measured]) -> None:
+    """What failed processes wrote last, to standard error."""
+    for result in found:
+        if result.row.failed:
+            Console(stderr=True).print(result.written[-4000:], markup=False, highlight=False)
