@@ -44,4 +44,7 @@ for step, batch in enumerate(batches(options.steps, rank)):
     engine.step()
     if rank == 0:
         print(f"step {step + 1}: loss {loss.item():.4f}")
+engine.destroy()
+# On the CPU a rank that ends while the other one is still talking to it may abort.
+torch.distributed.barrier()
 torch.distributed.destroy_process_group()

@@ -37,4 +37,6 @@ for step, batch in enumerate(batches(options.steps, rank)):
     optimizer.zero_grad()
     if rank == 0:
         print(f"step {step + 1}: loss {loss.item():.4f}")
+# On the CPU a rank that ends while the other one is still talking to it may abort.
+dist.barrier()
 dist.destroy_process_group()
