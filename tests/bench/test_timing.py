@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from liger_bench.bench.limits import Limits, measure_limits
-from liger_bench.bench.timing import time_call
+from liger_bench.bench.timing import AHEAD, LEAD, flushes_ahead, time_call
 from liger_core import Product, Work
 
 CPU = torch.device("cpu")
@@ -59,3 +59,16 @@ def test_a_product_is_measured_anew_each_time() -> None:
     limits = measure_limits(CPU, torch.float32, 0.0)
     product = Product(30, 20, 40, "left", "weight")
     assert len({limits.product_seconds(product) for _ in range(5)}) > 1
+
+
+def test_a_host_that_is_slower_than_the_device_gets_a_lead_for_all_calls_between_two_waits() -> None:
+    flush = 60e-6
+    lead = flushes_ahead([400e-6] * AHEAD, [90e-6] * AHEAD, flush)
+    assert lead * flush >= AHEAD * (400e-6 - 90e-6 - flush)
+
+
+@pytest.mark.parametrize(
+    ("host", "device"), [(50e-6, 90e-6), (20e-3, 19e-3)], ids=["a_host_that_is_ahead", "a_host_that_waits_for_a_long_call"]
+)
+def test_no_call_finds_a_device_that_rested_longer_than_it_must(host: float, device: float) -> None:
+    assert flushes_ahead([host] * AHEAD, [device] * AHEAD, 60e-6) == LEAD
