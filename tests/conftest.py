@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import textwrap
 from collections import Counter
@@ -134,3 +135,15 @@ def kernels_when_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         selection._apply(registry())
         yield
     selection._apply(registry())
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow past 300 bytes, as if the disk were full then."""
+    import resource
+
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, ignored)

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import csv
 import json
-import resource
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,16 +27,6 @@ def table(tmp_path: Path) -> Path:
     path = tmp_path / "rows.csv"
     append_csv(ROWS[:2], path, HEADER)
     return path
-
-
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """No file may grow past 300 bytes, as if the disk were full then."""
-    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_rows_are_appended_under_one_header(table: Path) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -299,18 +299,6 @@ def test_a_full_disk_while_saving_leaves_the_checkpoint_before(
     assert row.losses == whole
     assert row.notes is not None
     assert row.notes[-1] == f"The training went on from step 2, {tmp_path / 'checkpoint-2'}."
-
-
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """No file may grow past 300 bytes, as if the disk were full then."""
-    import resource
-
-    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_a_full_disk_for_the_results_loses_neither_earlier_rows_nor_this_one(
