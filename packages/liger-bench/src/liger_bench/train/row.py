@@ -12,9 +12,9 @@ from liger_bench.train.setup import Setup
 WARM_UP = 2
 
 
-@dataclass(frozen=True)
-class Row:
-    """The columns of a Setup, and what its training did.
+@dataclass(frozen=True, kw_only=True)
+class Row(Setup):
+    """A setup, and what its training did.
 
     *tokens_per_second   of all ranks; median, 0.2 and 0.8 quantile of the steps after the first two
     peak_bytes           the most memory that a rank held at once, over the whole training; peak_reserved_bytes with the allocator's own
@@ -27,25 +27,6 @@ class Row:
     interrupted          ended by the user; the figures are those up to then
     """
 
-    model: str
-    batch: int
-    sequence: int
-    data: str
-    liger: str
-    precision: str
-    checkpoint: str
-    optimizer: str
-    shard: str
-    offload: str
-    adapter: str
-    accumulation: int
-    ranks: int
-    device: str
-    memory_limit: int | None
-    steps: int
-    learning_rate: float
-    seed: int
-    nvme_folder: str | None
     tokens_per_second: float | None
     low_tokens_per_second: float | None
     high_tokens_per_second: float | None
