@@ -155,12 +155,12 @@ def _plan(found: Registry, asked: Asked, variants: list[peers.Peer], device: tor
         if name not in (*PASSES, DISPATCH):
             raise OptionError(f"bench: --pass must be one of {', '.join((*PASSES, DISPATCH))}, got {name!r}")
     plan: list[Part] = []
-    runs_calls = set(asked.passes) != {DISPATCH}
     for op in (found.ops[name] for name in asked.names or found.ops):
         implementations = [backend(op, name) for name in _backends(found, op, asked.backends, device)]
         implementations += [peer(op, variant) for variant in variants if op.name in variant.calls]
+        if set(asked.passes) == {DISPATCH}:
+            implementations = []
         workloads = [w for w in op.workloads() if _wanted(w, asked)]
-        implementations = implementations if runs_calls else []
         plan += [Part(op, w, implementations, DISPATCH in asked.passes and w is workloads[0]) for w in workloads]
     if not plan:
         raise OptionError(f"bench: something must be left to measure, got no workload for {' '.join(asked.patterns) or 'these ops'}")

@@ -113,10 +113,10 @@ def flushes_ahead(enqueued: list[float], taken: list[float], flush: float) -> in
     No more than that: what computes much after the device had only memory to write finds its clocks higher than a training does (by up to
     9 % for products of 20 ms on one H200, where the host waited for the device all the same).
     """
-    if not enqueued:
+    if not enqueued or quantile(taken, 0.5) > LONG_SECONDS:
         return LEAD
     behind = AHEAD * (quantile(enqueued, 0.8) + AROUND_SECONDS - quantile(taken, 0.5) - flush)
-    return LEAD if behind <= 0 or quantile(taken, 0.5) > LONG_SECONDS else max(LEAD, min(MOST_LEAD, math.ceil(behind / flush)))
+    return max(LEAD, min(MOST_LEAD, math.ceil(behind / flush)))
 
 
 def time_call(function: Call, device: torch.device, seconds: float, least: int = 5, warm: float = 0.0) -> Timing:
