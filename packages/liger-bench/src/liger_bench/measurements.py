@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from liger_bench.progress import progress_bar
 from liger_bench.results import Columns, append_csv, append_json, check_csv, read_json
+from liger_core.errors import OptionError, nearest
 
 
 class Row(Protocol):
@@ -38,6 +39,13 @@ Job = TypeVar("Job")
 R = TypeVar("R", bound=Row)
 M = TypeVar("M", bound=Measured)
 Tell = Callable[[str], object]
+
+
+def check_known(command: str, option: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise OptionError for a name that an option does not have."""
+    for name in names:
+        if name not in known:
+            raise OptionError(f"{command}: {option} must be one of {', '.join(known)}, got {name!r}.{nearest(name, known)}")
 
 
 @dataclass(frozen=True)

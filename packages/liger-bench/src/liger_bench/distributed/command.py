@@ -7,11 +7,10 @@ import importlib.metadata
 import json
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from liger_bench import machine
@@ -19,8 +18,9 @@ from liger_bench.demo.settings import LARGE, SIZES
 from liger_bench.distributed.job import COLUMNS, IDENTITY, IMPLEMENTATIONS, PLAIN, WARM_UP, Job, Row, row_of
 from liger_bench.distributed.run import measured
 from liger_bench.distributed.strategies import STRATEGIES
-from liger_bench.measurements import Files, all_measured, print_failures, remaining, rows_as
-from liger_core.errors import DeviceError, DtypeError, OptionError, nearest
+from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
+from liger_bench.printing import ratio, wide_console
+from liger_core.errors import DeviceError, DtypeError, OptionError
 
 
 def distributed(
@@ -53,8 +53,8 @@ def distributed(
         raise OptionError("bench distributed: --resume needs --out, the folder of the run to go on with")
     on_gpus = place.type == "cuda"
     size = size or ("1b" if on_gpus else "tiny")
-    _known("--strategy", strategies or [], STRATEGIES)
-    _known("--model", [size], SIZES)
+    check_known("bench distributed", "--strategy", strategies or [], STRATEGIES)
+    check_known("bench distributed", "--model", [size], SIZES)
     shape = (batch or (8 if on_gpus else 2), sequence or (1024 if on_gpus else 64))
     jobs = [
         Job(size, *shape, strategy, implementation, _ranks(ranks, on_gpus), place.type, precision, steps, 1e-4 if size in LARGE else 1e-3)
@@ -99,17 +99,8 @@ def _deepspeed() -> str:
         return ""
 
 
-def _known(option: str, names: list[str], known: Any) -> None:
-    for name in names:
-        if name not in known:
-            raise OptionError(f"bench distributed: {option} must be one of {', '.join(known)}, got {name!r}.{nearest(name, known)}")
-
-
 def _print(rows: list[Row]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A file has no width of its own, and 80 columns would break every cell.
-        console.width = 150
+    console = wide_console()
     head = ("tokens/s", "÷ hf", "peak GiB of a rank", "÷ hf", "first loss", "last loss", "largest difference", "allowed")
     table = Table("strategy", "implementation", *head)
     for column in table.columns[2:]:
@@ -133,14 +124,10 @@ def _cells(row: Row, plain: Row | None) -> list[str]:
         return ["out of memory" if row.out_of_memory else "–"] + ["–"] * 7
     return [
         f"{row.tokens_per_second:,.0f}",
-        _ratio(row.tokens_per_second, plain.tokens_per_second if plain else None),
+        ratio(row.tokens_per_second, plain.tokens_per_second if plain else None),
         "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
-        _ratio(row.peak_bytes, plain.peak_bytes if plain else None),
+        ratio(row.peak_bytes, plain.peak_bytes if plain else None),
         *([f"{row.losses[0]:.5f}", f"{row.losses[-1]:.5f}"] if row.losses else ["–", "–"]),
         "–" if row.loss_difference is None else f"{row.loss_difference:.1e}" + (" too large" if row.agrees is False else ""),
         "–" if row.loss_bound is None else f"{row.loss_bound:.1e}",
     ]
-
-
-def _ratio(value: float | None, base: float | None) -> str:
-    return f"{value / base:.2f}" if value is not None and base else "–"

@@ -15,15 +15,16 @@ from rich.table import Table
 
 from liger_bench import machine
 from liger_bench.demo.settings import LARGE, SIZES
-from liger_bench.measurements import Files, all_measured, print_failures, remaining, rows_as
+from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
 from liger_bench.memory import bytes_of
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import COLUMNS, IDENTITY, Job, Row, row_of
 from liger_bench.model.run import Measured, measured
 from liger_bench.model.table import HEAD, cells, title
+from liger_bench.printing import wide_console
 from liger_bench.report.records import with_derived
 from liger_bench.report.targets import TARGETS, Verdict, judged, read_targets
-from liger_core.errors import DeviceError, OptionError, nearest
+from liger_core.errors import DeviceError, OptionError
 
 # (batch, sequence) of each model, small to large. The capped ones are sized for --memory-limit 24GiB.
 SHAPES = {"tiny": [(2, 64)], "small": [(4, 384)], "1b": [(1, 1024), (4, 1024), (8, 1024)], "8b": [(64, 512), (128, 512)]}
@@ -67,8 +68,8 @@ def model(
         raise DeviceError("bench model: --memory-limit needs a GPU, got --device cpu")
     if resume and out is None:
         raise OptionError("bench model: --resume needs --out, the folder of the run to go on with")
-    _known("--implementation", implementations or [], IMPLEMENTATIONS)
-    _known("--model", models or [], SIZES)
+    check_known("bench model", "--implementation", implementations or [], IMPLEMENTATIONS)
+    check_known("bench model", "--model", models or [], SIZES)
     jobs = [
         Job(name, *shape, implementation, place.type, precision, limit, steps, seconds, LONGEST_KERNELS if profile else 0)
         for name in models or (list(LARGE) if place.type == "cuda" else ["tiny"])
@@ -112,12 +113,6 @@ def _object(rows: list[Row], found: list[Measured], verdicts: list[Verdict]) -> 
     return {"rows": [row.columns() for row in rows], "kernels": kernels, "targets": reached}
 
 
-def _known(option: str, names: list[str], known: Any) -> None:
-    for name in names:
-        if name not in known:
-            raise OptionError(f"bench model: {option} must be one of {', '.join(known)}, got {name!r}.{nearest(name, known)}")
-
-
 def _shapes(given: list[str] | None, model: str, limit: int | None) -> list[tuple[int, int]]:
     if not given:
         return CAPPED.get(model, SHAPES[model]) if limit else SHAPES[model]
@@ -140,10 +135,7 @@ def _doing(job: Job, doing: str) -> str:
 
 
 def _print(rows: list[Row], found: list[Measured], verdicts: list[Verdict]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A file has no width of its own, and 80 columns would break every cell.
-        console.width = 150
+    console = wide_console()
     table = Table("model", "implementation", *HEAD)
     for column in table.columns[2:]:
         column.justify = "right"

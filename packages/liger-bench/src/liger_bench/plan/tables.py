@@ -11,10 +11,11 @@ from rich.table import Table
 from liger_bench.plan.chart import GiB, print_bars
 from liger_bench.plan.comparison import ALLOWED, Compared
 from liger_bench.plan.planning import Plan, command_of
+from liger_bench.printing import wide_console
 
 
 def print_plan(found: Plan) -> None:
-    console, prediction = _console(), found.prediction
+    console, prediction = wide_console(), found.prediction
     setup = prediction.setup
     console.print(f"{setup.model}: {prediction.parameters:,} parameters, {prediction.trainable_parameters:,} of them trained")
     print_bars(console, found.bars, found.limit)
@@ -80,7 +81,7 @@ def print_compared(found: Sequence[Compared]) -> None:
     table = Table(*HEAD)
     for one in found:
         table.add_row(*cells_of(one))
-    console = _console()
+    console = wide_console()
     console.print(table)
     console.print(_summary(found))
 
@@ -108,11 +109,3 @@ def _summary(found: Sequence[Compared]) -> str:
     limited = [one for one in found if one.predicted_to_fit is not None]
     fits = f" Whether it fits: right on {sum(one.right for one in limited)} of {len(limited)} setups." if limited else ""
     return f"{measured} peaks: off by {worst(found):.1%} at most ({ALLOWED:.0%} is allowed).{fits}"
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A file has no width of its own, and 80 columns would break every cell.
-        console.width = 150
-    return console

@@ -17,6 +17,7 @@ from rich.table import Table
 from liger_bench import machine
 from liger_bench.measurements import Files
 from liger_bench.memory import bytes_of
+from liger_bench.printing import wide_console
 from liger_bench.progress import progress_bar
 from liger_bench.train import ranks
 from liger_bench.train.places import Extras, check, observers
@@ -208,10 +209,7 @@ def _say(sentences: list[str]) -> None:
 
 
 def _print(row: Row, said: list[str]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A file has no width of its own, and 80 columns would break the sentences.
-        console.width = 150
+    console = wide_console()
     tokens = f"{row.batch} × {row.sequence} tokens" + (f" × {row.accumulation}" if row.accumulation > 1 else "")
     where = f"{row.ranks} × {row.device}" if row.ranks > 1 else row.device
     table = Table(

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from liger_bench import machine
 from liger_bench.measurements import Files, all_measured, print_failures, remaining, rows_as
 from liger_bench.model.process import Answer
+from liger_bench.printing import ratio, wide_console
 from liger_bench.train import techniques
 from liger_bench.train.cells import STRATEGIES, cells, hopeless, strategies_of, swept
 from liger_bench.train.places import Extras, Measured, Place, check, finished, launched, threads, train
@@ -148,10 +148,7 @@ def named(setup: Setup) -> str:
 
 def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
     """A table of the rows, with ratios to the first strategy at the same place."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A file has no width of its own, and 80 columns would break every cell.
-        console.width = 150
+    console = wide_console()
     first = rows[0].liger if rows else ""
     table = Table(*varied, "liger", "tokens/s", f"÷ {first}", "peak GiB", f"÷ {first}", "last loss")
     for column in table.columns[len(varied) + 1 :]:
@@ -178,15 +175,11 @@ def _figures(row: Row, base: Row | None) -> list[str]:
         return ["out of memory" if row.out_of_memory else "–"] + ["–"] * 4
     return [
         f"{row.tokens_per_second:,.0f}",
-        _ratio(row.tokens_per_second, base.tokens_per_second if base else None),
+        ratio(row.tokens_per_second, base.tokens_per_second if base else None),
         "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
-        _ratio(row.peak_bytes, base.peak_bytes if base else None),
+        ratio(row.peak_bytes, base.peak_bytes if base else None),
         f"{row.losses[-1]:.4f}" if row.losses else "–",
     ]
-
-
-def _ratio(value: float | None, base: float | None) -> str:
-    return f"{value / base:.2f}" if value is not None and base else "–"
 
 
 def _gpus(words: str | None, base: Setup) -> list[int]:
