@@ -43,6 +43,11 @@ def test_losses_over_all_accumulated_tokens_agree(architecture: str) -> None:
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
 
 
+def test_the_precision_of_a_model_does_not_decide_what_is_replaced(architecture: str) -> None:
+    replaced = [liger_hf.apply(make(architecture, dtype)).replaced for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    assert replaced == replaced[:1] * 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_logits_in_evaluation_are_those_of_the_plain_model(architecture: str, dtype: torch.dtype) -> None:
     plain = make(architecture, dtype).eval()

@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from liger_hf.patch import MARK, Patch, forward_of
 from liger_hf.replica import Draw, configuration, device_of
-from liger_hf.rules.gated_mlp import SCALES, Unit, units
+from liger_hf.rules.gated_mlp import Unit, sized, units
 from liger_hf.verification import Candidate, Case, Found, Results
 
 GATE = "_apply_gate"
@@ -77,10 +77,8 @@ def _gate(unit: Unit) -> Callable[..., Any]:
 def _cases(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     draw = Draw(device)
     x, upstream = draw.normal(11, 2 * INNER), draw.normal(11, INNER)
-    for dtype in dtypes:
-        for size, scale in SCALES.items():
-            name = f"{str(dtype).removeprefix('torch.')}, {size} input"
-            yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream.to(dtype)))
+    for name, dtype, scale in sized(dtypes):
+        yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream.to(dtype)))
 
 
 def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Callable[[Callable[..., Any], bool], Results]:

@@ -28,8 +28,9 @@ ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
     (geglu, {"approximate": "tanh"}),
     (geglu, {"approximate": "none"}),
 )
-# The curvature of an activation shows in moderate inputs, a limit on its values in large ones.
+# The curvature of an activation shows in moderate inputs, a limit on its values in large ones; products of two must be finite in float16.
 SCALES = {"moderate": 2.0, "large": 150.0}
+SCALES_IN_FLOAT16 = SCALES | {"large": 40.0}
 # Sizes of the stand-in; an op that works elementwise does not care.
 HIDDEN, INNER = 24, 40
 
@@ -163,6 +164,13 @@ class _Marker(nn.Module):
         return x * 1.25 + 0.1 * x.abs()
 
 
+def sized(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype, float]]:
+    """The inputs of a check: name, dtype, scale."""
+    for dtype in dtypes:
+        for size, scale in (SCALES_IN_FLOAT16 if dtype == torch.float16 else SCALES).items():
+            yield f"{str(dtype).removeprefix('torch.')}, {size} input", dtype, scale
+
+
 def _cases(
     module: nn.Module,
     linears: dict[str, nn.Module],
@@ -176,8 +184,7 @@ def _cases(
     sizes = {name: (HIDDEN, INNER * (3 - len(inputs))) for name in inputs} | {down: (INNER, HIDDEN)}
     layers = {name: draw.linear(*sizes[name], bias=getattr(child, "bias", None) is not None) for name, child in linears.items()}
     x, upstream = draw.normal(2, 9, HIDDEN), draw.normal(2, 9, HIDDEN)
-    for dtype, (size, scale) in product(dtypes, SCALES.items()):
-        name = f"{str(dtype).removeprefix('torch.')}, {size} input"
+    for name, dtype, scale in sized(dtypes):
         yield Case(name, dtype, _run(module, layers, between, (x * scale).to(dtype), upstream.to(dtype), dtype))
 
 
