@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -68,6 +68,11 @@ def _in_8_bits(weight: Weight) -> int:
     if weight.elements < SMALLEST_IN_8_BITS or weight.embedding:
         return _in_32_bits(weight)
     return 2 * rounded(weight.elements) + _scales(weight.elements, BITSANDBYTES_BLOCK)
+
+
+def _all_in_8_bits(weight: Weight) -> int:
+    """The Trainer keeps the moments of embeddings in 32 bits only for optimizers of bitsandbytes itself."""
+    return _in_8_bits(replace(weight, embedding=False))
 
 
 def _paged(state: Size) -> Size:
@@ -138,6 +143,11 @@ def _galore_step(weight: Weight) -> int:
     return 4 * rounded(4 * weight.elements) if weight.low_rank else 2 * rounded(weight.elements * weight.itemsize)
 
 
+def _galore_8bit_step(weight: Weight) -> int:
+    """As galore; what is not projected is updated in its place."""
+    return _galore_step(weight) if weight.low_rank else 0
+
+
 def _apollo_step(weight: Weight) -> int:
     """The scaled gradient, and the product that makes it."""
     return 2 * rounded(weight.elements * weight.itemsize)
@@ -152,7 +162,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw-torchao-4bit": Optimizer(_torchao(4, 128)),
     "adafactor": Optimizer(_adafactor, _adafactor_step),
     "galore": Optimizer(_low_rank(_adamw, _galore), _galore_step),
-    "galore-8bit": Optimizer(_low_rank(_in_8_bits, _galore), _galore_step),
+    "galore-8bit": Optimizer(_low_rank(_all_in_8_bits, _galore), _galore_8bit_step),
     "galore-layerwise": Optimizer(_low_rank(_adamw, _galore), _galore_step, drops_gradients=True),
     "apollo": Optimizer(_low_rank(_adamw, _apollo), _apollo_step),
     "apollo-mini": Optimizer(_low_rank(_adamw, _apollo_mini, rank=1), _apollo_step),
