@@ -304,3 +304,21 @@ def test_two_ranks_are_one_training_with_one_row(small: Setup, row: Row, tmp_pat
     assert json.loads((tmp_path / "train.json").read_text()) == [printed]
     assert printed["ranks"] == 2
     assert printed["losses"] == pytest.approx(row.losses, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_what_deepspeed_tells_is_not_among_the_results(small: Setup, row: Row) -> None:
+    pytest.importorskip("deepspeed")
+    # DeepSpeed's own AdamW is compiled for most of a minute.
+    script = (
+        "from liger_bench.train import zero; zero.adam_problem = lambda: 'not compiled here'; from liger_core.commands import main; main()"
+    )
+    sharded = replace(small, shard="zero3", offload="parameters")
+    done = subprocess.run(
+        [sys.executable, "-c", script, *sharded.command().split()[1:], "--json"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    (printed,) = json.loads(done.stdout)["rows"]
+    assert printed["losses"] == pytest.approx(row.losses, rel=1e-4)
+    assert "unknown inputs or outputs" not in done.stderr

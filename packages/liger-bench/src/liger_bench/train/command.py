@@ -185,10 +185,10 @@ def _check_sweep(liger: str | None, output: Path | None) -> None:
 
 
 def _trained(setup: Setup, search: bool, options: dict[str, Any], extras: Extras) -> Row:
-    # This brings Transformers, which the other commands do without.
-    from liger_bench.train.run import largest_batch, run
-
     with contextlib.redirect_stdout(sys.stderr), progress_bar() as bar, contextlib.ExitStack() as stack:
+        # This brings Transformers, which the other commands do without, and DeepSpeed, which tells its device on standard output.
+        from liger_bench.train.run import largest_batch, run
+
         options["bar"] = bar if ranks.first() else None
         options["observers"] = observers(setup, extras, stack) if ranks.first() else []
         return largest_batch(setup, lambda one: run(one, **options)) if search else run(setup, **options)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import sys
 from functools import cache
 from typing import Any
 
@@ -18,6 +20,11 @@ def prepare(setup: Setup) -> None:
     """Before it is imported, and before it starts."""
     # It reads this one when it is imported.
     os.environ["DS_ACCELERATOR"] = setup.device
+    logger = importlib.import_module("deepspeed.utils").logger
+    logger.addFilter(_matters)
+    for handler in logger.handlers:
+        # Standard output is for the results, a single JSON object perhaps.
+        handler.setStream(sys.stderr)
     if setup.device == "cpu":
         # Else it compiles a collective of its own for the CPU, for most of a minute.
         importlib.import_module("deepspeed").ops.__compatible_ops__.clear()
@@ -54,6 +61,11 @@ def config(setup: Setup) -> dict[str, Any]:
     if setup.offload != "none" and adam_problem():
         found["zero_force_ds_cpu_optimizer"] = False
     return found
+
+
+def _matters(record: logging.LogRecord) -> bool:
+    """Its hooks find no tensor in lazy logits, of which it warns; the weights of the head are gathered when the loss is computed."""
+    return "LazyLogits" not in record.getMessage()
 
 
 def _place(setup: Setup) -> dict[str, Any]:
