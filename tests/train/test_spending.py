@@ -17,7 +17,7 @@ from liger_bench.train import checkpointing
 from liger_bench.train.checkpointing import Keeps
 from liger_bench.train.model import build
 from liger_bench.train.setup import Setup
-from liger_bench.train.spending import MARGIN, Seen, Spending, SpendMemory
+from liger_bench.train.spending import MARGIN, Seen, Spending, SpendMemory, splits
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -35,26 +35,30 @@ class Step:
     temporary: int
 
     def seen(self, spending: Spending, peak: int = 0) -> Seen:
-        kept = [self.keeps[spending.keeps(layer)] for layer in range(self.layers)]
+        keeps, parts = [size // spending.parts for size in self.keeps], spending.parts
+        kept = [keeps[spending.keeps(layer)] for layer in range(self.layers)]
+        # From the second part on the gradients of the first one are there.
+        earlier = self.layers * self.gradients if parts > 1 else 0
         before = self.static + sum(kept[:-1])
-        held = peak = max(peak, before + kept[-1] + self.loss)
-        held = before + kept[-1]
+        peak = max(peak, earlier + before + kept[-1] + self.loss // parts)
+        held = earlier + before + kept[-1]
         for done, layer in enumerate(reversed(range(self.layers))):
             # Whatever was not kept is there again while a layer's gradients are computed.
-            again = self.keeps[Keeps.ALL] - kept[layer]
-            peak = max(peak, held + again + self.temporary + (done + 1) * self.gradients)
+            again = keeps[Keeps.ALL] - kept[layer]
+            new = self.gradients if parts > 1 else (done + 1) * self.gradients
+            peak = max(peak, held + again + self.temporary // parts + new)
             held -= kept[layer]
         return Seen(peak, before, kept[-1])
 
 
-def spent(step: Step, limit: int, alike: bool = True) -> tuple[Spending, list[int]]:
+def spent(step: Step, limit: int, alike: bool = True, splits: int = 1) -> tuple[Spending, list[int]]:
     """The decisions of a training, and the peak after each of its steps."""
-    spending, peaks = Spending(step.layers, limit, alike), [0]
+    spending, peaks = Spending(step.layers, limit, alike, splits), [0]
     while not spending.settled:
         seen = step.seen(spending, peaks[-1])
         peaks.append(seen.peak)
         spending.after(seen)
-        assert len(peaks) < 4 * step.layers + 9, "it never settles"
+        assert len(peaks) < 4 * step.layers + 9 + splits, "it never settles"
     return spending, peaks
 
 
@@ -98,11 +102,35 @@ def test_it_settles_within_six_steps() -> None:
     sizes=st.lists(st.integers(1, 10_000), min_size=3, max_size=3, unique=True).map(sorted),
     rest=st.tuples(*[st.integers(0, 20_000)] * 4),
     limit=st.integers(1, 2_000_000),
+    splits=st.integers(1, 16),
 )
-def test_the_peak_never_passes_the_limit_by_its_doing(layers: int, sizes: list[int], rest: tuple[int, ...], limit: int) -> None:
+def test_the_peak_never_passes_the_limit_by_its_doing(
+    layers: int, sizes: list[int], rest: tuple[int, ...], limit: int, splits: int
+) -> None:
     step = Step(layers, rest[0], (sizes[0], sizes[1], sizes[2]), *rest[1:])
-    _, peaks = spent(step, limit)
+    _, peaks = spent(step, limit, splits=splits)
     assert max(peaks) <= max(limit * (1 - MARGIN), peaks[1])
+
+
+def test_a_batch_is_taken_in_parts_of_which_every_layer_keeps_its_products() -> None:
+    whole, _ = spent(EIGHT_BILLION, 140 * GIB)
+    parts, peaks = spent(EIGHT_BILLION, 140 * GIB, splits=8)
+    assert whole.parts == 1
+    assert parts.parts == 3
+    assert {parts.keeps(layer) for layer in range(32)} <= {Keeps.PRODUCTS, Keeps.ALL}
+    assert len(peaks) - 1 <= 9
+
+
+def test_a_batch_that_fits_is_taken_as_a_whole() -> None:
+    assert spent(EIGHT_BILLION, 1000 * GIB, splits=8)[0].parts == 1
+
+
+def test_a_batch_is_taken_in_no_more_parts_than_keep_the_device_busy() -> None:
+    assert spent(EIGHT_BILLION, 140 * GIB, splits=2)[0].parts == 2
+    assert splits(Setup("llama-3-8b", batch=128, sequence=512)) == 8
+    assert splits(Setup("llama-3-8b", batch=2, sequence=32768)) == 2
+    assert splits(Setup("llama-3-8b", batch=4, sequence=512)) == 1
+    assert splits(Setup("llama-3-8b", batch=128, sequence=512, ranks=2, shard="fsdp2")) == 1
 
 
 def test_layers_that_differ_are_moved_one_by_one() -> None:
@@ -197,6 +225,9 @@ class Simulated:
 
     def retries(self) -> int:
         return 0
+
+    def tidy(self) -> None:
+        self.tidied = True
 
     inside = False
 

@@ -66,12 +66,24 @@ def test_micro_batches_make_up_the_loss_of_their_step(small: Setup, row: Row) ->
     assert pieces.losses == pytest.approx(row.losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_batch_in_parts_has_the_losses_of_the_whole(parts: int, small: Setup, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spender(TrainerCallback):
+        pass
+
+    Spender.parts = parts
+    monkeypatch.setattr(spending, "observers", lambda setup, tell: [Spender()])
+    assert run(small).losses == pytest.approx(row.losses, rel=1e-5)
+
+
 def test_the_first_two_steps_are_not_timed(small: Setup) -> None:
     assert run(replace(small, steps=2)).tokens_per_second is None
 
 
 def test_once_fewer_layers_are_computed_again_the_times_count_anew(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Spender(TrainerCallback):
+        parts = 1
+
         def __init__(self, tell: Callable[[str], object]) -> None:
             self.tell = tell
 

@@ -46,7 +46,9 @@ def train(
     batch: Annotated[str, typer.Option(help="Sequences of a rank and micro-batch; auto: as many as fit.")] = "1",
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
     accumulation: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
-    steps: Annotated[int | None, typer.Option(help="Steps of the optimizer; 20, in a sweep 6.", show_default=False)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of the optimizer; 20, in a sweep 6, and 10 more with --checkpoint auto.", show_default=False)
+    ] = None,
     learning_rate: Annotated[float, typer.Option(help="Constant.")] = 1e-5,
     seed: Annotated[int, typer.Option(help="Of random weights and of the order of the sequences.")] = 0,
     liger: Annotated[str | None, typer.Option(help=f"{_values('liger')}, several with commas between; all by default.")] = None,
@@ -124,7 +126,7 @@ def train(
         _check_sweep(liger, output)
         _say(notes)
         given: dict[str, Any] = {"out": out, "csv": csv, "resume": resume, "snapshot": snapshot, "profile": profile, "as_json": as_json}
-        sweep(setup, sweeps or [], strategies, gpus=gpus, skip=skip_larger, **given)
+        sweep(setup, sweeps or [], strategies, gpus=gpus, skip=skip_larger, settle=steps is None, **given)
         return
     if gpus or skip_larger:
         raise OptionError("train: --gpus and --skip-larger are for --sweep; without it give CUDA_VISIBLE_DEVICES")

@@ -165,7 +165,8 @@ class _Training:
             self.known = _counts(built.model) | {"replaced": built.replaced}
             sealer = _Sealer(lambda: self._told(built.model, data), data.tokenizer)
             spenders = spending.observers(self.setup, self._decided)
-            trainer = _Trainer(built.model, arguments, data, self.recorder, [self.recorder, sealer, *spenders, *observers])
+            callbacks = [self.recorder, sealer, *spenders, *observers]
+            trainer = _Trainer(built.model, arguments, data, self.recorder, callbacks, lambda: spenders[0].parts if spenders else 1)
             with self.interruption, torch.serialization.safe_globals(_projectors(self.setup.optimizer)):
                 trainer.train(resume_from_checkpoint=str(before.folder) if before else None)
             self.known["checkpointed_layers"] = checkpointed_layers(built.model)
@@ -232,18 +233,28 @@ class _Training:
 
 
 class _Trainer(Trainer):
-    """A Trainer that keeps the loss of every micro-batch, on the device and unrounded."""
+    """A Trainer that keeps the loss of every micro-batch, on the device and unrounded, and takes one in as many parts as it is told."""
 
     def __init__(
-        self, model: nn.Module, arguments: TrainingArguments, data: Data, recorder: Recorder, callbacks: list[TrainerCallback]
+        self,
+        model: nn.Module,
+        arguments: TrainingArguments,
+        data: Data,
+        recorder: Recorder,
+        callbacks: list[TrainerCallback],
+        parts: Callable[[], int] = lambda: 1,
     ) -> None:
         super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), callbacks=callbacks)
         # It prints a summary to standard output, where a single JSON object may be due.
         self.remove_callback(PrinterCallback)
-        self.micro = recorder.micro
+        self.micro, self.parts = recorder.micro, parts
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        # Only a loss that is divided by the tokens of the whole batch is the sum of those of its parts.
+        parts = 1 if num_items_in_batch is None else self.parts()
+        pieces = zip(*(value.tensor_split(min(parts, len(value))) for value in inputs.values()), strict=True)
+        losses = [super(_Trainer, self).training_step(model, dict(zip(inputs, piece, strict=True)), num_items_in_batch) for piece in pieces]
+        loss = losses[0] if parts == 1 else torch.stack(losses).sum()
         self.micro.append(loss.detach().clone())
         return loss
 

@@ -18,6 +18,8 @@ from liger_bench.train.setup import Setup
 
 # Of the memory; for the allocator's gaps, and for sizes that vary from step to step.
 MARGIN = 0.06
+# Tokens that keep a GPU busy. A batch is taken in parts of no fewer.
+BUSY = 8192
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,18 @@ class Spending:
     add less, that is repeated until none fits. The first one of its kind, whose bytes are unknown, is only moved if there is room for all
     that the last layer's recomputation took: the peak of the first step held that beyond what was there before that layer.
 
+    Where not all layers can keep their products, the batch is taken in parts, one after the other, if it may be: a part keeps so much
+    less, and all of them together compute no more than the whole batch would.
+
+    splits   parts of the batch at most
+    parts    of the batch
     moves    so many were made; layers × 2 at most
     settled  there will be no more of them
     """
 
-    def __init__(self, layers: int, limit: int, alike: bool = True) -> None:
-        self.layers, self.limit, self.alike = layers, int(limit * (1 - MARGIN)), alike
-        self.moves = 0
+    def __init__(self, layers: int, limit: int, alike: bool = True, splits: int = 1) -> None:
+        self.layers, self.limit, self.alike, self.splits = layers, int(limit * (1 - MARGIN)), alike, splits
+        self.moves, self.parts = 0, 1
         self.settled = layers == 0
         self._unknown: int | None = None
         self._held: list[int] = []
@@ -68,9 +75,9 @@ class Spending:
             self.moves, self.settled, self._retried = max(0, self.moves - 1), True, False
         if self.settled:
             return self.moves
-        more = self._more(seen)
+        parts, more = self.parts, self._more(seen)
         self.moves += more
-        self.settled = more == 0
+        self.settled = more == 0 and self.parts == parts
         return self.moves
 
     def keeps(self, layer: int) -> Keeps:
@@ -83,14 +90,29 @@ class Spending:
         if kind == 2:
             return 0
         room = self.limit - seen.peak
+        unknown = self._unknown or 0
         if done == 0:
             # The first of its kind, the last layer, shows what one takes.
-            return int(room >= (self._unknown or 0))
+            return int(room >= unknown)
         self._held[kind + 1 :] = [seen.held]
         each = max(1, self._held[kind + 1] - self._held[kind])
         if not self.alike:
-            return int(room >= max(each, self._unknown or 0))
+            return int(room >= max(each, unknown))
+        if kind == 0 and (self.layers - done) * each > room and self._in_parts((self.layers - done) * each, room):
+            # The next step shows what a layer takes now, and the peak with the gradients of other parts beside it.
+            return 0
         return min(self.layers - done, room // each)
+
+    def _in_parts(self, needed: int, room: int) -> bool:
+        """Take the batch in parts of which the layers can keep what they need, or in as many as there may be; whether that was done."""
+        parts = min(self.splits, self.parts * -(-needed // max(1, room)))
+        # Gradients of one part are there throughout the next one, as at the end of the whole batch: inputs and one layer come on top.
+        if parts == self.parts or room < self.layers * self._held[0] * self.parts // parts + (self._unknown or 0):
+            return False
+        self._held = [held * self.parts // parts for held in self._held]
+        self._unknown = -(-(self._unknown or 0) * self.parts // parts)
+        self.parts = parts
+        return True
 
 
 class Memory(Protocol):
@@ -100,6 +122,7 @@ class Memory(Protocol):
     def allocated(self) -> int: ...
     def peak(self) -> int: ...
     def retries(self) -> int: ...
+    def tidy(self) -> None: ...
 
 
 class GPU:
@@ -123,15 +146,21 @@ class GPU:
     def retries(self) -> int:
         return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
+    def tidy(self) -> None:
+        """Give back what the allocator keeps, where other sizes will be asked for."""
+        torch.cuda.empty_cache()
+
 
 class SpendMemory(TrainerCallback):
     """Moves the layers of the model of a Trainer as Spending decides, and tells when it is done.
 
     All ranks decide alike, by the one with the least memory left: layers that gather their weights must do so on all of them.
+
+    splits  parts of a batch at most
     """
 
-    def __init__(self, memory: Memory, tell: Callable[[str], object]) -> None:
-        self.memory, self.tell = memory, tell
+    def __init__(self, memory: Memory, tell: Callable[[str], object], splits: int = 1) -> None:
+        self.memory, self.tell, self.splits = memory, tell, splits
         self.spending: Spending | None = None
         self._products = checkpointing.Products()
         self._layers: list[Any] = []
@@ -140,6 +169,11 @@ class SpendMemory(TrainerCallback):
         self._last: tuple[int, int] | None = None
         self._has_state = False
         self._retries = 0
+
+    @property
+    def parts(self) -> int:
+        """So many the Trainer shall take a batch in."""
+        return self.spending.parts if self.spending else 1
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **more: Any) -> None:
         self._layers = checkpointing.layers(model)
@@ -160,15 +194,17 @@ class SpendMemory(TrainerCallback):
         if self.spending is None:
             alike = len({_weights(layer) for layer in self._layers}) == 1
             limit = _least(self.memory.limit(), args.device)
-            self.spending, self._retries = Spending(len(self._layers), limit, alike), self.memory.retries()
+            self.spending, self._retries = Spending(len(self._layers), limit, alike, self.splits), self.memory.retries()
         if self.spending.settled and _ranks() > 1:
             # To ask the others would make every step wait for the device.
             return
         retries, self._retries = self._retries, self.memory.retries()
         seen = [_most(value, args.device) for value in (self.memory.peak(), *self._last, self._retries - retries)]
         kept = [self.spending.keeps(place) for place in range(len(self._layers))]
-        moves = self.spending.moves
+        moves, parts = self.spending.moves, self.parts
         self.spending.after(Seen(seen[0], seen[1], seen[2], retried=seen[3] > 0))
+        if self.parts != parts:
+            self.memory.tidy()
         for place, layer in enumerate(self._layers):
             if self.spending.keeps(place) is not kept[place]:
                 checkpointing.keep(layer, self.spending.keeps(place), self._products)
@@ -199,15 +235,23 @@ class SpendMemory(TrainerCallback):
         self.tell(f"--checkpoint auto: from step {step + 1} on {_summary(self._layers, self.spending)}.")
 
 
-def observers(setup: Setup, tell: Callable[[str], object]) -> Sequence[TrainerCallback]:
+def observers(setup: Setup, tell: Callable[[str], object]) -> Sequence[SpendMemory]:
     """The callbacks that a setup's checkpointing needs in the Trainer; `tell` gets sentences."""
-    return [SpendMemory(GPU(setup.memory_limit), tell)] if setup.checkpoint == "auto" else []
+    return [SpendMemory(GPU(setup.memory_limit), tell, splits(setup))] if setup.checkpoint == "auto" else []
+
+
+def splits(setup: Setup) -> int:
+    """Parts of a batch at most: those that keep the GPU busy, where a backward pass does no more than add to gradients."""
+    if setup.ranks > 1 or setup.shard != "none" or setup.optimizer == "galore-layerwise":
+        return 1
+    return max(1, min(setup.batch, setup.batch * setup.sequence // BUSY))
 
 
 def _summary(layers: list[Any], spending: Spending | None) -> str:
     kept = [spending.keeps(place) if spending else Keeps.INPUT for place in range(len(layers))]
     again, products = kept.count(Keeps.INPUT), kept.count(Keeps.PRODUCTS)
-    return f"{again} of {len(layers)} layers are computed again, {products} but for their products, {kept.count(Keeps.ALL)} are not"
+    batch = f"a batch is taken in {spending.parts} parts, and " if spending and spending.parts > 1 else ""
+    return f"{batch}{again} of {len(layers)} layers are computed again, {products} but for their products, {kept.count(Keeps.ALL)} are not"
 
 
 def _has_state(optimizer: Any) -> bool:

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
@@ -30,6 +31,8 @@ from liger_core.errors import DeviceError, OptionError
 
 # Two steps of warm-up, and four whose median counts.
 STEPS = 6
+# So many more in which --checkpoint auto settles, and which do not count.
+SETTLING = 10
 # A training of few steps that takes longer hangs.
 PATIENCE = 1800.0
 
@@ -100,11 +103,13 @@ def sweep(
     resume: bool = False,
     snapshot: bool = False,
     profile: bool = False,
+    settle: bool = False,
     as_json: bool = False,
 ) -> list[Row]:
     """Train every cell, write each row at once, and print them all; what went wrong otherwise than by memory makes the exit code 1.
 
-    With resume, cells that `out` has already of this machine, commit and versions are left out.
+    With resume, cells that `out` has already of this machine, commit and versions are left out. With settle, those with
+    `--checkpoint auto` take as many more steps as that needs to settle.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise OptionError("train: --sweep starts its own ranks and must not run under torchrun; give --sweep ranks=1,2,4 to vary them")
@@ -113,6 +118,8 @@ def sweep(
     extras = Extras(out, snapshot, profile)
     check(base, extras)
     setups = cells(base, swept(options), strategies_of(strategies) if strategies else list(STRATEGIES))
+    if settle:
+        setups = [replace(each, steps=each.steps + SETTLING) if each.checkpoint == "auto" else each for each in setups]
     for setup in setups:
         techniques.check(setup)
     chosen = _gpus(gpus, base)
