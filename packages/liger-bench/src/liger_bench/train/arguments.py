@@ -53,11 +53,14 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
 
 
 def _mixed(dtype: str) -> Any:
-    """Of accelerate's own policy the gradients would be summed, and the loss be told, in the low precision."""
+    """Of accelerate's own policy the gradients would be summed, and the loss be told, in the low precision.
+
+    Results stay what they are: a layer's in the low precision, as the products after it need them, and the loss in float32.
+    """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    return MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32, output_dtype=torch.float32)
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32, output_dtype=None)
 
 
 def _sharding(setup: Setup) -> dict[str, Any]:
