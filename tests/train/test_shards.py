@@ -57,6 +57,10 @@ def work(rank: int, folder: str, port: int, device: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    if device == "cuda":
+        # For all ways: FSDP2 sums norms of gradients that are offloaded on the host.
+        torch.cuda.set_device(rank)
+        torch.distributed.init_process_group("cuda:nccl,cpu:gloo")
     # As in conftest.py.
     gc.freeze()
     # It would compile for most of a minute; tests/train/techniques_that_compile.py lets it.
