@@ -130,6 +130,12 @@ def test_another_commit_is_another_measurement() -> None:
     ("error", "reason"),
     [
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB. Of it"), "Tried to allocate 2 GiB. GPU 0 has 1 GiB"),
+        (
+            RuntimeError(
+                "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 9 GiB of which 7 GiB is free. It uses 2 GiB. 3.00 GiB allowed; Of"
+            ),
+            "Tried to allocate 2 GiB. 3.00 GiB allowed",
+        ),
         (RuntimeError("CUDA error: out of memory\nmore"), "CUDA error: out of memory"),
         (
             RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
@@ -137,7 +143,7 @@ def test_another_commit_is_another_measurement() -> None:
         ),
         (MemoryError(), "of the host"),
     ],
-    ids=["pytorch", "cuda", "cublas", "host"],
+    ids=["pytorch", "limited", "cuda", "cublas", "host"],
 )
 def test_every_library_has_its_words_for_no_memory(error: Exception, reason: str) -> None:
     state, results = failure(error)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import traceback
 from collections.abc import Callable
@@ -132,6 +133,8 @@ def failure(error: Exception) -> Answer:
 
 
 def _asked(message: str) -> str:
-    """The first two sentences of PyTorch's message: what was tried, and what the device has."""
+    """Of PyTorch's message what was tried, and what the device has, or what is allowed of that."""
     first = next(iter(message.splitlines()), "of the host")
-    return ". ".join(first.removeprefix("CUDA out of memory. ").split(". ")[:2])
+    tried, *rest = first.removeprefix("CUDA out of memory. ").split(". ")
+    allowed = re.search(r"[0-9.]+ [KMGT]iB allowed", message)
+    return ". ".join([tried, allowed[0] if allowed else rest[0]]) if rest else tried

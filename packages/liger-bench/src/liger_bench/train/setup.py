@@ -55,5 +55,10 @@ class Setup:
         for field in fields(self):
             value = getattr(self, field.name)
             if value != DEFAULTS[self.device].get(field.name, field.default) and field.name != "ranks":
-                words += ["--" + field.name.replace("_", "-"), str(value)]
+                words += ["--" + field.name.replace("_", "-"), _size(value) if field.name == "memory_limit" else str(value)]
         return shlex.join(words)
+
+
+def _size(size: int) -> str:
+    """What the option takes for so many bytes."""
+    return f"{size >> 30}GiB" if size % 2**30 == 0 else str(size)
