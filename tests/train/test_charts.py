@@ -164,6 +164,20 @@ def test_shares_are_taken_where_all_three_have_figures() -> None:
     assert told["tokens/s of Liger ÷ plain at 8"] == ("", "1.50")
 
 
+def test_no_share_is_taken_of_what_the_steps_of_one_training_differ_by() -> None:
+    noisy = [replace(each, low_tokens_per_second=500.0) if each.liger == "all" else each for each in by_batch(1, 4, 8)]
+    told = said(noisy)
+    assert not any("throughput gained" in words for words in told)
+    assert "share of the memory saved at 8 that is the fused loss" in told
+
+
+def test_options_that_were_chosen_are_not_told_again() -> None:
+    notes = ["--checkpoint full was chosen for a GPU: Of every layer only the input is kept.", "--checkpoint auto: from step 7 on 0 of 16"]
+    text = text_of([replace(each, notes=notes[: 1 + (each.batch == 4)]) for each in by_batch(1, 4, strategies=["none", "all"])])
+    assert "was chosen" not in text
+    assert "* Transformers at 4; Liger at 4: --checkpoint auto: from step 7 on 0 of 16" in text
+
+
 def test_a_figure_of_the_page_is_that_of_the_row_with_its_ratio_to_the_plain_one() -> None:
     text = text_of(by_batch(1, 4))
     assert line(text, "4", "Transformers")[2:] == ["1,000", "950 – 1,050", "1.00", "7.10", "1.00", "10.5000"]
@@ -186,6 +200,7 @@ def test_the_command_of_a_sweep_measures_it_again() -> None:
     rows = by_batch(1, 4, strategies=["none", "all"])
     words = shlex.split(sweep_command(found(rows)[0]))
     options = dict(zip(words[2::2], words[3::2], strict=True))
+    assert options["--memory-limit"] == "24GiB"
     base = Setup("llama-3.2-1b", **{name: getattr(SEED, name) for name in ("precision", "shard", "offload", "memory_limit", "steps")})
     again = cells(base, swept([options["--sweep"]]), strategies_of(options["--strategies"]))
     assert {tuple(getattr(each, name) for name in SETUP) for each in again} == {

@@ -6,14 +6,14 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from markdown_it import MarkdownIt
 
 from liger_bench.charts.statements import statements
-from liger_bench.charts.sweeps import PLAIN, STRATEGY, Strategy, Sweep, where
+from liger_bench.charts.sweeps import PLAIN, STRATEGY, Sweep, where
 from liger_bench.charts.timelines import title
 from liger_bench.report import markdown
 from liger_bench.report.records import Record, distinct
@@ -43,6 +43,9 @@ th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.75rem; white-s
 pre, code { background: var(--soft); font-size: 0.9rem; }
 pre { overflow-x: auto; padding: 0.75rem; }
 """.strip()
+
+# How the notes begin of options that were chosen for the user.
+CHOSEN = re.compile(r"--[a-z-]+ \S+ was chosen")
 
 
 @dataclass
@@ -109,25 +112,30 @@ def _figures(sweep: Sweep) -> str:
             if row is not None:
                 lines.append([str(value), strategy.label, *_cells(row, base)])
     parts = [markdown.table((sweep.axis, "strategy", *HEAD), markdown.sparse(lines), right=(0, *range(2, 2 + len(HEAD))))]
-    parts.append(_reasons(sweep))
-    parts.append(markdown.reasons((strategy.label, note) for strategy in sweep.strategies for note in _notes(sweep, strategy)))
+    parts.append(_told(sweep, lambda row: [row["reason"]]))
+    parts.append(_told(sweep, _notes))
     return "\n\n".join(part for part in parts if part)
 
 
-def _reasons(sweep: Sweep) -> str:
-    """Why there are no figures, with the values of each strategy together."""
+def _told(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> str:
+    """What is said of its trainings; of each strategy the values together of which the same is said, if it is not said of all."""
     found: list[tuple[str, str]] = []
     for strategy in sweep.strategies:
+        rows = [row for row in sweep.rows if strategy.has(row)]
         values: dict[str, list[str]] = {}
-        for row in sweep.rows:
-            if strategy.has(row):
-                values.setdefault(row["reason"], []).append(str(row[sweep.axis]))
-        found += [(f"{strategy.label} at {', '.join(places)}", reason) for reason, places in values.items()]
+        for row in rows:
+            for sentence in sentences(row):
+                values.setdefault(sentence, []).append(str(row[sweep.axis]))
+        found += [
+            (strategy.label if len(places) == len(rows) > 1 else f"{strategy.label} at {', '.join(places)}", sentence)
+            for sentence, places in values.items()
+        ]
     return markdown.reasons(found)
 
 
-def _notes(sweep: Sweep, strategy: Strategy) -> list[str]:
-    return list(dict.fromkeys(note for row in sweep.rows if strategy.has(row) for note in row.get("notes") or []))
+def _notes(row: Record) -> list[str]:
+    """What was decided, but for the options that were chosen, which stand above."""
+    return [note for note in row.get("notes") or [] if not CHOSEN.match(note)]
 
 
 def _cells(row: Record, plain: Record | None) -> list[str]:
