@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,8 @@ def plan(
     ] = None,
     techniques: Annotated[bool, typer.Option(help="Also what each technique would save.")] = True,
     compare: Annotated[
-        Path | None, typer.Option(help="train.json of `liger train` or its folder, or model.json of `liger bench model`: predict each row.")
+        list[Path] | None,
+        typer.Option(help="train.json of `liger train` or its folder, or model.json of `liger bench model`; repeatable: predict each row."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json and plan.png, or plan-compared.md with --compare.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
@@ -51,11 +53,11 @@ def plan(
     The model is made of fake tensors and takes a step; options are those of `liger train`. Exit code 1 if it does not fit, or if a comparison
     finds a prediction that is more than 10 % off or wrong about fitting.
     """
-    if (model is None) == (compare is None):
+    if (model is None) == (not compare):
         raise OptionError("plan: --model or --compare must be given, one of the two")
     if device not in ("cuda", "cpu"):
         raise OptionError(f"plan: --device must be cuda or cpu, got {device!r}")
-    if compare is not None:
+    if compare:
         _compare(compare, out, as_json)
         return
     limit = _limit(memory_limit, device)
@@ -108,11 +110,11 @@ def _limit(given: str | None, device: str) -> int | None:
     return None
 
 
-def _compare(results: Path, out: Path | None, as_json: bool) -> None:
+def _compare(results: list[Path], out: Path | None, as_json: bool) -> None:
     from liger_bench.plan.comparison import compared, rows_in
     from liger_bench.plan.tables import compared_page, print_compared, worst
 
-    rows = rows_in(results)
+    rows = [row for path in results for row in rows_in(path)]
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=len(rows))
         found = []
@@ -121,7 +123,8 @@ def _compare(results: Path, out: Path | None, as_json: bool) -> None:
             bar.advance(task)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "plan-compared.md").write_text(compared_page(found))
+        command = shlex.join(["liger", "plan", *(word for path in results for word in ("--compare", str(path))), "--out", str(out)])
+        (out / "plan-compared.md").write_text(compared_page(found, command))
     if as_json:
         print(json.dumps({"rows": [one.columns() for one in found], "worst": worst(found), "right": sum(one.right for one in found)}))
     else:
