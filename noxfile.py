@@ -35,13 +35,16 @@ RELEASE = [
 ]
 # The two sweeps of the report that this project began with, as on its card; then larger ones on the whole card.
 SEED = ["--model", "llama-3.2-1b", "--precision", "fp16", "--shard", "zero3", "--offload", "parameters", "--memory-limit", "24GiB"]
-EIGHT_BILLION = ["--model", "llama-3-8b", "--precision", "bf16-pure", "--sequence", "512", "--sweep", "batch=8,16,32,64,128"]
+EIGHT_BILLION = ["--model", "llama-3-8b", "--precision", "bf16-pure", "--sequence", "512", "--sweep", "batch=8,16,32,64,96,128"]
 TRAININGS = [
     [*SEED, "--sweep", "batch=1,4,8,16,32,64,96,112"],
     [*SEED, "--batch", "4", "--sweep", "sequence=512,1024,2048,4096,8192,12288,16384,24576"],
     [*EIGHT_BILLION, "--strategies", "none,all"],
     [*EIGHT_BILLION, "--strategies", "all", "--checkpoint", "auto"],
 ]
+# With as many GPUs as there are, up to these.
+SCALED = ["--model", "llama-3.2-1b", "--batch", "8", "--strategies", "none,all"]
+RANKS = (1, 2, 4)
 # Recorded apart from the others, since recording takes time.
 RECORDED = [[*SEED, "--sweep", "batch=4,8", "--strategies", "none,all"], [*SEED, "--sweep", "batch=112", "--strategies", "all"]]
 
@@ -143,8 +146,10 @@ def trainings(session: nox.Session) -> None:
     """
     folder, *gpus = session.posargs or ["results/trainings"]
     chosen = ["--gpus", *gpus] if gpus else []
+    ranks = [str(count) for count in RANKS if count <= len("".join(gpus).split(","))]
+    scaled = [[*SCALED, "--sweep", f"ranks={','.join(ranks)}"], [*SCALED, "--shard", "fsdp2", "--sweep", f"ranks={','.join(ranks[1:])}"]]
     recorded = f"{folder}-recorded"
-    for where, sweeps, more in ((recorded, RECORDED, ["--snapshot"]), (folder, TRAININGS, [])):
+    for where, sweeps, more in ((recorded, RECORDED, ["--snapshot"]), (folder, TRAININGS + (scaled if ranks[1:] else []), [])):
         for swept in sweeps:
             session.run(here(session), "-m", "liger_core", "train", *swept, *chosen, *more, "--out", where, "--resume", external=True)
     # Of a training in both folders the row in the last one counts.
