@@ -164,6 +164,14 @@ def test_shares_are_taken_where_all_three_have_figures() -> None:
     assert told["tokens/s of Liger ÷ plain at 8"] == ("", "1.50")
 
 
+def test_ways_to_checkpoint_are_compared_where_both_have_figures() -> None:
+    auto = [replace(each, checkpoint="auto", tokens_per_second=1500.0 + 10 * each.batch) for each in by_batch(1, 4, 8, strategies=["all"])]
+    auto[-1] = replace(auto[-1], tokens_per_second=None, out_of_memory=True)
+    full = [replace(each, checkpoint="full") for each in by_batch(1, 4, 8, strategies=["none", "all"])]
+    told = said([*full, *auto])
+    assert told["tokens/s of Liger, checkpoint auto ÷ checkpoint full"] == ("", "1.01 to 1.03 at 2 sizes")
+
+
 def test_no_share_is_taken_of_what_the_steps_of_one_training_differ_by() -> None:
     noisy = [replace(each, low_tokens_per_second=500.0) if each.liger == "all" else each for each in by_batch(1, 4, 8)]
     told = said(noisy)

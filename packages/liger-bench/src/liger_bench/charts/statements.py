@@ -52,6 +52,7 @@ def statements(sweep: Sweep) -> list[Statement]:
     if plain and fused and (highest := _highest(sweep, plain)) and (ours := _highest(sweep, fused)):
         words = f"{ours[1] / highest[1]:.2f} (at {ours[0]} ÷ at {highest[0]})"
         found.append(Statement("highest tokens/s of Liger ÷ highest of plain", "", words))
+    found += _checkpoints(sweep)
     if plain and partly and fused and (all_three := _largest(sweep, [plain, partly, fused])):
         value, rows = all_three
         for column, words, key in (("peak_bytes", "memory saved", "memory"), ("tokens_per_second", "throughput gained", "speed")):
@@ -65,6 +66,23 @@ def statements(sweep: Sweep) -> list[Statement]:
                         f"{(every - some) / (every - none):.1%}",
                     )
                 )
+    return found
+
+
+def _checkpoints(sweep: Sweep) -> list[Statement]:
+    """What other ways to checkpoint gain over computing every layer again."""
+    found: list[Statement] = []
+    for full in (strategy for strategy in sweep.strategies if strategy.checkpoint == "full"):
+        for other in (s for s in sweep.strategies if s.liger == full.liger and s.checkpoint != "full"):
+            pairs = [(sweep.row(other, value), sweep.row(full, value)) for value in sweep.values]
+            ratios = [
+                one["tokens_per_second"] / base["tokens_per_second"]
+                for one, base in pairs
+                if one and base and _measured(one) and _measured(base)
+            ]
+            if ratios:
+                words = f"tokens/s of {other.label} ÷ checkpoint full"
+                found.append(Statement(words, "", f"{min(ratios):.2f} to {max(ratios):.2f} at {len(ratios)} sizes"))
     return found
 
 
