@@ -22,7 +22,7 @@ from liger_bench.train.setup import Setup
 from liger_core.plugins import registry
 from plan.measuring import CPU, measured_bytes, tiny
 
-PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[2] / "docs" / "plan-compared.md"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -65,7 +65,7 @@ def _rows(folder: str, file: str) -> list[dict[str, Any]]:
 LIGER = {"hf": "none", "liger": "all"}
 MEASURED = [
     row
-    for row in _rows("2026-11-21-four-h200s-at-once", "model.json")
+    for row in _rows("2026-11-21-four-h200s", "model.json")
     if row["implementation"] in LIGER and row["model"] == "1b" and row["batch"] in (4, 16) and row["sequence"] == 1024
 ]
 
@@ -76,6 +76,24 @@ def test_forward_and_backward_take_on_an_h200_what_was_measured(row: dict[str, A
     (found,) = compared([row])
     assert found.right
     assert found.error is None or abs(found.error) < 0.002
+    assert " | ".join(cells_of(found)) in PAGE.read_text()
+
+
+TRAINED = [row for row in _rows("2026-11-21-h200-techniques", "train.json") if row["liger"] == "all" and row["checkpoint"] in ("full", "8")]
+PACKAGES = ("peft", "bitsandbytes", "galore_torch")
+
+
+@pytest.mark.parametrize(
+    "row", TRAINED, ids=["-".join(str(r[n]) for n in ("precision", "checkpoint", "optimizer", "adapter")) for r in TRAINED]
+)
+@pytest.mark.usefixtures("kernels")
+def test_a_training_takes_on_an_h200_what_was_measured(row: dict[str, Any]) -> None:
+    for package in PACKAGES:
+        pytest.importorskip(package)
+    (found,) = compared([row])
+    assert found.right
+    assert found.error is not None
+    assert abs(found.error) < 0.002
     assert " | ".join(cells_of(found)) in PAGE.read_text()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest model that has every part, and a short text."""
+"""The smallest model that has every part, and a text that says the same again and again, so that it is learnt in a few steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from liger_bench.train.setup import Setup
 
-TEXT = Path(__file__).parents[2] / "README.md"
+TEXT = "A step reads a batch of sequences, and each of them is its own label.\nWhat was read before is read again.\n" * 300
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,7 +40,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small(model: Path) -> Setup:
+def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """Six steps of two sequences of 16 tokens on the CPU."""
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text(TEXT)
     shape = {"batch": 2, "sequence": 16, "precision": "fp32", "checkpoint": "none", "device": "cpu"}
-    return Setup(str(model), data=str(TEXT), steps=6, learning_rate=1e-2, **shape)
+    return Setup(str(model), data=str(text), steps=6, learning_rate=1e-2, **shape)
