@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_bench.train import checkpointing
 from liger_bench.train.checkpointing import Keeps
@@ -203,15 +204,22 @@ def test_where_products_are_kept_none_is_computed_again() -> None:
 
 
 class Simulated:
-    """The memory of a model whose layers keep 10, 40 or 100 bytes, of a device with `size`."""
+    """The memory of a model whose layers keep 10, 40 or 100 bytes of a batch as a whole, of a device with `size`."""
+
+    KEEPS = (10, 40, 100)
+    inside = tidied = False
+    parts = 1
 
     def __init__(self, model: Any, size: int) -> None:
         self.layers, self.size, self.most = checkpointing.layers(model), size, 0
 
-    def kept(self, layer: Any) -> int:
+    def keeps(self, layer: Any) -> Keeps:
         if not layer.gradient_checkpointing:
-            return 100
-        return 40 if "context_fn" in layer._gradient_checkpointing_func.keywords else 10
+            return Keeps.ALL
+        return Keeps.PRODUCTS if "context_fn" in layer._gradient_checkpointing_func.keywords else Keeps.INPUT
+
+    def kept(self, layer: Any) -> int:
+        return self.KEEPS[self.keeps(layer)] // self.parts
 
     def limit(self) -> int:
         return self.size
@@ -220,7 +228,7 @@ class Simulated:
         return 1000 + sum(self.kept(layer) for layer in self.layers[: -1 if self.inside else None])
 
     def peak(self) -> int:
-        self.most = max(self.most, 1000 + sum(map(self.kept, self.layers)) + 100)
+        self.most = max(self.most, 1000 + sum(map(self.kept, self.layers)) + 100 // self.parts)
         return self.most
 
     def retries(self) -> int:
@@ -229,25 +237,45 @@ class Simulated:
     def tidy(self) -> None:
         self.tidied = True
 
-    inside = False
+    def trained(self, model: Any, splits: int = 1) -> list[str]:
+        """Eight steps of a Trainer, and what was told of them."""
+        told: list[str] = []
+        callback = SpendMemory(self, told.append, splits)
+        arguments, optimizer = SimpleNamespace(device=CPU), SimpleNamespace(state={})
+        callback.on_train_begin(arguments, None, None, model=model)
+        self.layers[-1].register_forward_pre_hook(lambda *_: setattr(self, "inside", True), prepend=True)
+        self.layers[-1].register_forward_hook(lambda *_: setattr(self, "inside", False), prepend=True)
+        for step in range(8):
+            self.parts = callback.parts
+            callback.on_step_begin(arguments, SimpleNamespace(global_step=step), None)
+            model.model(input_ids=torch.arange(8).view(1, 8))
+            optimizer.state["moment"] = 1
+            callback.on_step_end(arguments, SimpleNamespace(global_step=step), None, optimizer=optimizer)
+        return told
 
 
 @pytest.mark.parametrize(("size", "expected"), [(10_000, [Keeps.ALL] * 2), (1309, [Keeps.PRODUCTS] * 2), (1100, [Keeps.INPUT] * 2)])
 def test_the_layers_of_a_model_are_moved_while_it_trains(size: int, expected: list[Keeps]) -> None:
     model = model_that_keeps(Keeps.INPUT, Keeps.INPUT)
-    memory, told = Simulated(model, size), []
-    callback = SpendMemory(memory, told.append)
-    arguments, optimizer = SimpleNamespace(device=CPU), SimpleNamespace(state={})
-    callback.on_train_begin(arguments, None, None, model=model)
-    last = checkpointing.layers(model)[-1]
-    last.register_forward_pre_hook(lambda *_: setattr(memory, "inside", True), prepend=True)
-    last.register_forward_hook(lambda *_: setattr(memory, "inside", False), prepend=True)
-    for step in range(8):
-        callback.on_step_begin(arguments, SimpleNamespace(global_step=step), None)
-        model.model(input_ids=torch.arange(8).view(1, 8))
-        optimizer.state["moment"] = 1
-        callback.on_step_end(arguments, SimpleNamespace(global_step=step), None, optimizer=optimizer)
-    states = {10: Keeps.INPUT, 40: Keeps.PRODUCTS, 100: Keeps.ALL}
-    assert [states[memory.kept(layer)] for layer in memory.layers] == expected
+    memory = Simulated(model, size)
+    told = memory.trained(model)
+    assert [memory.keeps(layer) for layer in memory.layers] == expected
     assert len(told) == 1
     assert f"{expected.count(Keeps.INPUT)} of 2 layers are computed again" in told[0]
+    assert not memory.tidied
+
+
+def test_a_batch_is_taken_in_parts_while_it_trains() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=12)).train()
+    checkpointing.enable(model, "full")
+    memory = Simulated(model, int(1550 / (1 - MARGIN)))
+    memory.KEEPS = (10, 100, 120)
+    told = memory.trained(model, splits=8)
+    # 1330 with one layer moved: 11 more want 990 of the 220 that are left.
+    assert memory.parts == 5
+    assert Keeps.INPUT not in map(memory.keeps, memory.layers)
+    assert memory.tidied
+    assert memory.most <= 1550
+    assert len(told) == 1
+    assert "a batch is taken in 5 parts, and 0 of 12 layers are computed again" in told[0]

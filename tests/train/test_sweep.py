@@ -158,6 +158,23 @@ def test_a_sweep_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytes
     assert len((tmp_path / "train.csv").read_text().splitlines()) == 4
 
 
+def test_what_has_to_settle_takes_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: dict[str, int] = {}
+
+    def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:
+        for setup in wanted:
+            steps[setup.checkpoint] = setup.steps
+            yield Measured(row_of(setup, where, {"tokens_per_second": 1.0}))
+
+    monkeypatch.setattr(sweep, "measured", measured)
+    # It wants a GPU.
+    monkeypatch.setattr(sweep.techniques, "check", lambda setup: None)
+    sweep.sweep(replace(TINY, steps=6), ["checkpoint=full,auto"], "all", settle=True)
+    assert steps == {"full": 6, "auto": 6 + sweep.SETTLING}
+    sweep.sweep(replace(TINY, steps=6), ["checkpoint=auto"], "all")
+    assert steps["auto"] == 6
+
+
 @pytest.mark.parametrize("results", [{"failed": True}, {"reason": f"{NOT_RUN}, since"}, {"tokens_per_second": 1.0, "interrupted": True}])
 def test_what_has_no_figures_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]) -> None:
     asked: list[int] = []
