@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_bench.plan.comparison import compared
 from liger_bench.plan.devices import NO_KERNELS
@@ -32,6 +33,15 @@ def kernels() -> None:
     pytest.importorskip("liger_triton.table")
 
 
+# The smallest Llama whose weights bitsandbytes takes.
+LLAMA = {
+    "vocab_size": 2000,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": None,
+}
 SETUPS = {
     "plain": {"liger": "none"},
     "with Liger": {},
@@ -54,6 +64,16 @@ def test_a_prediction_is_what_the_trainer_takes(changes: dict[str, Any], tmp_pat
     if changes.get("adapter") == "qlora" or "optimizer" in changes:
         pytest.importorskip("bitsandbytes")
     setup = tiny(**changes)
+    assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup, tmp_path), rel=0.02)
+
+
+@pytest.mark.parametrize(("precision", "liger"), [("fp32", "none"), ("bf16-pure", "all")])
+def test_a_head_of_its_own_is_not_in_4_bits(precision: str, liger: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    config = AutoConfig.for_model("llama", **{**LLAMA, "tie_word_embeddings": False})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    setup = replace(tiny(adapter="qlora", precision=precision, liger=liger), model=str(tmp_path / "model"))
     assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup, tmp_path), rel=0.02)
 
 

@@ -192,11 +192,16 @@ def optimizer_memory(setup: Setup, kind: Optimizer, weights: Sequence[Weight]) -
     return sum(map(kind.state, parts)), max(map(kind.step, parts), default=0)
 
 
+def held_in_four_bits(name: str, module: nn.Module) -> bool:
+    """bitsandbytes leaves the head as it is, and peft puts no adapter beside it."""
+    return isinstance(module, nn.Linear) and name.endswith("base_layer")
+
+
 def in_four_bits(model: Any, books: Ledger) -> set[int]:
     """Frozen linear weights are held in 4 bits; their storages, which are expanded at each use."""
     found = set()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.endswith("base_layer"):
+        if held_in_four_bits(name, module):
             size = rounded(module.weight.numel() * module.weight.itemsize)
             books.move(module.weight, size - rounded(int(module.weight.numel() * BITS_OF_NF4 / 8)))
             found.add(module.weight.untyped_storage()._cdata)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from liger_bench.plan import devices
 from liger_bench.plan.ledger import ACTIVATIONS, CATEGORIES, CHECKPOINTS, GRADIENTS, LOGITS, OPTIMIZER, OTHER, WEIGHTS, Ledger, Moment
 from liger_bench.plan.optimizers import OPTIMIZERS, Weight, weights_of
-from liger_bench.plan.sharding import Sharding, in_four_bits, optimizer_memory, sharding_of
+from liger_bench.plan.sharding import Sharding, held_in_four_bits, in_four_bits, optimizer_memory, sharding_of
 from liger_bench.train import model as train_model
 from liger_bench.train.checkpointing import layers
 from liger_bench.train.model import LOW, build, config_of, weights_dtype
@@ -137,8 +137,7 @@ def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
     with mode, mock.patch.object(torch.utils, "swap_tensors", _swap), mock.patch.object(train_model, "_loaded", _from_config):
         built = build(simple, CPU)
         if setup.adapter == "qlora":
-            for module in built.model.modules():
-                _as_prepared_for_four_bits(module)
+            _prepare_for_four_bits(built.model)
     return built.model, built.notes + ([AUTO] if setup.checkpoint == "auto" else [])
 
 
@@ -153,12 +152,13 @@ def _swap(old: Tensor, new: Tensor) -> None:
     old.data = new
 
 
-def _as_prepared_for_four_bits(module: nn.Module) -> None:
-    """peft.prepare_model_for_kbit_training: what is not in 4 bits is in float32."""
-    if not isinstance(module, nn.Linear):
-        for weight in module.parameters(recurse=False):
-            if not weight.requires_grad:
-                weight.data = weight.data.float()
+def _prepare_for_four_bits(model: nn.Module) -> None:
+    """peft.prepare_model_for_kbit_training: what is not in 4 bits, a head of its own too, is in float32."""
+    for name, module in model.named_modules():
+        if not held_in_four_bits(name, module):
+            for weight in module.parameters(recurse=False):
+                if not weight.requires_grad:
+                    weight.data = weight.data.float()
 
 
 def _logits_of(model: Any) -> Callable[[Tensor], str | None]:
