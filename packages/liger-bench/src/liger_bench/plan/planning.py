@@ -34,11 +34,11 @@ class Plan:
     def command(self) -> str | None:
         """The command line of the first item of the checklist that fits."""
         taken = [item.prediction for item in self.checklist if item.prediction is not None]
-        return command_of(taken[-1].setup) if taken and self.limit is not None and taken[-1].fits(self.limit) else None
+        return taken[-1].setup.command() if taken and self.limit is not None and taken[-1].fits(self.limit) else None
 
     def columns(self) -> dict[str, Any]:
         return {
-            "prediction": asdict(self.prediction) | {"command": command_of(self.prediction.setup)},
+            "prediction": asdict(self.prediction) | {"command": self.prediction.setup.command()},
             "memory_limit": self.limit,
             "fits": None if self.limit is None else self.prediction.fits(self.limit),
             "largest_batch": self.largest_batch,
@@ -75,11 +75,3 @@ def planned(setup: Setup, limit: int | None, techniques: bool, tell: Callable[[s
     items = list(checklist(setup, limit, foresee)) if limit is not None else []
     largest = largest_batch(setup, limit, foresee) if limit is not None else None
     return Plan(prediction, formulas(setup, prediction.parameters), rest, items, largest, limit)
-
-
-def command_of(setup: Setup) -> str:
-    """Its command line, with the limit as one would write it."""
-    words = setup.command()
-    if setup.memory_limit is None or setup.memory_limit % (1 << 30):
-        return words
-    return words.replace(f"--memory-limit {setup.memory_limit}", f"--memory-limit {setup.memory_limit >> 30}GiB")
