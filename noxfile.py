@@ -147,9 +147,11 @@ def trainings(session: nox.Session) -> None:
     folder, *gpus = session.posargs or ["results/trainings"]
     chosen = ["--gpus", *gpus] if gpus else []
     ranks = [str(count) for count in RANKS if count <= len("".join(gpus).split(","))]
-    scaled = [[*SCALED, "--sweep", f"ranks={','.join(ranks)}"], [*SCALED, "--shard", "fsdp2", "--sweep", f"ranks={','.join(ranks[1:])}"]]
+    # FSDP2 has nothing to split on one.
+    shared = [([], ranks), (["--shard", "fsdp2"], ranks[1:])] if len(ranks) > 1 else []
+    sweeps_of_ranks = [[*SCALED, *shard, "--sweep", f"ranks={','.join(counts)}"] for shard, counts in shared]
     recorded = f"{folder}-recorded"
-    for where, sweeps, more in ((recorded, RECORDED, ["--snapshot"]), (folder, TRAININGS + (scaled if ranks[1:] else []), [])):
+    for where, sweeps, more in ((recorded, RECORDED, ["--snapshot"]), (folder, TRAININGS + sweeps_of_ranks, [])):
         for swept in sweeps:
             session.run(here(session), "-m", "liger_core", "train", *swept, *chosen, *more, "--out", where, "--resume", external=True)
     # Of a training in both folders the row in the last one counts.

@@ -242,7 +242,7 @@ class _Trainer(Trainer):
         data: Data,
         recorder: Recorder,
         callbacks: list[TrainerCallback],
-        parts: Callable[[], int] = lambda: 1,
+        parts: Callable[[], int],
     ) -> None:
         super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), callbacks=callbacks)
         # It prints a summary to standard output, where a single JSON object may be due.
