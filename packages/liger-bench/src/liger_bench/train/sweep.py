@@ -180,6 +180,9 @@ def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
 def _figures(row: Row, base: Row | None) -> list[str]:
     if row.tokens_per_second is None:
         return ["out of memory" if row.out_of_memory else "–"] + ["–"] * 4
+    if base is not None and base.tokens_per_second is None:
+        # What it had taken before memory ran out compares with nothing.
+        base = None
     return [
         f"{row.tokens_per_second:,.0f}",
         ratio(row.tokens_per_second, base.tokens_per_second if base else None),
