@@ -41,3 +41,21 @@ def test_deepspeed_updates_on_the_host_by_its_own_adam(folder: Path, device: tor
         done = trained(replace(offloaded, liger=liger))
         assert done.losses == pytest.approx(expected, rel=1e-4)
         assert type(done.trainer.model_wrapped.basic_optimizer).__name__ == "DeepSpeedCPUAdam"
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_weights_on_a_disk_train_to_the_losses_of_those_in_memory(checkpoint: str, device: torch.device, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    if device.type == "cpu":
+        pytest.skip("needs a GPU, to which weights are copied from the buffers that they are read into")
+    if zero.disk_problem():
+        pytest.skip(zero.disk_problem())
+    # Smaller ones than 1 MiB stay in memory, and more go to the disk than there are buffers.
+    wide = saved_model(tmp_path / "model", hidden_size=1024, intermediate_size=1024, num_key_value_heads=4)
+    expected = trained(setup_of(wide, device=device.type, learning_rate=1e-4)).losses
+    offloaded = setup_of(wide, device=device.type, learning_rate=1e-4, shard="zero3", offload="nvme", nvme_folder=str(tmp_path))
+    for liger in ("none", "all"):
+        done = trained(replace(offloaded, liger=liger, checkpoint=checkpoint))
+        assert done.losses == pytest.approx(expected, rel=1e-4)
+        weight = done.built.model.model.layers[0].mlp.up_proj.weight
+        assert weight.ds_tensor.final_location.name == "nvme"

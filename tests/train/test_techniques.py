@@ -241,6 +241,11 @@ class TestTheSettingsOfDeepSpeed:
         assert found["offload_param"]["buffer_size"] == 128_256 * 2048  # type: ignore[index]
         assert found["offload_optimizer"]["nvme_path"] == str(tmp_path)  # type: ignore[index]
 
+    def test_every_weight_goes_to_the_disk_and_none_keeps_a_buffer(self, tmp_path: Path) -> None:
+        found = self.of(shard="zero3", offload="nvme", nvme_folder=str(tmp_path))["zero_optimization"]
+        assert found["offload_param"]["max_in_cpu"] == 0  # type: ignore[index]
+        assert found["stage3_max_reuse_distance"] == found["stage3_prefetch_bucket_size"] == 0  # type: ignore[index]
+
     def test_without_a_compiler_the_update_on_the_host_is_torchs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "zero_force_ds_cpu_optimizer" not in self.of(shard="zero2", offload="optimizer")
         monkeypatch.setattr(zero, "adam_problem", lambda: "no compiler")

@@ -34,10 +34,10 @@ FIELDS = {
 STEPS = 3
 
 
-def saved_model(folder: Path) -> Path:
-    """Written by Transformers, so that every way of sharding begins with the same weights."""
+def saved_model(folder: Path, **fields: int) -> Path:
+    """Written by Transformers, so that every way of sharding begins with the same weights. `fields` go over those above."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **FIELDS)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(FIELDS | fields))).save_pretrained(folder)
     return folder
 
 

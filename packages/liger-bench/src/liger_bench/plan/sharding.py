@@ -122,9 +122,9 @@ class Zero3(Zero):
         if not self.on_host:
             books.hold(rounded(self.part * self.itemsize), GRADIENTS)
         if away or self.setup.ranks > 1:
-            from liger_bench.train.zero import LIVE
+            from liger_bench.train.zero import live
 
-            self.gathering = Gathering(books, small, LIVE if away else 10**9, int(0.9 * width * width), self.order)
+            self.gathering = Gathering(books, small, live(self.setup) if away else 10**9, int(0.9 * width * width), self.order)
             self.gathering.watch(model)
 
     def after_a_step(self) -> Sharding:

@@ -336,7 +336,7 @@ ALL = (
         "as parameters, at the speed of the disk",
         "DeepSpeed",
         devices=("cuda",),
-        reason="DeepSpeed's transfers need a GPU's pinned memory",
+        reason="DeepSpeed computes there in the buffers that it reads the next weights into",
         problem=combinations.offloaded_to_disk,
     ),
     Technique("adapter", "none", "Every weight is trained.", "nothing", "nothing", "Transformers"),

@@ -44,10 +44,12 @@ def config(setup: Setup) -> dict[str, Any]:
     if setup.offload != "none":
         zero["offload_optimizer"] = _place(setup)
     if setup.offload in ("parameters", "nvme"):
-        zero |= {"offload_param": _place(setup), "stage3_max_live_parameters": LIVE, "stage3_max_reuse_distance": LIVE}
+        zero |= {"offload_param": _place(setup), "stage3_max_live_parameters": live(setup), "stage3_max_reuse_distance": live(setup)}
     if setup.offload == "nvme":
-        # A weight must fit into a buffer, of which it keeps five.
-        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": _largest_weight(setup)}
+        # A weight must fit into a buffer, of which it keeps five. By default the first billion weights would stay on the host.
+        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": _largest_weight(setup), "max_in_cpu": 0}
+        # What it fetches ahead can take a weight that a buffer has already, on which it stops.
+        zero["stage3_prefetch_bucket_size"] = 0
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -61,6 +63,11 @@ def config(setup: Setup) -> dict[str, Any]:
     if setup.offload != "none" and adam_problem():
         found["zero_force_ds_cpu_optimizer"] = False
     return found
+
+
+def live(setup: Setup) -> int:
+    """Elements of offloaded weights that stay on the device for their next use; a weight from a disk would keep its buffer meanwhile."""
+    return 0 if setup.offload == "nvme" else LIVE
 
 
 def _matters(record: logging.LogRecord) -> bool:
