@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -174,16 +173,13 @@ class _Recorded:
 
 class _Gpu:
     def start(self) -> None:
-        # https://github.com/pytorch/pytorch/issues/179536: while memory is recorded, what a checkpoint raises, to end early, is lost.
-        self._late = set_checkpoint_early_stop(False)
-        self._late.__enter__()
-        torch.cuda.memory._record_memory_history(stacks="python", max_entries=MOST_EVENTS)
+        # Not where memory is released: that loses what a checkpoint raises, to end early (https://github.com/pytorch/pytorch/issues/179536).
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
 
     def stop(self) -> _Recorded:
         torch.cuda.synchronize()
         snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
-        self._late.__exit__(None, None, None)
         return from_snapshot(snapshot, torch.cuda.current_device())
 
 
