@@ -109,6 +109,16 @@ def test_a_killed_training_goes_on_with_the_losses_of_one_that_was_not(
     assert row["notes"][-1] == f"The training went on from step 4, {tmp_path / 'saved' / 'checkpoint-4'}."
 
 
+def test_sums_have_one_order_where_that_is_asked_for(small: Setup, whole: list[float]) -> None:
+    seen: list[bool] = []
+    row = run(small, deterministic=True, observers=[At(1, lambda: seen.append(torch.are_deterministic_algorithms_enabled()))])
+    assert seen == [True]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert row.losses == whole
+    assert row.notes is not None
+    assert [note for note in row.notes if note.startswith("--deterministic")]
+
+
 def test_of_checkpoints_the_newest_two_stay(small: Setup, whole: list[float], tmp_path: Path) -> None:
     assert run(small, folder=tmp_path, save_every=1).losses == whole
     assert names(tmp_path) == ["checkpoint-5", "checkpoint-6"]

@@ -191,11 +191,21 @@ def test_what_has_no_figures_is_tried_again(tmp_path: Path, monkeypatch: pytest.
     assert asked == [1, 1]
 
 
+def test_a_training_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    where = dict.fromkeys(("machine", "versions", "commit", "date"), "")
+    full = row_of(replace(TINY, liger="none"), where, {"out_of_memory": True, "peak_bytes": 2**30})
+    done = row_of(replace(TINY, liger="all"), where, {"tokens_per_second": 100.0, "peak_bytes": 2**29})
+    sweep.show([full, done], ["batch"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if " all " in line)
+    assert [cell.strip() for cell in line.split("│")[3:7]] == ["100", "–", "0.50", "–"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("--sweep", "batch=1,2", "--liger", "rms_norm,rope"), "--liger does not go with --sweep; give --strategies rms_norm+rope"),
         (("--sweep", "batch=1,2", "--output", "model"), "--output does not go with --sweep"),
+        (("--sweep", "batch=1,2", "--deterministic"), "--deterministic does not go with --sweep"),
         (("--sweep", "batch=1,2", "--resume"), "--sweep with --resume needs --out"),
         (("--sweep", "batch=1,2", "--gpus", "0"), "--gpus needs GPUs, got --device cpu"),
         (("--sweep", "batch=1,2", "--snapshot"), "--snapshot and --profile need --out"),

@@ -66,6 +66,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in --output; a sweep: leave out what --out has.")
     ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Every sum in one order: two runs have the same losses, bit for bit. Slower on a GPU.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder whose train.csv and train.json the row is appended to.")] = None,
     csv: Annotated[Path | None, typer.Option(help="File to append the row to.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
@@ -123,7 +126,7 @@ def train(
                 "train: --sweep, --snapshot and --profile need a --batch that is a number, got auto, which trains several times"
             )
     if sweeping:
-        _check_sweep(liger, output)
+        _check_sweep(liger, output, deterministic)
         _say(notes)
         given: dict[str, Any] = {"out": out, "csv": csv, "resume": resume, "snapshot": snapshot, "profile": profile, "as_json": as_json}
         sweep(setup, sweeps or [], strategies, gpus=gpus, skip=skip_larger, settle=steps is None, **given)
@@ -136,8 +139,9 @@ def train(
     files.check()
     if ranks.first():
         _say(notes)
+    options = {"folder": output, "resume": resume, "save_every": save_every, "deterministic": deterministic, "notes": notes}
     try:
-        row = _trained(setup, batch == AUTO, {"folder": output, "resume": resume, "save_every": save_every, "notes": notes}, extras)
+        row = _trained(setup, batch == AUTO, options, extras)
     except LigerError:
         if ranks.speaks(failed=True):
             raise
@@ -179,11 +183,13 @@ def _check_search(setup: Setup, resume: bool) -> None:
         raise OptionError("train: --resume needs the --batch of the training that it goes on with, got auto")
 
 
-def _check_sweep(liger: str | None, output: Path | None) -> None:
+def _check_sweep(liger: str | None, output: Path | None, deterministic: bool) -> None:
     if liger is not None:
         raise OptionError(f"train: --liger does not go with --sweep; give --strategies {liger.replace(',', '+')}")
     if output is not None:
         raise OptionError("train: --output does not go with --sweep, whose trainings leave no checkpoints; --out takes the rows")
+    if deterministic:
+        raise OptionError("train: --deterministic does not go with --sweep, which compares speed; train once with each value")
 
 
 def _trained(setup: Setup, search: bool, options: dict[str, Any], extras: Extras) -> Row:

@@ -52,6 +52,7 @@ def run(
     folder: Path | None = None,
     resume: bool = False,
     save_every: int = 0,
+    deterministic: bool = False,
     observers: Sequence[TrainerCallback] = (),
     bar: Progress | None = None,
     notes: Sequence[str] = (),
@@ -60,6 +61,7 @@ def run(
 
     folder      where checkpoints go: every `save_every` steps, at the end, and when it is interrupted; none without
     resume      go on from the newest checkpoint there that is whole; the losses are then those of a training that never stopped
+    deterministic   every sum in one order, so that two runs have the same losses, bit for bit
     observers   further callbacks of the Trainer
     notes       what was decided before
 
@@ -70,10 +72,11 @@ def run(
         # Its state is in as many optimizers as there are weights, of which the Trainer saves none.
         raise OptionError("train: --resume cannot restore --optimizer galore-layerwise, whose state no checkpoint has; use galore")
     device = _device(setup)
-    training = _Training(setup, device, list(notes), bar)
+    training = _Training(setup, device, list(notes), bar, deterministic)
     results: dict[str, Any] = {}
     try:
-        training.train(folder, resume, save_every, observers)
+        with _order_of_sums():
+            training.train(folder, resume, save_every, observers)
     except LigerError:
         raise
     except KeyboardInterrupt:
@@ -139,8 +142,10 @@ def _device(setup: Setup) -> torch.device:
 class _Training:
     """A training that is running, and what is known of it."""
 
-    def __init__(self, setup: Setup, device: torch.device, notes: list[str], bar: Progress | None) -> None:
-        self.setup, self.device, self.notes, self.bar = setup, device, notes, bar
+    def __init__(self, setup: Setup, device: torch.device, notes: list[str], bar: Progress | None, deterministic: bool) -> None:
+        self.setup, self.device, self.notes, self.bar, self.deterministic = setup, device, notes, bar, deterministic
+        if deterministic:
+            notes.append("--deterministic: every sum has one order; the times are those of a training that takes care of it.")
         self.interruption = Interruption()
         self.recorder = Recorder(setup, device, self.interruption, self._tell)
         self.known: dict[str, Any] = {}
@@ -179,7 +184,7 @@ class _Training:
         return self.known | self.recorder.results() | {"notes": self.notes}
 
     def _arguments(self, place: Path, folder: Path | None, save_every: int) -> TrainingArguments:
-        more: dict[str, Any] = {"logging_nan_inf_filter": False}
+        more: dict[str, Any] = {"logging_nan_inf_filter": False, "full_determinism": self.deterministic}
         if folder is not None:
             every = save_every or self.setup.steps
             more |= {"save_strategy": "steps", "save_steps": every, "save_total_limit": saved.KEPT}
@@ -273,6 +278,19 @@ class _Sealer(TrainerCallback):
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
             self.tokenizer.save_pretrained(folder)
             saved.seal(folder, told)
+
+
+@contextlib.contextmanager
+def _order_of_sums() -> Iterator[None]:
+    """What the Trainer sets for a deterministic training is undone after it."""
+    cudnn = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    flags = cudnn.deterministic, cudnn.benchmark
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.deterministic, cudnn.benchmark = flags
 
 
 @contextlib.contextmanager
