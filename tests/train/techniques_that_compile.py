@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from liger_bench.train import zero
 from train.training import saved_model, setup_of, trained, twice
@@ -19,6 +21,13 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a com
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_another_training() -> None:
+    """As long as accelerate's state has its settings, Transformers makes every model for ZeRO-3."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    gc.collect()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import logging
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
@@ -245,6 +249,18 @@ class TestTheSettingsOfDeepSpeed:
         found = self.of(shard="zero3", offload="nvme", nvme_folder=str(tmp_path))["zero_optimization"]
         assert found["offload_param"]["max_in_cpu"] == 0  # type: ignore[index]
         assert found["stage3_max_reuse_distance"] == found["stage3_prefetch_bucket_size"] == 0  # type: ignore[index]
+
+    def test_of_the_handlers_of_its_log_only_its_own_one_is_led_away_from_standard_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        logger = pytest.importorskip("deepspeed.utils").logger
+
+        class Kept(logging.StreamHandler[TextIO]):
+            pass
+
+        own, kept = logging.StreamHandler(sys.stdout), Kept(io.StringIO())
+        monkeypatch.setattr(logger, "handlers", [own, kept])
+        zero.prepare(Setup("tiny", device="cpu", shard="zero3"))
+        assert own.stream is sys.stderr
+        assert isinstance(kept.stream, io.StringIO)
 
     def test_without_a_compiler_the_update_on_the_host_is_torchs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "zero_force_ds_cpu_optimizer" not in self.of(shard="zero2", offload="optimizer")

@@ -23,8 +23,9 @@ def prepare(setup: Setup) -> None:
     logger = importlib.import_module("deepspeed.utils").logger
     logger.addFilter(_matters)
     for handler in logger.handlers:
-        # Standard output is for the results, a single JSON object perhaps.
-        handler.setStream(sys.stderr)
+        # Its own one writes to standard output, which is for the results, a single JSON object perhaps.
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
     if setup.device == "cpu":
         # Else it compiles a collective of its own for the CPU, for most of a minute.
         importlib.import_module("deepspeed").ops.__compatible_ops__.clear()
