@@ -159,6 +159,13 @@ def test_sharing_over_ranks_takes_less_of_each() -> None:
     assert sizes[0] > sizes[2]
 
 
+def test_data_parallelism_has_buckets_besides_the_gradients() -> None:
+    # As measured on the CPU: DistributedDataParallel copies gradients into buckets and back.
+    alone, two = (predict(Setup("tiny", 1, 32, ranks=ranks, precision="fp32")) for ranks in (1, 2))
+    assert alone.held["gradients"] > 0
+    assert two.peak_bytes - alone.peak_bytes == pytest.approx(alone.held["gradients"], rel=0.01)
+
+
 def test_a_plan_allocates_none_of_the_weights() -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:

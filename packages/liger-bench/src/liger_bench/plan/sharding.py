@@ -22,7 +22,7 @@ BITS_OF_NF4 = 4 + 8 / 64 + 32 / (64 * 256)
 
 
 class Sharding:
-    """One process holds everything; with several, DistributedDataParallel has buckets for all gradients, from the first step on."""
+    """One process holds everything; with several, DistributedDataParallel has buckets for all gradients besides, from the first step on."""
 
     # Whether weights come and go; and whether a second step differs.
     gathers = learns = False
@@ -43,8 +43,8 @@ class Sharding:
         return self
 
     def accumulated(self, weight: Any) -> None:
-        """A gradient is complete; that of several ranks goes into its bucket."""
-        if self.drops_gradients or self.setup.ranks > 1:
+        """A gradient is complete; that of several ranks was copied into its bucket, and gets the sum from there."""
+        if self.drops_gradients:
             weight.grad = None
 
     def completed(self) -> None:
