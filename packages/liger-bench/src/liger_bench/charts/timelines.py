@@ -85,7 +85,7 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
     panels[0][0].set_ylabel(f"memory, {name}")
     panels[0][0].margins(y=0.1)
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(CATEGORIES), frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(CATEGORIES) if len(records) > 1 else 3, frameon=False, fontsize=9)
     for axes in panels[0]:
         axes.set_xlim(0, None)
         axes.spines[["top", "right"]].set_visible(False)
