@@ -42,6 +42,8 @@ def config(setup: Setup) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True, "reduce_bucket_size": "auto"}
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+        # Else a checkpoint has no model that Transformers could load.
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
     if setup.offload != "none":
         zero["offload_optimizer"] = _place(setup)
     if setup.offload in ("parameters", "nvme"):
