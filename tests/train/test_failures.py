@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from bench.commands import InProcess
 from liger_bench.train import command, saved, techniques
@@ -117,6 +117,26 @@ def test_sums_have_one_order_where_that_is_asked_for(small: Setup, whole: list[f
     assert row.losses == whole
     assert row.notes is not None
     assert [note for note in row.notes if note.startswith("--deterministic")]
+
+
+def test_trainings_on_one_disk_do_not_share_files_and_leave_none(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Path] = []
+
+    def training_arguments(setup: Setup, *_: Any, **__: Any) -> Any:
+        assert setup.nvme_folder is not None
+        given.append(Path(setup.nvme_folder))
+        (given[-1] / "weights").write_text("1 2 3")
+        raise RuntimeError("this is enough")
+
+    monkeypatch.setattr("liger_bench.train.run.training_arguments", training_arguments)
+    # It wants a GPU.
+    monkeypatch.setattr(techniques, "check", lambda setup: None)
+    setup = replace(small, shard="zero3", offload="nvme", nvme_folder=str(tmp_path))
+    rows = [run(setup) for _ in range(2)]
+    assert [(row.reason, row.nvme_folder) for row in rows] == [("RuntimeError: this is enough", str(tmp_path))] * 2
+    assert given[0].parent == given[1].parent == tmp_path
+    assert given[0] != given[1]
+    assert not names(tmp_path)
 
 
 def test_of_checkpoints_the_newest_two_stay(small: Setup, whole: list[float], tmp_path: Path) -> None:
@@ -238,10 +258,49 @@ def test_with_a_technique_a_training_goes_on_exactly_too(small: Setup, tmp_path:
     assert run(setup, folder=tmp_path, resume=True).losses == run(setup).losses
 
 
-def test_what_no_checkpoint_has_cannot_go_on(small: Setup, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SHARDED = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from liger_bench.train import zero
+from liger_bench.train.run import run
+from liger_bench.train.setup import Setup
+
+# It would compile for most of a minute.
+zero.adam_problem = lambda: "not compiled in this test"
+setup, folder = eval(sys.argv[1]), Path(sys.argv[2])
+run(replace(setup, steps=2), folder=folder)
+row = run(setup, folder=folder, resume=True)
+assert row.losses == run(setup).losses, row
+assert len(row.losses) == 4
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
+@pytest.mark.parametrize("technique", [{"shard": "zero3", "offload": "parameters"}, {"shard": "fsdp2"}], ids=["zero3", "fsdp2"])
+def test_a_sharded_training_goes_on_exactly_and_leaves_a_model(small: Setup, tmp_path: Path, technique: dict[str, Any]) -> None:
+    setup = replace(small, steps=4, **technique)
+    try:
+        techniques.check(setup)
+    except OptionError as missing:
+        pytest.skip(str(missing))
+    done = subprocess.run([sys.executable, "-c", SHARDED, repr(setup), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    begun = AutoModelForCausalLM.from_pretrained(small.model)
+    moved = [(now - before).abs().max().item() for now, before in zip(model.parameters(), begun.parameters(), strict=True)]
+    assert all(0 < each < 4.1 * small.learning_rate for each in moved)
+
+
+@pytest.mark.parametrize("technique", [{"optimizer": "galore-layerwise"}, {"shard": "zero3", "offload": "nvme"}], ids=["layerwise", "nvme"])
+def test_what_no_checkpoint_has_cannot_go_on(
+    small: Setup, stopped: Path, monkeypatch: pytest.MonkeyPatch, technique: dict[str, Any]
+) -> None:
     monkeypatch.setattr(techniques, "check", lambda setup: None)
-    with pytest.raises(OptionError, match="--resume cannot restore --optimizer galore-layerwise"):
-        run(replace(small, optimizer="galore-layerwise"), folder=stopped, resume=True)
+    option, value = list(technique.items())[-1]
+    with pytest.raises(OptionError, match=f"--resume cannot restore --{option} {value}"):
+        run(replace(small, **technique), folder=stopped, resume=True)
 
 
 def test_ctrl_c_ends_the_step_and_saves(small: Setup, whole: list[float], tmp_path: Path) -> None:

@@ -68,9 +68,8 @@ def run(
     Raises OptionError or DeviceError for a setup that cannot be trained, before anything large is loaded.
     """
     techniques.check(setup)
-    if resume and setup.optimizer == "galore-layerwise":
-        # Its state is in as many optimizers as there are weights, of which the Trainer saves none.
-        raise OptionError("train: --resume cannot restore --optimizer galore-layerwise, whose state no checkpoint has; use galore")
+    if resume:
+        _check_resumable(setup)
     device = _device(setup)
     training = _Training(setup, device, list(notes), bar, deterministic)
     results: dict[str, Any] = {}
@@ -90,6 +89,18 @@ def run(
     del training
     release(device)
     return row
+
+
+def _check_resumable(setup: Setup) -> None:
+    if setup.optimizer == "galore-layerwise":
+        # Its state is in as many optimizers as there are weights, of which the Trainer saves none.
+        raise OptionError("train: --resume cannot restore --optimizer galore-layerwise, whose state no checkpoint has; use galore")
+    if setup.offload == "nvme":
+        # DeepSpeed 0.19 restores the weights that the optimizer has in float32, and takes a step with those from before that.
+        raise OptionError(
+            "train: --resume cannot restore --offload nvme exactly, since the first step would take the weights of the start; "
+            "give the checkpoint as --model, which begins with a new optimizer, or train with --offload parameters"
+        )
 
 
 def largest_batch(setup: Setup, attempt: Callable[[Setup], Row]) -> Row:
@@ -152,9 +163,9 @@ class _Training:
         self.task = bar.add_task("preparing", total=setup.steps) if bar else None
 
     def train(self, folder: Path | None, resume: bool, save_every: int, observers: Sequence[TrainerCallback]) -> None:
-        with _place(folder) as place, _quiet():
+        with _place(folder) as place, _with_a_place_on_the_disk(self.setup) as setup, _quiet():
             # Before the model: DeepSpeed splits weights as soon as they are made, while these are alive.
-            arguments = self._arguments(place, folder, save_every)
+            arguments = self._arguments(setup, place, folder, save_every)
             vocabulary = config_of(self.setup).get_text_config().vocab_size
             data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in SHAPES)
             self.notes.extend(data.notes)
@@ -183,12 +194,12 @@ class _Training:
             self.recorder.settle()
         return self.known | self.recorder.results() | {"notes": self.notes}
 
-    def _arguments(self, place: Path, folder: Path | None, save_every: int) -> TrainingArguments:
+    def _arguments(self, setup: Setup, place: Path, folder: Path | None, save_every: int) -> TrainingArguments:
         more: dict[str, Any] = {"logging_nan_inf_filter": False, "full_determinism": self.deterministic}
         if folder is not None:
             every = save_every or self.setup.steps
             more |= {"save_strategy": "steps", "save_steps": every, "save_total_limit": saved.KEPT}
-        arguments = training_arguments(self.setup, place, **more)
+        arguments = training_arguments(setup, place, **more)
         if self.device.type == "cpu":
             # accelerate 1.15 numbers it by rank, and torch.load knows no "cpu:0" when the Trainer restores an optimizer.
             vars(arguments)["_setup_devices"] = self.device
@@ -319,6 +330,16 @@ def _place(folder: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="liger-train-") as temporary:
         yield Path(temporary)
+
+
+@contextlib.contextmanager
+def _with_a_place_on_the_disk(setup: Setup) -> Iterator[Setup]:
+    """The setup with a folder of its own in its `nvme_folder`: DeepSpeed names files there by their rank only, and leaves them behind."""
+    if setup.offload != "nvme":
+        yield setup
+        return
+    with tempfile.TemporaryDirectory(prefix="liger-train-", dir=setup.nvme_folder, ignore_cleanup_errors=True) as own:
+        yield replace(setup, nvme_folder=own)
 
 
 def _same(setup: Setup) -> dict[str, Any]:

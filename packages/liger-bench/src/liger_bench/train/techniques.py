@@ -331,7 +331,7 @@ ALL = (
     Technique(
         "offload",
         "nvme",
-        "As parameters, but in the files of --nvme-folder.",
+        "As parameters, but in files, in a folder of its own within --nvme-folder that goes when the training ends.",
         "also the memory of the host",
         "as parameters, at the speed of the disk",
         "DeepSpeed",
