@@ -59,11 +59,11 @@ def run(
 ) -> Row:
     """Train, and tell what it took; memory that runs out, a failure and an interruption are rows, too.
 
-    folder      where checkpoints go: every `save_every` steps, at the end, and when it is interrupted; none without
-    resume      go on from the newest checkpoint there that is whole; the losses are then those of a training that never stopped
-    deterministic   every sum in one order, so that two runs have the same losses, bit for bit
-    observers   further callbacks of the Trainer
-    notes       what was decided before
+    folder         where checkpoints go: every `save_every` steps, at the end, and when it is interrupted; none without
+    resume         go on from the newest checkpoint there that is whole; the losses are then those of a training that never stopped
+    deterministic  every sum in one order, so that two runs have the same losses, bit for bit
+    observers      further callbacks of the Trainer
+    notes          what was decided before
 
     Raises OptionError or DeviceError for a setup that cannot be trained, before anything large is loaded.
     """
