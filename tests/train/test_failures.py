@@ -237,6 +237,16 @@ def test_more_steps_go_on_from_the_trained_model(small: Setup, whole: list[float
     assert run(small, folder=tmp_path, resume=True).losses == whole
 
 
+def four_steps(small: Setup, technique: dict[str, Any]) -> Setup:
+    """A setup that this machine can train; skips the test if it cannot."""
+    setup = replace(small, steps=4, **technique)
+    try:
+        techniques.check(setup)
+    except OptionError as missing:
+        pytest.skip(str(missing))
+    return setup
+
+
 @pytest.mark.parametrize(
     "technique",
     [
@@ -249,11 +259,7 @@ def test_more_steps_go_on_from_the_trained_model(small: Setup, whole: list[float
     ids=lambda technique: "-".join(map(str, technique.values())),
 )
 def test_with_a_technique_a_training_goes_on_exactly_too(small: Setup, tmp_path: Path, technique: dict[str, Any]) -> None:
-    setup = replace(small, steps=4, **technique)
-    try:
-        techniques.check(setup)
-    except OptionError as missing:
-        pytest.skip(str(missing))
+    setup = four_steps(small, technique)
     run(replace(setup, steps=2), folder=tmp_path)
     assert run(setup, folder=tmp_path, resume=True).losses == run(setup).losses
 
@@ -280,11 +286,7 @@ assert len(row.losses) == 4
 @pytest.mark.cpu
 @pytest.mark.parametrize("technique", [{"shard": "zero3", "offload": "parameters"}, {"shard": "fsdp2"}], ids=["zero3", "fsdp2"])
 def test_a_sharded_training_goes_on_exactly_and_leaves_a_model(small: Setup, tmp_path: Path, technique: dict[str, Any]) -> None:
-    setup = replace(small, steps=4, **technique)
-    try:
-        techniques.check(setup)
-    except OptionError as missing:
-        pytest.skip(str(missing))
+    setup = four_steps(small, technique)
     done = subprocess.run([sys.executable, "-c", SHARDED, repr(setup), str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")

@@ -163,7 +163,8 @@ def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
     base: Row | None = None
     for row in rows:
         if row.liger == first:
-            base = row
+            # What it had taken before memory ran out compares with nothing.
+            base = None if row.tokens_per_second is None else row
         place = [str(getattr(row, name)) for name in varied]
         table.add_row(*(place if row.liger == first else [""] * len(varied)), row.liger, *_figures(row, base))
     console.print(table)
@@ -180,9 +181,6 @@ def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
 def _figures(row: Row, base: Row | None) -> list[str]:
     if row.tokens_per_second is None:
         return ["out of memory" if row.out_of_memory else "–"] + ["–"] * 4
-    if base is not None and base.tokens_per_second is None:
-        # What it had taken before memory ran out compares with nothing.
-        base = None
     return [
         f"{row.tokens_per_second:,.0f}",
         ratio(row.tokens_per_second, base.tokens_per_second if base else None),
