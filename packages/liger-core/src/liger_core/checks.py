@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -20,11 +22,18 @@ def fail(error: type[LigerError], op: str, sentence: str) -> NoReturn:
     raise error(f"{op}: {sentence}")
 
 
-def floating(op: str, **tensors: Tensor | None) -> None:
-    """Every tensor must be a floating-point tensor, and live where the first one does."""
+def tensors(op: str, **values: Any) -> None:
+    """Every value must be a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            fail(DtypeError, op, f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def floating(op: str, optional: Mapping[str, Tensor | None] | None = None, **required: Tensor) -> None:
+    """Every tensor, and every optional one that is given, must be a floating-point tensor on the device of the first."""
     first, device = "", None
-    for name, tensor in tensors.items():
-        if tensor is None:
+    for name, tensor in (required if optional is None else {**required, **optional}).items():
+        if tensor is None and name not in required:
             continue
         if not isinstance(tensor, Tensor):
             fail(DtypeError, op, f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -36,10 +45,13 @@ def floating(op: str, **tensors: Tensor | None) -> None:
             fail(DeviceError, op, f"{name} must be on {device} like {first}, got {tensor.device}")
 
 
-def same_device(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) -> None:
-    """Every tensor must live where the first one does."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != anchor.device:
+def same_device(op: str, first: str, anchor: Tensor, **optional: Tensor | None) -> None:
+    """Every tensor that is given must be on the device of the first."""
+    for name, tensor in optional.items():
+        if tensor is None:
+            continue
+        tensors(op, **{name: tensor})
+        if tensor.device != anchor.device:
             fail(DeviceError, op, f"{name} must be on {anchor.device} like {first}, got {tensor.device}")
 
 
@@ -61,9 +73,34 @@ def at_least_one_dimension(op: str, name: str, tensor: Tensor) -> None:
         fail(ShapeError, op, f"{name} must have at least one dimension, got a scalar")
 
 
-def positive(op: str, name: str, value: float, because: str = "") -> None:
-    if isinstance(value, (int, float)) and not value > 0:
-        fail(OptionError, op, f"{name} must be > 0{because}, got {value}")
+def number(op: str, name: str, value: Any, bounds: str = "", because: str = "") -> None:
+    """The value must be a finite number, and if bounds say so > 0, ≥ 0 or in [0, 1]."""
+    if type(value) in (float, int) or (isinstance(value, NUMBERS) and not isinstance(value, bool)):
+        inside = _BOUNDS[bounds](value)
+        if inside and (not isinstance(value, float) or math.isfinite(value)):
+            return
+    fail(OptionError, op, f"{name} must be a finite number{' ' if bounds else ''}{bounds}{because}, got {value!r}")
+
+
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+_BOUNDS: dict[str, Callable[[Any], bool]] = {
+    "": lambda value: True,
+    "> 0": lambda value: value > 0,
+    "≥ 0": lambda value: value >= 0,
+    "in [0, 1]": lambda value: 0 <= value <= 1,
+}
+
+
+def integer(op: str, name: str, value: Any) -> None:
+    """The value must be an integer, and no bool."""
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
+        fail(OptionError, op, f"{name} must be an integer, got {value!r}")
+
+
+def without_overlap(op: str, name: str, tensor: Tensor) -> None:
+    """Every element must have memory of its own, so that it can be written."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        fail(OptionError, op, f"inplace=True needs {name} with memory for every element, got an expanded tensor; pass {name}.contiguous()")
 
 
 def choice(op: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -80,9 +117,11 @@ def constant(op: str, **tensors: Any) -> None:
 
 def targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
     """On the CPU, out-of-range targets are an error; on a device they are not looked at (the loss is then NaN)."""
+    integer(op, "ignore_index", ignore_index)
     if type(target) is not Tensor or target.device.type != "cpu" or torch.compiler.is_compiling() or target.numel() == 0:
         return
-    if torch._C._len_torch_dispatch_stack():
+    # Neither do transforms: the values of a batched target differ from sample to sample.
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.is_functorch_wrapped_tensor(target):
         return
     wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if bool(wrong.any()):

@@ -16,7 +16,7 @@ from liger_core.ops._inputs import ROWS, WIDTHS, normal, workload
 
 
 def check(op: str, gate: Tensor, up: Tensor | None) -> None:
-    checks.floating(op, gate=gate, up=up)
+    checks.floating(op, {"up": up}, gate=gate)
     checks.at_least_one_dimension(op, "gate", gate)
     if up is None:
         if gate.shape[-1] % 2:
@@ -59,6 +59,7 @@ def misuses(op: str, device: torch.device) -> Iterator[Misuse]:
         return torch.zeros(shape, device=device, dtype=dtype)
 
     yield Misuse("shapes", (z(2, 8), z(2, 9)), {}, ShapeError, f"{op}: up must have the shape of gate (2, 8), got (2, 9)")
+    yield Misuse("no_tensor", (None,), {}, DtypeError, f"{op}: gate must be a tensor, got NoneType")
     yield Misuse("odd_packed", (z(2, 9),), {}, ShapeError, f"{op}: a packed gate must have an even last dimension, got (2, 9)")
     yield Misuse(
         "dtypes",

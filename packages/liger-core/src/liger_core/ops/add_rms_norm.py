@@ -90,7 +90,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         DtypeError,
         "add_rms_norm: x must have a floating dtype, got torch.int64",
     )
-    yield Misuse("eps_zero", (z(2, 4), z(2, 4), z(4), 0.0), {}, OptionError, "add_rms_norm: eps must be > 0, got 0.0")
+    yield Misuse("eps_zero", (z(2, 4), z(2, 4), z(4), 0.0), {}, OptionError, "add_rms_norm: eps must be a finite number > 0, got 0.0")
     yield Misuse(
         "cast", (z(2, 4), z(2, 4), z(4)), {"cast": "bf16"}, OptionError, "add_rms_norm: cast must be one of 'input', 'float32', got 'bf16'"
     )

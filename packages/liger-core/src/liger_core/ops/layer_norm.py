@@ -16,11 +16,11 @@ from liger_core.ops._inputs import ROWS, WIDTHS, accumulator, normal, workload
 
 
 def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:
-    checks.floating("layer_norm", x=x, weight=weight, bias=bias)
+    checks.floating("layer_norm", {"weight": weight, "bias": bias}, x=x)
     checks.at_least_one_dimension("layer_norm", "x", x)
     checks.vector("layer_norm", "weight", weight, x.shape[-1], "x", x)
     checks.vector("layer_norm", "bias", bias, x.shape[-1], "x", x)
-    checks.positive("layer_norm", "eps", eps)
+    checks.number("layer_norm", "eps", eps, "> 0")
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -64,7 +64,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         "bias_shape", (z(2, 8), z(8), z(1, 8)), {}, ShapeError, "layer_norm: bias must have shape (8,) to match x (2, 8), got (1, 8)"
     )
     yield Misuse("integers", (z(2, 4, dtype=torch.int32),), {}, DtypeError, "layer_norm: x must have a floating dtype, got torch.int32")
-    yield Misuse("eps_negative", (z(2, 4), None, None, -1e-5), {}, OptionError, "layer_norm: eps must be > 0, got -1e-05")
+    yield Misuse("eps_negative", (z(2, 4), None, None, -1e-5), {}, OptionError, "layer_norm: eps must be a finite number > 0, got -1e-05")
     elsewhere = torch.zeros(4, device="meta")
     yield Misuse("device", (z(2, 4), z(4), elsewhere), {}, DeviceError, f"layer_norm: bias must be on {z(1).device} like x, got meta")
 

@@ -23,11 +23,12 @@ def check(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_
 
 def check_scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str) -> None:
     """What rms_norm and add_rms_norm ask of the arguments that they share."""
-    checks.floating(op, x=x, weight=weight)
+    checks.floating(op, {"weight": weight}, x=x)
     checks.at_least_one_dimension(op, "x", x)
     checks.vector(op, "weight", weight, x.shape[-1], "x", x)
-    checks.positive(op, "eps", eps)
+    checks.number(op, "eps", eps, "> 0")
     checks.choice(op, "cast", cast, ("input", "float32"))
+    checks.number(op, "weight_offset", weight_offset)
     if weight is None and weight_offset != 0.0:
         checks.fail(OptionError, op, f"weight_offset must be 0 without a weight, got {weight_offset}")
 
@@ -72,7 +73,10 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     )
     yield Misuse("scalar", (z(),), {}, ShapeError, "rms_norm: x must have at least one dimension, got a scalar")
     yield Misuse("integers", (z(2, 4, dtype=torch.int64),), {}, DtypeError, "rms_norm: x must have a floating dtype, got torch.int64")
-    yield Misuse("eps_zero", (z(2, 4), z(4), 0.0), {}, OptionError, "rms_norm: eps must be > 0, got 0.0")
+    yield Misuse("eps_zero", (z(2, 4), z(4), 0.0), {}, OptionError, "rms_norm: eps must be a finite number > 0, got 0.0")
+    yield Misuse("eps_text", (z(2, 4), z(4), "a"), {}, OptionError, "rms_norm: eps must be a finite number > 0, got 'a'")
+    yield Misuse("no_tensor", (None,), {}, DtypeError, "rms_norm: x must be a tensor, got NoneType")
+    yield Misuse("weight_list", (z(2, 4), [1.0] * 4), {}, DtypeError, "rms_norm: weight must be a tensor, got list")
     yield Misuse("cast", (z(2, 4), z(4)), {"cast": "bf16"}, OptionError, "rms_norm: cast must be one of 'input', 'float32', got 'bf16'")
     yield Misuse("offset", (z(2, 4),), {"weight_offset": 1.0}, OptionError, "rms_norm: weight_offset must be 0 without a weight, got 1.0")
     elsewhere = torch.zeros(4, device="meta")
