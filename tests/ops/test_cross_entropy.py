@@ -98,7 +98,7 @@ def test_the_loss_of_equal_logits_is_the_logarithm_of_their_number(level: float,
 
 def test_an_infinite_logit_gives_what_pytorch_gives(device: torch.device) -> None:
     logits = torch.randn(4, 30, device=device)
-    logits[0, 3], logits[1, 5], logits[2, :] = torch.inf, -torch.inf, -torch.inf
+    logits[0, 3], logits[1, 5], logits[2, :], logits[3, 9] = torch.inf, -torch.inf, -torch.inf, torch.inf
     target = torch.tensor([3, 5, 1, 2], device=device)
     torch.testing.assert_close(
         cross_entropy(logits, target, reduction="none"), F.cross_entropy(logits, target, reduction="none"), equal_nan=True
