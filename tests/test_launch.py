@@ -25,12 +25,14 @@ class Kernel:
 
     def __init__(self, scratch: int = 0, release: str = "3.6") -> None:
         self.log: list[tuple[Any, ...]] = []
+        self.options: dict[str, Any] = {}
         self.scratch = scratch
         self.release = release
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def call(*args: Any, **options: Any) -> Any:
             self.log.append(("triton", grid, *args))
+            self.options = options
             run = SimpleNamespace(
                 launch=lambda *given: self.log.append(("directly", *given)),
                 global_scratch_size=self.scratch,
@@ -88,6 +90,15 @@ def test_from_triton_3_7_on_the_arguments_go_down_in_a_tuple(kernel: Kernel) -> 
         *(False, False, "metadata", None, None, None, None, None, "annotations", "signature"),
         (X.data_ptr(), Y.data_ptr(), 8, 0.5, True, 16),
     )
+
+
+def test_every_kernel_says_whether_products_may_be_fused(kernel: Kernel) -> None:
+    """The default changes with Triton 3.10."""
+    launch = launcher(kernel)
+    call(launch)
+    assert kernel.options["enable_fp_fusion"] is True
+    launch((1,), X, Y, 8, 1e-6, FLAG=True, BLOCK=16, enable_fp_fusion=False)
+    assert kernel.options["enable_fp_fusion"] is False
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

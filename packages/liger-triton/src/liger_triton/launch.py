@@ -64,7 +64,7 @@ class Launcher:
     def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         # A profiler's hooks want the launch metadata that only Triton's own call collects.
         if not self.direct or getattr(knobs.runtime.launch_enter_hook, "calls", True):
-            self.kernel[grid](*args, **options)
+            self.call_triton(grid, args, options)
             return
         device = torch._C._cuda_getDevice()
         addresses = 0
@@ -81,12 +81,12 @@ class Launcher:
                 addresses |= arg
             values.append(arg)
         if addresses & 15:
-            self.kernel[grid](*args, **options)
+            self.call_triton(grid, args, options)
             return
         key.extend(options.values())
         found = self.compiled.get(tuple(key))
         if found is None:
-            self.keep(tuple(key), self.kernel[grid](*args, **options), len(args), options)
+            self.keep(tuple(key), self.call_triton(grid, args, options), len(args), options)
             return
         start, function, between, constants, in_a_tuple = found
         x, y = grid if len(grid) == 2 else (grid[0], 1)
@@ -95,6 +95,10 @@ class Launcher:
             start(x, y, 1, stream, function, *between, (*values, *constants))
         else:
             start(x, y, 1, stream, function, *between, *values, *constants)
+
+    def call_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Triton's own call. What Triton 3.9 warns about and 3.10 changes is said: products may be fused into sums."""
+        return self.kernel[grid](*args, **{"enable_fp_fusion": True, **options})
 
     def keep(self, key: tuple[Any, ...], compiled: Any, count: int, options: dict[str, Any]) -> None:
         """Remember a kernel compiled for a call with `count` arguments, with all that Triton's launcher wants around them."""
