@@ -31,9 +31,9 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
         turned = _rope(q, k, cos, sin, interleaved)
         return q.copy_(turned[0]), k.copy_(turned[1])
     if torch.is_grad_enabled() and (q._is_view() or k._is_view()) and (q.requires_grad or k.requires_grad):
-        # Autograd lets a function overwrite a view only if that is all it returns.
-        return _InPlace.apply(cos, sin, interleaved, q), _InPlace.apply(cos, sin, interleaved, k)
-    result = _InPlace.apply(cos, sin, interleaved, q, k)
+        # Autograd lets a function overwrite a view only if that is its first input and all that it returns.
+        return _InPlace.apply(q, None, cos, sin, interleaved), _InPlace.apply(k, None, cos, sin, interleaved)
+    result = _InPlace.apply(q, k, cos, sin, interleaved)
     return result
 
 
@@ -41,23 +41,22 @@ class _InPlace(torch.autograd.Function):
     """Declares the mutation to autograd: version counters move, and a saved q or k is noticed."""
 
     @staticmethod
-    def forward(ctx: Any, cos: Tensor, sin: Tensor, interleaved: bool, *given: Tensor) -> Any:
+    def forward(ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
+        given = (q,) if k is None else (q, k)
         ctx.mark_dirty(*given)
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         ctx.set_materialize_grads(False)
-        q, k = (*given, None)[:2]
         # A no-op for CPU tensors, which the interpreter takes.
-        with torch.cuda.device_of(given[0]):
+        with torch.cuda.device_of(q):
             _turn(q, k, q, k, cos, sin, interleaved, False)
-        return given if len(given) == 2 else given[0]
+        return q if k is None else given
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None = None) -> Any:
         cos, sin = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3:]
-        turned = _backward(*(*grads, None)[:2], cos, sin, ctx.interleaved, [*needs, False][:2])
-        return (None, None, None, *turned[: len(needs)])
+        needs = list(ctx.needs_input_grad[:2])
+        return (*_backward(grad_q, grad_k, cos, sin, ctx.interleaved, needs), None, None, None)
 
 
 def _allocate(q: Tensor, k: Tensor, *rest: object) -> Outputs:
