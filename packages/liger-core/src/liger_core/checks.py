@@ -22,37 +22,36 @@ def fail(error: type[LigerError], op: str, sentence: str) -> NoReturn:
     raise error(f"{op}: {sentence}")
 
 
-def tensors(op: str, **values: Any) -> None:
-    """Every value must be a tensor."""
-    for name, value in values.items():
+def tensor(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        fail(DtypeError, op, f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def floating(op: str, required: int = 1, /, **tensors: Tensor | None) -> None:
+    """Tensors must be floating-point tensors on the device of the first. Past the first `required` ones they may be None."""
+    first, device = "", None
+    for name, value in tensors.items():
+        if value is None and required <= 0:
+            continue
+        required -= 1
         if not isinstance(value, Tensor):
             fail(DtypeError, op, f"{name} must be a tensor, got {type(value).__name__}")
-
-
-def floating(op: str, optional: Mapping[str, Tensor | None] | None = None, **required: Tensor) -> None:
-    """Every tensor, and every optional one that is given, must be a floating-point tensor on the device of the first."""
-    first, device = "", None
-    for name, tensor in (required if optional is None else {**required, **optional}).items():
-        if tensor is None and name not in required:
-            continue
-        if not isinstance(tensor, Tensor):
-            fail(DtypeError, op, f"{name} must be a tensor, got {type(tensor).__name__}")
-        if not tensor.is_floating_point():
-            fail(DtypeError, op, f"{name} must have a floating dtype, got {tensor.dtype}")
+        if not value.is_floating_point():
+            fail(DtypeError, op, f"{name} must have a floating dtype, got {value.dtype}")
         if device is None:
-            first, device = name, tensor.device
-        elif tensor.device != device:
-            fail(DeviceError, op, f"{name} must be on {device} like {first}, got {tensor.device}")
+            first, device = name, value.device
+        elif value.device != device:
+            fail(DeviceError, op, f"{name} must be on {device} like {first}, got {value.device}")
 
 
 def same_device(op: str, first: str, anchor: Tensor, **optional: Tensor | None) -> None:
     """Every tensor that is given must be on the device of the first."""
-    for name, tensor in optional.items():
-        if tensor is None:
+    for name, value in optional.items():
+        if value is None:
             continue
-        tensors(op, **{name: tensor})
-        if tensor.device != anchor.device:
-            fail(DeviceError, op, f"{name} must be on {anchor.device} like {first}, got {tensor.device}")
+        tensor(op, name, value)
+        if value.device != anchor.device:
+            fail(DeviceError, op, f"{name} must be on {anchor.device} like {first}, got {value.device}")
 
 
 def same_dtype(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) -> None:
@@ -73,22 +72,31 @@ def at_least_one_dimension(op: str, name: str, tensor: Tensor) -> None:
         fail(ShapeError, op, f"{name} must have at least one dimension, got a scalar")
 
 
-def number(op: str, name: str, value: Any, bounds: str = "", because: str = "") -> None:
-    """The value must be a finite number, and if bounds say so > 0, ≥ 0 or in [0, 1]."""
-    if type(value) in (float, int) or (isinstance(value, NUMBERS) and not isinstance(value, bool)):
-        inside = _BOUNDS[bounds](value)
-        if inside and (not isinstance(value, float) or math.isfinite(value)):
-            return
-    fail(OptionError, op, f"{name} must be a finite number{' ' if bounds else ''}{bounds}{because}, got {value!r}")
+def finite(op: str, name: str, value: Any) -> None:
+    if not (type(value) is float and -math.inf < value < math.inf):
+        _number(op, name, value, "", lambda number: True)
 
 
-NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
-_BOUNDS: dict[str, Callable[[Any], bool]] = {
-    "": lambda value: True,
-    "> 0": lambda value: value > 0,
-    "≥ 0": lambda value: value >= 0,
-    "in [0, 1]": lambda value: 0 <= value <= 1,
-}
+def positive(op: str, name: str, value: Any, because: str = "") -> None:
+    if not (type(value) is float and 0.0 < value < math.inf):
+        _number(op, name, value, f" > 0{because}", lambda number: number > 0)
+
+
+def not_negative(op: str, name: str, value: Any) -> None:
+    if not (type(value) is float and 0.0 <= value < math.inf):
+        _number(op, name, value, " ≥ 0", lambda number: number >= 0)
+
+
+def fraction(op: str, name: str, value: Any) -> None:
+    if not (type(value) is float and 0.0 <= value <= 1.0):
+        _number(op, name, value, " in [0, 1]", lambda number: 0 <= number <= 1)
+
+
+def _number(op: str, name: str, value: Any, bounds: str, inside: Callable[[Any], bool]) -> None:
+    """What is no plain float, or none within its bounds."""
+    is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    if not is_number or not inside(value) or (isinstance(value, float) and not math.isfinite(value)):
+        fail(OptionError, op, f"{name} must be a finite number{bounds}, got {value!r}")
 
 
 def integer(op: str, name: str, value: Any) -> None:

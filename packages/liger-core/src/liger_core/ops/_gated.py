@@ -16,7 +16,7 @@ from liger_core.ops._inputs import ROWS, WIDTHS, normal, workload
 
 
 def check(op: str, gate: Tensor, up: Tensor | None) -> None:
-    checks.floating(op, {"up": up}, gate=gate)
+    checks.floating(op, gate=gate, up=up)
     checks.at_least_one_dimension(op, "gate", gate)
     if up is None:
         if gate.shape[-1] % 2:

@@ -33,10 +33,10 @@ def check_loss_options(
 ) -> None:
     """The checks of the options that both losses have."""
     checks.choice(name, "reduction", reduction, ("mean", "sum", "none"))
-    checks.number(name, "label_smoothing", label_smoothing, "in [0, 1]")
-    checks.number(name, "z_loss", z_loss, "≥ 0")
+    checks.fraction(name, "label_smoothing", label_smoothing)
+    checks.not_negative(name, "z_loss", z_loss)
     if softcap is not None:
-        checks.number(name, "softcap", softcap, "> 0")
+        checks.positive(name, "softcap", softcap)
     if normalizer is not None and reduction != "mean":
         checks.fail(OptionError, name, f"normalizer needs reduction='mean', which it divides by, got reduction={reduction!r}")
     if isinstance(normalizer, Tensor):
@@ -44,11 +44,11 @@ def check_loss_options(
             checks.fail(ShapeError, name, f"normalizer must be a number or a scalar tensor, got shape {checks.shape(normalizer)}")
         checks.same_device(name, "target", target, normalizer=normalizer)
     elif normalizer is not None:
-        checks.number(name, "normalizer", normalizer, "> 0")
+        checks.positive(name, "normalizer", normalizer)
     if target.dtype != torch.int64:
         checks.fail(DtypeError, name, f"target must have dtype torch.int64, got {target.dtype}")
     if class_weight is not None:
-        checks.floating(name, {weight_name: class_weight})
+        checks.floating(name, **{weight_name: class_weight})
         if tuple(class_weight.shape) != (classes,):
             checks.fail(ShapeError, name, f"{weight_name} must have shape ({classes},), one per class, got {checks.shape(class_weight)}")
     checks.constant(name, normalizer=normalizer, **{weight_name: class_weight})
@@ -68,7 +68,7 @@ def check(
     return_metrics: bool = False,
 ) -> None:
     checks.floating("cross_entropy", logits=logits)
-    checks.tensors("cross_entropy", target=target)
+    checks.tensor("cross_entropy", "target", target)
     checks.at_least_one_dimension("cross_entropy", "logits", logits)
     if target.shape != logits.shape[:-1]:
         wanted = tuple(logits.shape[:-1])

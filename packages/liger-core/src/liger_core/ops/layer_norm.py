@@ -16,11 +16,11 @@ from liger_core.ops._inputs import ROWS, WIDTHS, accumulator, normal, workload
 
 
 def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:
-    checks.floating("layer_norm", {"weight": weight, "bias": bias}, x=x)
+    checks.floating("layer_norm", x=x, weight=weight, bias=bias)
     checks.at_least_one_dimension("layer_norm", "x", x)
     checks.vector("layer_norm", "weight", weight, x.shape[-1], "x", x)
     checks.vector("layer_norm", "bias", bias, x.shape[-1], "x", x)
-    checks.number("layer_norm", "eps", eps, "> 0")
+    checks.positive("layer_norm", "eps", eps)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

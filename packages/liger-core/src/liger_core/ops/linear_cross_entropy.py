@@ -37,8 +37,8 @@ def check_head(
     main_grad: Tensor | None,
 ) -> None:
     """The checks of an op that multiplies hidden by weight, a chunk of rows at a time, and looks at one target a row."""
-    checks.tensors(name, target=target)
-    checks.floating(name, {"bias": bias}, hidden=hidden, weight=weight)
+    checks.tensor(name, "target", target)
+    checks.floating(name, 2, hidden=hidden, weight=weight, bias=bias)
     checks.at_least_one_dimension(name, "hidden", hidden)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         wanted = f"(classes, {hidden.shape[-1]})"
@@ -111,7 +111,7 @@ def check(
     if token_weight is not None:
         checks.floating(name, token_weight=token_weight)
         check_rows(name, "token_weight", token_weight, hidden)
-    checks.number(name, "logit_scale", logit_scale)
+    checks.finite(name, "logit_scale", logit_scale)
     checks.same_device(name, "hidden", hidden, class_weight=class_weight, token_weight=token_weight)
     check_loss_options(name, target, weight.shape[0], class_weight, label_smoothing, z_loss, softcap, reduction, normalizer, "class_weight")
     checks.constant(name, token_weight=token_weight)

@@ -40,8 +40,8 @@ def check(
 ) -> None:
     name = "linear_log_prob"
     check_head(name, hidden, weight, target, bias, accumulate_dtype, chunk, budget, main_grad)
-    checks.number(name, "temperature", temperature, "> 0", ", since the logits are divided by it")
-    checks.number(name, "logit_scale", logit_scale)
+    checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
+    checks.finite(name, "logit_scale", logit_scale)
     check_loss_options(name, target, weight.shape[0], None, 0.0, 0.0, softcap, "none", None, "class_weight")
     checks.targets(name, target, weight.shape[0], ignore_index)
 

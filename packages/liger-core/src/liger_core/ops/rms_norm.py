@@ -23,12 +23,13 @@ def check(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_
 
 def check_scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str) -> None:
     """What rms_norm and add_rms_norm ask of the arguments that they share."""
-    checks.floating(op, {"weight": weight}, x=x)
+    checks.floating(op, x=x, weight=weight)
     checks.at_least_one_dimension(op, "x", x)
     checks.vector(op, "weight", weight, x.shape[-1], "x", x)
-    checks.number(op, "eps", eps, "> 0")
+    checks.positive(op, "eps", eps)
     checks.choice(op, "cast", cast, ("input", "float32"))
-    checks.number(op, "weight_offset", weight_offset)
+    if weight_offset != 0.0:
+        checks.finite(op, "weight_offset", weight_offset)
     if weight is None and weight_offset != 0.0:
         checks.fail(OptionError, op, f"weight_offset must be 0 without a weight, got {weight_offset}")
 

@@ -16,7 +16,7 @@ from liger_core.ops._inputs import ROWS, accumulator, normal
 
 
 def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> None:
-    checks.floating("rope", q=q, k=k, cos=cos, sin=sin)
+    checks.floating("rope", 4, q=q, k=k, cos=cos, sin=sin)
     for name, tensor in (("q", q), ("k", k)):
         if tensor.dim() != 4:
             checks.fail(ShapeError, "rope", f"{name} must have shape (batch, heads, tokens, width), got {checks.shape(tensor)}")
