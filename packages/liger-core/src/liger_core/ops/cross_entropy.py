@@ -346,7 +346,9 @@ def metrics_of(
     """The metrics of a batch from the per-row results of a pass."""
     labels = target.reshape(-1)
     counted = labels != ignore_index
-    penalty = z_loss * statistics.sum(-1).square()
+    lse = statistics.sum(-1)
+    # In this order 0 · lse² is 0 even where the square overflows.
+    penalty = z_loss * lse * lse
     if token_weight is not None:
         penalty = penalty * token_weight.reshape(-1)
     penalty = torch.where(counted, penalty, 0.0)

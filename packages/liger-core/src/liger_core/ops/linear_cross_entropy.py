@@ -40,6 +40,8 @@ def check_head(
     checks.tensor(name, "target", target)
     checks.floating(name, 2, hidden=hidden, weight=weight, bias=bias)
     checks.at_least_one_dimension(name, "hidden", hidden)
+    if hidden.shape[-1] == 0:
+        checks.fail(ShapeError, name, f"hidden must have a width of at least 1, got {checks.shape(hidden)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         wanted = f"(classes, {hidden.shape[-1]})"
         checks.fail(ShapeError, name, f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}")
@@ -202,6 +204,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse(
         "weight_shape", (x, w[:, :7], t), {}, ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
     )
+    yield misuse("no_width", (x[:, :0], w[:, :0], t), {}, ShapeError, "hidden must have a width of at least 1, got (3, 0)")
     yield misuse("target_shape", (x, w, t[:2]), {}, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
     yield misuse("bias_shape", (x, w, t), {"bias": x[0]}, ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)")
     options: dict[str, Any] = {"token_weight": torch.ones(2, device=device)}

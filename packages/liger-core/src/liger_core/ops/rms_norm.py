@@ -53,6 +53,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("frozen_weight", (n(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
     yield Sample("frozen_input", (n(6, 96), n(96)), frozen=("x",), why="only the weight gradient")
     yield Sample("large_eps", (n(4, 48, scale=0.01), n(48)), {"eps": 0.1}, why="eps dominates the mean square")
+    yield Sample(
+        "huge_values", (n(4, 64, scale=3e4 if dtype == torch.float16 else 1e18), n(64)), why="the cube of their inverse underflows"
+    )
     yield Sample("strided_rows", (n(5, 160)[:, :80], n(80)), why="rows are read through their stride")
     yield Sample("transposed", (n(40, 6).t(), n(40)), why="the last dimension is not contiguous")
     yield Sample("float32_weight", (n(5, 72), normal(device, torch.float32, 72)), why="the weight has another dtype than x")
@@ -125,7 +128,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weig
     """
     wide = accumulator(x.dtype)
     row = x.to(wide)
-    normed = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
+    # Not · rsqrt(…), whose derivative cubes it: from |x| = 1e15 on that underflows in float32, and a term of the gradient is lost.
+    normed = row / torch.sqrt(row.square().mean(-1, keepdim=True) + eps)
     if cast == "input":
         normed = normed.to(x.dtype)
     if weight is None:
