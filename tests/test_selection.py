@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import timeit
@@ -41,7 +42,8 @@ THIRD = """
 
     @hookimpl
     def liger_backends():
-        return [Backend("third", DEVICES, PRIORITY, {liger_core.rms_norm: rms_norm, liger_core.swiglu: swiglu})]
+        table = {liger_core.rms_norm: rms_norm, liger_core.swiglu: swiglu}
+        return [Backend("third", DEVICES, PRIORITY, table, supports_fake_tensors=True)]
 """
 
 
@@ -305,6 +307,40 @@ def test_explain_lists_every_backend_with_its_verdict(third: None) -> None:
     assert explain(layer_norm, X).candidates["third"] == "does not implement layer_norm"
 
 
+def test_no_fake_tensor_reaches_a_backend_that_does_not_support_them(install: Install) -> None:
+    source = THIRD.replace("DEVICES", "('cpu', 'cuda')").replace("PRIORITY", "50").replace(", supports_fake_tensors=True", "")
+    install(
+        "third",
+        source.replace("if x.shape", "assert type(x).__name__ != 'FakeTensor'; seen.append(x)\n        if x.shape").replace(
+            "liger_core\n", "liger_core; seen = []\n", 1
+        ),
+    )
+    assert explain(rms_norm, torch.randn(2, 65)).backend == "third"
+    assert explain(rms_norm, X).candidates["third"] == "can run unless it declines, which only the call itself shows"
+    with selection.standing_in("cuda", "cpu") as backends:
+        assert "third" not in backends
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_explain_leaves_a_compiled_backend_alone(install: Install) -> None:
+    """Generated C++ reads the address of a fake tensor, 0, and takes the process with it."""
+    site = install(
+        "compiled",
+        """
+        import torch
+        from liger_core import Backend, hookimpl, swiglu
+
+        @hookimpl
+        def liger_backends():
+            return [Backend("compiled", ("cpu",), 50, {swiglu: torch.compile(swiglu.reference)})]
+        """,
+    )
+    code = "import torch; from liger_core import explain, swiglu; x = torch.ones(2, 8); swiglu(x, x); print(explain(swiglu, x, x).backend)"
+    variables = {**os.environ, "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "compiled"), done.stderr
+
+
 def test_explain_raises_what_the_call_would_raise() -> None:
     for call in (rms_norm, lambda *args: explain(rms_norm, *args)):
         with pytest.raises(ValueError, match=r"rms_norm: weight must have shape \(8,\) to match x \(2, 8\), got \(7,\)"):
@@ -366,8 +402,7 @@ def test_rope_may_be_named_with_its_keywords(third: None) -> None:
 def third_that_hands_over(install: Install) -> None:
     """The backend that `auto` takes, which leaves rms_norm in compiled regions to the compiler."""
     source = THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY", "50")
-    handed_over = f"liger_core.swiglu: swiglu}}, handed_over={{liger_core.rms_norm: {X.numel()}}}"
-    install("third", source.replace("liger_core.swiglu: swiglu}", handed_over))
+    install("third", source.replace("50, table", f"50, table, handed_over={{liger_core.rms_norm: {X.numel()}}}"))
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["auto", "named"])
@@ -406,7 +441,7 @@ def test_what_stands_in_need_not_be_able_to_run(install: Install) -> None:
     install(
         "third",
         THIRD.replace("DEVICES", "('cuda',)")
-        .replace("PRIORITY, {", "PRIORITY, unavailable=lambda: 'broken', implementations={")
+        .replace("PRIORITY, table", "PRIORITY, table, unavailable=lambda: 'broken'")
         .replace("PRIORITY", "1000"),
     )
     assert "third" in registry().unavailable

@@ -29,6 +29,10 @@ class Backend:
     unavailable      returns None, or why this backend cannot run here
     handed_over      op → elements of its first tensor up to which a compiled region gets the reference instead: the compiler fuses it with what
                      is around it, and the host starts what the compiler makes sooner than a custom op
+    supports_fake_tensors
+                     whether every implementation runs on fake tensors. Custom ops with fakes (`Kernel`) and plain PyTorch operators do;
+                     code that reads data pointers, such as a function compiled by `torch.compile`, crashes. Without it the backend never
+                     gets a fake tensor, so `explain` cannot predict whether it declines a call
     """
 
     name: str
@@ -37,6 +41,7 @@ class Backend:
     implementations: Implementations | Callable[[], Implementations]
     unavailable: Callable[[], str | None] = always
     handed_over: Mapping[Op[..., Any], int] = field(default_factory=dict)
+    supports_fake_tensors: bool = False
     distribution: str = ""
 
     def table(self, known: Mapping[str, Op[..., Any]]) -> dict[str, Callable[..., Any]]:

@@ -23,7 +23,7 @@ def liger_ops() -> list[Op[..., Any]]:
 
 @hookimpl
 def liger_backends() -> list[Backend]:
-    return [Backend("reference", DEVICE_TYPES, 0, {op: op.reference for op in CATALOGUE})]
+    return [Backend("reference", DEVICE_TYPES, 0, {op: op.reference for op in CATALOGUE}, supports_fake_tensors=True)]
 
 
 @hookimpl

@@ -74,7 +74,7 @@ def standing_in(device: str, place: str) -> Iterator[list[str]]:
     """Tensors on `place` get what the automatic choice would give tensors on `device`, whether or not that can run here.
 
     For fake tensors, of which nothing is computed: so the memory of a GPU is planned where there is none. Gives the names of the backends
-    that could be loaded, the last one over the others.
+    that could be loaded and support fake tensors, the last one over the others.
     """
     settle()
     found = registry()
@@ -82,7 +82,7 @@ def standing_in(device: str, place: str) -> Iterator[list[str]]:
     loaded: list[str] = []
     # A negative priority keeps a backend from running where it would be slow, and here nothing runs.
     for backend in sorted(found.backends.values(), key=lambda backend: abs(backend.priority)):
-        if device in backend.device_types:
+        if device in backend.device_types and backend.supports_fake_tensors:
             with suppress(Exception):
                 for name, implementation in backend.table(found.ops).items():
                     found.ops[name].table = {**(found.ops[name].table or {}), place: implementation}
@@ -295,7 +295,7 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if name != AUTO:
         return Explanation(op.name, name, f"selected by {source}; {candidates[name]}{_compiled(found, op, name, first)}", candidates)
     best = automatic(found, op).get(device, "reference")
-    if best != "reference" and candidates[best] != "can run":
+    if candidates[best].startswith("declines"):
         return Explanation(op.name, "reference", f"auto ({source}); {best!r} {candidates[best]}", candidates)
     return Explanation(
         op.name, best, f"auto ({source}): highest priority on {device} tensors{_compiled(found, op, best, first)}", candidates
@@ -317,6 +317,8 @@ def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: An
         return "can run"
     if device not in backend.device_types:
         return f"runs on {' and '.join(backend.device_types)} tensors, got a {device} tensor"
+    if not backend.supports_fake_tensors:
+        return "can run unless it declines, which only the call itself shows"
     reason = _would_decline(found.implementations[name][op.name], args, kwargs)
     return "can run" if reason is None else f"declines: {reason}"
 
