@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from liger_core import BackendError, Op, explain, layer_norm, rms_norm, rope, selection, swiglu, use
+from liger_core.op import Choice
 from liger_core.ops import CATALOGUE
 from liger_core.plugins import registry
 
@@ -152,6 +153,20 @@ def test_selections_may_be_undone_in_any_order(third: None) -> None:
     assert runs() == "reference"
     second.undo()
     assert runs() == "reference"
+
+
+def test_a_call_amid_a_reselection_gets_the_old_selection_or_the_new_one(third: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in another thread, which may call the op at any point of the reselection."""
+    selected, fall_back, results = use("third"), selection._fall_back, []
+
+    def meanwhile(*args: Any) -> Any:
+        results.append(rms_norm(X))
+        return fall_back(*args)
+
+    monkeypatch.setattr(selection, "_fall_back", meanwhile)
+    selected.undo()
+    assert results
+    assert all(torch.equal(result, rms_norm.reference(X) + shift) for result, shift in zip(results, [1, *[0] * len(results)], strict=False))
 
 
 def test_only_takes_ops_and_their_names(third: None) -> None:
@@ -385,7 +400,7 @@ def test_dispatch_costs_about_two_microseconds() -> None:
         pass
 
     empty = Op(nothing, check=check, samples=lambda *_: iter(()), misuses=lambda _: iter(()), workloads=tuple, work=None)  # type: ignore[arg-type]
-    empty.table = {}
+    empty.choice = Choice({}, {}, nothing, nothing)
     through, direct = (min(timeit.repeat(lambda f=f: f(X), number=2000, repeat=30)) / 2000 for f in (empty, nothing))
     # 1.1 µs on two shared CPU cores; the limit leaves room for a machine that does something else.
     assert through - direct < 4e-6

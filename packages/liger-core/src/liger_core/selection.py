@@ -7,14 +7,14 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 
 from liger_core.backend import Backend
 from liger_core.errors import BackendError, Unsupported, nearest
-from liger_core.op import Op
+from liger_core.op import Choice, Op
 from liger_core.plugins import Registry, registry
 
 AUTO = "auto"
@@ -78,20 +78,22 @@ def standing_in(device: str, place: str) -> Iterator[list[str]]:
     """
     settle()
     found = registry()
-    before = {op: op.table for op in found.ops.values()}
+    before = {op: op.choice for op in found.ops.values()}
     loaded: list[str] = []
     # A negative priority keeps a backend from running where it would be slow, and here nothing runs.
     for backend in sorted(found.backends.values(), key=lambda backend: abs(backend.priority)):
         if device in backend.device_types and backend.supports_fake_tensors:
             with suppress(Exception):
                 for name, implementation in backend.table(found.ops).items():
-                    found.ops[name].table = {**(found.ops[name].table or {}), place: implementation}
+                    op = found.ops[name]
+                    if op.choice:
+                        op.choice = replace(op.choice, table={**op.choice.table, place: implementation})
                 loaded.append(backend.name)
     try:
         yield loaded
     finally:
-        for op, table in before.items():
-            op.table = table
+        for op, choice in before.items():
+            op.choice = choice
 
 
 def settle() -> None:
@@ -105,7 +107,7 @@ def reset() -> None:
     """Forget every selection and every loaded plugin, and read the environment again at the next use (for tests)."""
     if registry.cache_info().currsize:
         for op in registry().ops.values():
-            op.table = None
+            op.choice = None
     registry.cache_clear()
     _layers.clear()
     _settled.clear()
@@ -205,16 +207,22 @@ def _apply(found: Registry) -> None:
         _settled[op.name] = (name, source)
         if name == AUTO:
             chosen = automatic(found, op)
-            op.table = {device: found.implementations[backend][op.name] for device, backend in chosen.items()}
-            op.traced = {device: _traced(found, op, backend) for device, backend in chosen.items()}
-            op.otherwise, op.declined = op.reference, _fall_back(op)
+            op.choice = Choice(
+                {device: found.implementations[backend][op.name] for device, backend in chosen.items()},
+                {device: _traced(found, op, backend) for device, backend in chosen.items()},
+                op.reference,
+                _fall_back(op),
+            )
         elif name == "reference":
-            op.table, op.traced, op.otherwise, op.declined = {}, {}, op.reference, _fall_back(op)
+            op.choice = Choice({}, {}, op.reference, _fall_back(op))
         else:
             backend = found.backends[name]
-            op.table = dict.fromkeys(backend.device_types, found.implementations[name][op.name])
-            op.traced = dict.fromkeys(backend.device_types, _traced(found, op, name))
-            op.otherwise, op.declined = _wrong_device(op, backend, source), _refuse(op, name, source)
+            op.choice = Choice(
+                dict.fromkeys(backend.device_types, found.implementations[name][op.name]),
+                dict.fromkeys(backend.device_types, _traced(found, op, name)),
+                _wrong_device(op, backend, source),
+                _refuse(op, name, source),
+            )
 
 
 def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
