@@ -10,7 +10,9 @@ import subprocess
 import sys
 import timeit
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from liger_core import BackendError, Op, explain, layer_norm, rms_norm, rope, selection, swiglu, use
+from liger_core import Backend, BackendError, Op, Unsupported, explain, layer_norm, rms_norm, rope, selection, swiglu, use
 from liger_core.op import Choice
 from liger_core.ops import CATALOGUE
 from liger_core.plugins import registry
@@ -286,9 +288,140 @@ def test_a_declined_call_runs_the_reference_under_auto_and_says_so_once(preferre
         first, second = rms_norm(wide), rms_norm(wide)
     assert torch.equal(first, rms_norm.reference(wide))
     assert torch.equal(first, second)
-    assert caplog.messages == ["rms_norm: the reference runs, since the selected backend declined: rows of 65, more than 64"]
+    assert caplog.messages == ["rms_norm: backend 'third' declined a call (rows of 65, more than 64); falling back to the reference"]
     assert explain(rms_norm, wide).backend == "reference"
-    assert explain(rms_norm, wide).reason == "auto (the default); 'third' declines: rows of 65, more than 64"
+    assert explain(rms_norm, wide).reason == "auto (the default): 'third' declines: rows of 65, more than 64"
+
+
+# Two backends of different priority: the narrow one adds 1 and declines rows wider than 32, the broad one adds 2 and those wider than 64.
+NARROW_AND_BROAD = """
+    import liger_core
+    from liger_core import Backend, Unsupported, hookimpl
+
+    def of(widest, shift):
+        def rms_norm(x, weight=None, eps=1e-6, *, weight_offset=0.0, cast="input"):
+            if x.shape[-1] > widest:
+                raise Unsupported(f"rows of {x.shape[-1]}, more than {widest}")
+            return liger_core.rms_norm.reference(x, weight, eps, weight_offset=weight_offset, cast=cast) + shift
+        return {liger_core.rms_norm: rms_norm}
+
+    @hookimpl
+    def liger_backends():
+        return [
+            Backend("broad", ("cpu",), 100, of(64, 2), handed_over=HANDED_OVER, supports_fake_tensors=True),
+            Backend("narrow", ("cpu",), 150, of(32, 1), supports_fake_tensors=True),
+        ]
+"""
+
+
+@pytest.fixture
+def narrow_and_broad(install: Install) -> None:
+    install("two", NARROW_AND_BROAD.replace("HANDED_OVER", "{}"))
+
+
+BY_WIDTH = pytest.mark.parametrize(
+    ("width", "backend", "shift"), [(32, "narrow", 1), (64, "broad", 2), (128, "reference", 0)], ids=["narrow", "broad", "widest"]
+)
+
+
+@BY_WIDTH
+def test_a_declined_call_goes_to_the_next_backend(narrow_and_broad: None, width: int, backend: str, shift: int) -> None:
+    x = torch.randn(2, width)
+    assert torch.equal(rms_norm(x), rms_norm.reference(x) + shift)
+    assert explain(rms_norm, x).backend == backend
+
+
+@BY_WIDTH
+def test_a_declined_call_goes_to_the_next_backend_without_a_graph_break(
+    narrow_and_broad: None, width: int, backend: str, shift: int
+) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(2, width)
+    compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), rms_norm.reference(x) + shift)
+
+
+def test_a_declined_call_is_handed_over_where_the_next_backend_does(install: Install) -> None:
+    torch._dynamo.reset()
+    install("two", NARROW_AND_BROAD.replace("HANDED_OVER", "{liger_core.rms_norm: 128}"))
+    compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True, dynamic=False)
+    for rows, shift in ((2, 0), (3, 2)):
+        x = torch.randn(rows, 64)
+        assert torch.equal(compiled(x), rms_norm.reference(x) + shift)
+
+
+def test_every_backend_that_declines_is_logged_once(narrow_and_broad: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="liger"):
+        for _ in range(2):
+            rms_norm(torch.randn(2, 128))
+    assert caplog.messages == [
+        "rms_norm: backend 'narrow' declined a call (rows of 128, more than 32); falling back to backend 'broad'",
+        "rms_norm: backend 'broad' declined a call (rows of 128, more than 64); falling back to the reference",
+    ]
+
+
+def test_explain_lists_the_backends_that_decline(narrow_and_broad: None) -> None:
+    wide, widest = (explain(rms_norm, torch.randn(2, width)).reason for width in (64, 128))
+    assert wide == "auto (the default): 'narrow' declines: rows of 64, more than 32"
+    assert widest == "auto (the default): 'narrow' declines: rows of 128, more than 32; 'broad' declines: rows of 128, more than 64"
+
+
+def test_explain_predicts_the_error_of_a_named_backend_that_declines(narrow_and_broad: None) -> None:
+    with use("narrow"):
+        reason = explain(rms_norm, torch.randn(2, 64)).reason
+    assert reason == "selected by use('narrow'); declines: rows of 64, more than 32, so the call raises BackendError"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A backend drawn at random: rows wider than `widest` are declined."""
+
+    name: str
+    devices: list[str]
+    priority: int
+    widest: int
+    implements: bool
+    available: bool
+
+    def takes(self, device: str, width: int) -> bool:
+        return self.priority > 0 and device in self.devices and width <= self.widest and self.implements and self.available
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("drawn", range(30))
+def test_explain_names_the_backend_that_runs(drawn: int, compiled: bool) -> None:
+    random, ran, backends = Random(drawn), list[str](), list[Drawn]()
+
+    def implementation(one: Drawn) -> Callable[..., Any]:
+        def rms_norm(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if x.shape[-1] > one.widest:
+                raise Unsupported(f"rows wider than {one.widest}")
+            ran.append(one.name)
+            return x + 1
+
+        return rms_norm
+
+    found = registry()
+    for index in range(random.randint(3, 8)):
+        devices = random.choice([["cpu"], ["meta"], ["cpu", "meta"], ["cpu", "meta"]])
+        widest, often = random.choice([8, 16, 64]), [True, True, True, True, False]
+        one = Drawn(f"backend{index}", devices, random.randint(-1, 5), widest, random.choice(often), random.choice(often))
+        backends.append(one)
+        table = {rms_norm: implementation(one)} if one.implements else {}
+        found.backends[one.name] = Backend(one.name, tuple(devices), one.priority, table, supports_fake_tensors=True)
+        if one.available:
+            found.implementations[one.name] = {op.name: function for op, function in table.items()}
+        else:
+            found.unavailable[one.name] = "it is not there"
+    device, width = random.choice(["cpu", "meta"]), random.choice([12, 32])
+    able = [(-one.priority, one.name) for one in backends if one.takes(device, width)]
+    expected = min(able)[1] if able else "reference"
+
+    torch._dynamo.reset()
+    x = torch.ones(2, width, device=device)
+    (torch.compile(rms_norm, backend="eager", fullgraph=True) if compiled else rms_norm)(x)
+    assert (ran[-1] if ran else "reference") == expected
+    assert explain(rms_norm, x).backend == expected
 
 
 def test_a_declined_call_is_an_error_under_a_named_backend(third: None) -> None:

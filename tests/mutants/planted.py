@@ -215,10 +215,18 @@ MUTANTS = (
     Mutant(
         "named backend falls back silently",
         f"{CORE}/selection.py",
-        "_refuse(op, name, source)\n",
-        "_fall_back(op)\n",
+        "_refuse(op, name, source),\n",
+        "lambda reason, *args, **kwargs: op.reference(*args, **kwargs),\n",
         ("tests/test_selection.py", "-k", "declined"),
         "test_a_declined_call_is_an_error_under_a_named_backend",
+    ),
+    Mutant(
+        "declined call skips the next backend",
+        f"{CORE}/selection.py",
+        "in steps[first.device.type]:",
+        "in steps[first.device.type][-1:]:",
+        ("tests/test_selection.py", "-k", "declined"),
+        "test_a_declined_call_goes_to_the_next_backend",
     ),
     Mutant(
         "broken plugin disappears silently",

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -80,15 +81,16 @@ def standing_in(device: str, place: str) -> Iterator[list[str]]:
     found = registry()
     before = {op: op.choice for op in found.ops.values()}
     loaded: list[str] = []
+    links: dict[Op[..., Any], list[_Link]] = {op: [] for op in before}
     # A negative priority keeps a backend from running where it would be slow, and here nothing runs.
     for backend in sorted(found.backends.values(), key=lambda backend: abs(backend.priority)):
         if device in backend.device_types and backend.supports_fake_tensors:
             with suppress(Exception):
                 for name, implementation in backend.table(found.ops).items():
-                    op = found.ops[name]
-                    if op.choice:
-                        op.choice = replace(op.choice, table={**op.choice.table, place: implementation})
+                    links[found.ops[name]].insert(0, _Link(backend.name, implementation, implementation))
                 loaded.append(backend.name)
+    for op, tried in links.items():
+        op.choice = _in_turn(op, {**_ranked(found, op), place: tried})
     try:
         yield loaded
     finally:
@@ -188,17 +190,19 @@ def _choose(found: Registry, op: Op[..., Any]) -> tuple[str, str]:
     return AUTO, "the default"
 
 
-def automatic(found: Registry, op: Op[..., Any]) -> dict[str, str]:
-    """Device type → available backend of the highest priority that implements the op; the reference has priority 0."""
-    best: dict[str, Backend] = {}
-    for name, table in found.implementations.items():
-        backend = found.backends[name]
-        if op.name not in table or backend.priority < 0:
-            continue
+def ranking(found: Registry, op: Op[..., Any]) -> dict[str, list[str]]:
+    """Device type → the available backends that `auto` tries in turn, by descending priority; after them comes the reference, which has 0."""
+    able = [backend for name, backend in found.backends.items() if backend.priority > 0 and op.name in found.implementations.get(name, {})]
+    ranked: dict[str, list[str]] = {}
+    for backend in sorted(able, key=lambda backend: (-backend.priority, backend.name)):
         for device in backend.device_types:
-            if device not in best or backend.priority > best[device].priority:
-                best[device] = backend
-    return {device: backend.name for device, backend in best.items() if backend.priority > 0}
+            ranked.setdefault(device, []).append(backend.name)
+    return ranked
+
+
+def automatic(found: Registry, op: Op[..., Any]) -> dict[str, str]:
+    """Device type → the backend that `auto` tries first."""
+    return {device: names[0] for device, names in ranking(found, op).items()}
 
 
 def _apply(found: Registry) -> None:
@@ -206,23 +210,44 @@ def _apply(found: Registry) -> None:
         name, source = _choose(found, op)
         _settled[op.name] = (name, source)
         if name == AUTO:
-            chosen = automatic(found, op)
-            op.choice = Choice(
-                {device: found.implementations[backend][op.name] for device, backend in chosen.items()},
-                {device: _traced(found, op, backend) for device, backend in chosen.items()},
-                op.reference,
-                _fall_back(op),
-            )
+            op.choice = _in_turn(op, _ranked(found, op))
         elif name == "reference":
-            op.choice = Choice({}, {}, op.reference, _fall_back(op))
+            op.choice = _in_turn(op, {})
         else:
-            backend = found.backends[name]
+            backend, link = found.backends[name], _link(found, op, name)
             op.choice = Choice(
-                dict.fromkeys(backend.device_types, found.implementations[name][op.name]),
-                dict.fromkeys(backend.device_types, _traced(found, op, name)),
+                dict.fromkeys(backend.device_types, link.implementation),
+                dict.fromkeys(backend.device_types, link.traced),
                 _wrong_device(op, backend, source),
                 _refuse(op, name, source),
             )
+
+
+class _Link(NamedTuple):
+    """One of the backends that are tried in turn, with what it runs in plain Python and in a compiled region."""
+
+    backend: str
+    implementation: Callable[..., Any]
+    traced: Callable[..., Any]
+
+
+def _link(found: Registry, op: Op[..., Any], name: str) -> _Link:
+    return _Link(name, found.implementations[name][op.name], _traced(found, op, name))
+
+
+def _ranked(found: Registry, op: Op[..., Any]) -> dict[str, list[_Link]]:
+    return {device: [_link(found, op, name) for name in names] for device, names in ranking(found, op).items()}
+
+
+def _in_turn(op: Op[..., Any], links: Mapping[str, list[_Link]]) -> Choice:
+    """Device type → the backends of which the first runs, unless it declines, then the next, and at last the reference."""
+    links = {device: tried for device, tried in links.items() if tried}
+    return Choice(
+        {device: tried[0].implementation for device, tried in links.items()},
+        {device: tried[0].traced for device, tried in links.items()},
+        op.reference,
+        _fall_back(op, {device: [*tried, _Link("reference", op.reference, op.reference)] for device, tried in links.items()}),
+    )
 
 
 def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
@@ -239,18 +264,33 @@ def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., An
     return by_size
 
 
-def _fall_back(op: Op[..., Any]) -> Callable[..., Any]:
-    """Under the automatic choice a declined call goes to the reference, and the reason is logged once."""
+def _fall_back(op: Op[..., Any], links: Mapping[str, list[_Link]]) -> Callable[..., Any]:
+    """A call that the first backend declined goes to the next ones in turn; each reason is logged once."""
+    steps = {device: list(pairwise(tried)) for device, tried in links.items()}
 
     def fall_back(reason: Unsupported, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            key = (op.name, AUTO, str(reason))
-            if key not in _reported:
-                _reported.add(key)
-                _log.warning("%s: the reference runs, since the selected backend declined: %s", op.name, reason)
-        return op.reference(*args, **kwargs)
+        first = args[0] if args else kwargs[op.first]
+        compiling = torch.compiler.is_compiling()
+        for declined, following in steps[first.device.type]:
+            if not compiling:
+                _report(op, declined.backend, str(reason), following.backend)
+            try:
+                return (following.traced if compiling else following.implementation)(*args, **kwargs)
+            except Unsupported as another:
+                reason = another
+        raise reason
 
     return fall_back
+
+
+def _report(op: Op[..., Any], declined: str, reason: str, following: str) -> None:
+    if (op.name, declined, reason) not in _reported:
+        _reported.add((op.name, declined, reason))
+        _log.warning("%s: backend %r declined a call (%s); falling back to %s", op.name, declined, reason, _words(following))
+
+
+def _words(backend: str) -> str:
+    return "the reference" if backend == "reference" else f"backend {backend!r}"
 
 
 def _refuse(op: Op[..., Any], name: str, source: str) -> Callable[..., Any]:
@@ -299,15 +339,18 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     first = args[0] if args else kwargs[op.first]
     device = first.device.type
     name, source = _settled[op.name]
-    candidates = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
+    verdicts = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
+    candidates = {b: verdict.words for b, verdict in verdicts.items()}
     if name != AUTO:
-        return Explanation(op.name, name, f"selected by {source}; {candidates[name]}{_compiled(found, op, name, first)}", candidates)
-    best = automatic(found, op).get(device, "reference")
-    if candidates[best].startswith("declines"):
-        return Explanation(op.name, "reference", f"auto ({source}); {best!r} {candidates[best]}", candidates)
-    return Explanation(
-        op.name, best, f"auto ({source}): highest priority on {device} tensors{_compiled(found, op, best, first)}", candidates
-    )
+        ends = "" if verdicts[name].runs is not False else ", so the call raises BackendError"
+        return Explanation(op.name, name, f"selected by {source}; {candidates[name]}{ends}{_compiled(found, op, name, first)}", candidates)
+    tried = [*ranking(found, op).get(device, []), "reference"]
+    declined = [b for b in tried if verdicts[b].runs is False]
+    best, *after = (b for b in tried if b not in declined)
+    why = "; ".join(f"{b!r} {candidates[b]}" for b in declined) if declined else f"highest priority on {device} tensors"
+    if verdicts[best].runs is None:
+        why += f"; if it declines, {_words(after[0])} is tried next"
+    return Explanation(op.name, best, f"auto ({source}): {why}{_compiled(found, op, best, first)}", candidates)
 
 
 def _compiled(found: Registry, op: Op[..., Any], backend: str, first: Any) -> str:
@@ -315,34 +358,39 @@ def _compiled(found: Registry, op: Op[..., Any], backend: str, first: Any) -> st
     return f"; a compiled region gets the reference up to {most:,} elements" if most is not None and first.numel() <= most else ""
 
 
-def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: Any, kwargs: Any) -> str:
+class _Verdict(NamedTuple):
+    """Whether a backend would run a call, None where only the call itself shows it, and the same in words."""
+
+    runs: bool | None
+    words: str
+
+
+def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: Any, kwargs: Any) -> _Verdict:
     backend = found.backends[name]
     if name in found.unavailable:
-        return f"unavailable: {found.unavailable[name]}"
+        return _Verdict(False, f"unavailable: {found.unavailable[name]}")
     if op.name not in found.implementations[name]:
-        return f"does not implement {op.name}"
+        return _Verdict(False, f"does not implement {op.name}")
     if name == "reference":
-        return "can run"
+        return _Verdict(True, "can run")
     if device not in backend.device_types:
-        return f"runs on {' and '.join(backend.device_types)} tensors, got a {device} tensor"
+        return _Verdict(False, f"runs on {' and '.join(backend.device_types)} tensors, got a {device} tensor")
     if not backend.supports_fake_tensors:
-        return "can run unless it declines, which only the call itself shows"
-    reason = _would_decline(found.implementations[name][op.name], args, kwargs)
-    return "can run" if reason is None else f"declines: {reason}"
+        return _Verdict(None, "can run unless it declines, which only the call itself shows")
+    return _on_fakes(found.implementations[name][op.name], args, kwargs)
 
 
-def _would_decline(implementation: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+def _on_fakes(implementation: Callable[..., Any], args: Any, kwargs: Any) -> _Verdict:
     """Call the implementation on fake tensors: it declines before any work, and fakes do none."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map_only
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))
-        try:
-            implementation(*fake_args, **fake_kwargs)
-        except Unsupported as reason:
-            return str(reason)
-        except Exception:
-            # What cannot run on fakes got past the place where it would have declined.
-            return None
-    return None
+        # What cannot run on fakes got past the place where it would have declined.
+        with suppress(Exception):
+            try:
+                implementation(*fake_args, **fake_kwargs)
+            except Unsupported as reason:
+                return _Verdict(False, f"declines: {reason}")
+    return _Verdict(True, "can run")
