@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -20,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from liger_core import Backend, BackendError, Op, Unsupported, explain, layer_norm, rms_norm, rope, selection, swiglu, use
+from liger_core import Backend, BackendError, Op, Unsupported, explain, layer_norm, linear_log_prob, rms_norm, rope, selection, swiglu, use
 from liger_core.op import Choice
 from liger_core.ops import CATALOGUE
 from liger_core.plugins import registry
@@ -169,6 +174,170 @@ def test_a_call_amid_a_reselection_gets_the_old_selection_or_the_new_one(third: 
     selected.undo()
     assert results
     assert all(torch.equal(result, rms_norm.reference(X) + shift) for result, shift in zip(results, [1, *[0] * len(results)], strict=False))
+
+
+def in_another_thread(function: Callable[[], Any]) -> Any:
+    """The result of a call in another thread, or the error that it raised."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def in_a_block(backend: str) -> str:
+    with use(backend):
+        return runs()
+
+
+def test_a_selection_holds_in_every_thread(third: None) -> None:
+    with use("third"):
+        assert in_another_thread(runs) == "third"
+    use("third")
+    assert in_another_thread(runs) == "third"
+
+
+@pytest.mark.parametrize(
+    "select",
+    [lambda: in_a_block("reference"), lambda: use("reference"), lambda: use("auto", only=[swiglu])],
+    ids=["block", "call", "one_op"],
+)
+def test_another_thread_must_not_select_while_a_block_is_open(third: None, select: Callable[[], Any]) -> None:
+    with use("third"):
+        with pytest.raises(BackendError) as caught:
+            in_another_thread(select)
+        assert runs() == "third"
+    assert runs() == "reference"
+    assert re.fullmatch(
+        r"use\('(reference|auto)'\): the selection of the process must not change while another thread or task is inside "
+        r"`with use\('third'\)`; select one backend for all of them, or run the blocks one after the other",
+        str(caught.value),
+    )
+
+
+def test_another_thread_must_not_undo_a_selection_while_a_block_is_open(third: None) -> None:
+    selected = use("third")
+    with use("reference", only=[swiglu]):
+        with pytest.raises(BackendError, match="while another thread or task is inside"):
+            in_another_thread(selected.undo)
+        assert runs() == "third"
+
+
+def test_blocks_of_several_threads_may_follow_each_other(third: None) -> None:
+    assert [in_another_thread(lambda name=name: in_a_block(name)) for name in ("third", "reference", "third")] == [
+        "third",
+        "reference",
+        "third",
+    ]
+
+
+def test_overlapping_blocks_of_asyncio_tasks_are_an_error(third: None) -> None:
+    async def task(backend: str) -> str:
+        with use(backend):
+            await asyncio.sleep(0)
+            return runs()
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*map(task, ("third", "reference", "auto")), return_exceptions=True)
+
+    first, *others = asyncio.run(main())
+    assert first == "third"
+    assert [type(other) for other in others] == [BackendError] * 2
+    assert runs() == "reference"
+
+
+def test_tasks_within_a_block_must_not_overlap_either(third: None) -> None:
+    async def task(backend: str) -> str:
+        with use(backend):
+            await asyncio.sleep(0)
+            return runs()
+
+    async def main() -> list[Any]:
+        with use("auto"):
+            return await asyncio.gather(*map(task, ("third", "reference")), return_exceptions=True)
+
+    first, second = asyncio.run(main())
+    assert first == "third"
+    assert type(second) is BackendError
+
+
+def test_a_thread_that_belongs_to_a_block_may_open_one_inside(third: None) -> None:
+    async def main() -> list[str]:
+        with use("third"):
+            return [await asyncio.to_thread(in_a_block, "reference"), runs()]
+
+    assert asyncio.run(main()) == ["reference", "third"]
+
+
+def test_a_block_that_ends_before_one_inside_it_is_an_error(third: None) -> None:
+    def generator() -> Iterator[None]:
+        with use("third"):
+            yield
+
+    suspended = generator()
+    next(suspended)
+    with use("reference"):
+        with pytest.raises(BackendError) as caught:
+            next(suspended)
+        assert runs() == "reference"
+    assert runs() == "reference"
+    assert str(caught.value) == (
+        "use('third'): blocks must end in the reverse of the order in which they began, but `with use('reference')`, which began inside "
+        "this one, is still open"
+    )
+
+
+def test_an_error_inside_a_block_is_not_replaced_by_one_about_blocks(third: None) -> None:
+    outer = use("third").__enter__()
+    use("reference").__enter__()
+    outer.__exit__(ZeroDivisionError)
+    assert runs() == "reference"
+
+
+def test_a_block_may_be_entered_again_but_not_twice_at_once(third: None) -> None:
+    selected = use("third")
+    for _ in range(2):
+        with selected:
+            assert runs() == "third"
+            with pytest.raises(BackendError, match=r"^use\('third'\): a block must be entered once at a time, it is open already$"):
+                selected.__enter__()
+            assert runs() == "third"
+        assert runs() == "reference"
+
+
+@pytest.mark.parametrize("first", [runs, lambda: in_a_block("third")], ids=["call", "block"])
+def test_two_threads_may_be_the_first_to_call(third: None, monkeypatch: pytest.MonkeyPatch, first: Callable[[], str]) -> None:
+    """The second one calls the op that is settled last, while the first one settles them."""
+    choose, settling, called = selection._choose, threading.Event(), threading.Event()
+
+    def slowly(found: Any, op: Op[..., Any]) -> tuple[str, str]:
+        if op is linear_log_prob:
+            # A call that does not wait for this thread to end comes back in time to be seen.
+            called.wait(0.3)
+        settling.set()
+        return choose(found, op)
+
+    def second() -> Any:
+        settling.wait()
+        try:
+            return linear_log_prob(X, torch.ones(4, 8), torch.tensor([0, 1])), selection.selected(linear_log_prob)
+        finally:
+            called.set()
+
+    monkeypatch.setattr(selection, "_choose", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        waited, other = pool.submit(first), pool.submit(second)
+        waited.result()
+        log_prob, chosen = other.result()
+    torch.testing.assert_close(log_prob, torch.full((2,), -math.log(4)))
+    assert chosen[0] == "auto"
+
+
+def test_an_op_that_no_plugin_offers_runs_its_reference() -> None:
+    def twice(x: Tensor) -> Tensor:
+        return 2 * x
+
+    alone = Op(twice, check=lambda x: None, samples=None, misuses=None, workloads=tuple, work=None)  # type: ignore[arg-type]
+    assert torch.equal(alone(X), 2 * X)
+    assert torch.equal(torch.compile(lambda x: alone(x), backend="eager", fullgraph=True)(X), 2 * X)
+    assert str(explain(alone, X)) == "twice: reference (no plugin that is loaded offers this op)"
 
 
 def test_only_takes_ops_and_their_names(third: None) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -130,6 +130,8 @@ class Op(Generic[P, R]):
         self.signature = inspect.signature(reference)
         self.first = next(iter(self.signature.parameters))
         self.choice: Choice | None = None
+        # For an op that no plugin registers, so that no selection knows it.
+        self.alone = Choice({}, {}, reference, _raise)
         # The checker has the signature of the reference; a wrong keyword is then reported under the op's own name.
         check.__name__ = check.__qualname__ = self.name
         self.__name__ = self.name
@@ -144,7 +146,7 @@ class Op(Generic[P, R]):
         if compiling or self.choice is None:
             _settle()
         self.check(*args, **kwargs)
-        choice: Any = self.choice
+        choice: Any = self.choice or self.alone
         first: Any = args[0] if args else kwargs[self.first]
         table = choice.traced if compiling else choice.table
         # The type of a device takes five times as long to ask for.
@@ -157,6 +159,10 @@ class Op(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
+
+
+def _raise(reason: Unsupported, *args: Any, **kwargs: Any) -> NoReturn:
+    raise reason
 
 
 def _settle() -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import pluggy
@@ -38,8 +38,36 @@ class Registry:
     places: dict[str, str] = field(default_factory=lambda: {CORE: "'core' of liger-core"})
 
 
-@cache
+# Held while plugins are loaded or the selection changes, so that another thread never gets half of it.
+LOCK = threading.RLock()
+_registry: Registry | None = None
+_loading = False
+
+
 def registry() -> Registry:
+    """What the plugins offer; the first call loads them."""
+    global _registry, _loading
+    if _registry is None:
+        with LOCK:
+            if _loading:
+                raise PluginError("a plugin must not call an op or select a backend while the plugins are loaded")
+            if _registry is None:
+                _loading = True
+                try:
+                    _registry = _load_all()
+                finally:
+                    _loading = False
+    return _registry
+
+
+def forget() -> None:
+    """Load the plugins again at the next use (for tests)."""
+    global _registry
+    with LOCK:
+        _registry = None
+
+
+def _load_all() -> Registry:
     """Load every plugin and check what it brings.
 
     Raises PluginError for a hook that does not exist or is not marked, two ops or backends of one name, an unknown op, or a

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
@@ -16,14 +17,14 @@ import torch
 from liger_core.backend import Backend
 from liger_core.errors import BackendError, Unsupported, nearest
 from liger_core.op import Choice, Op
-from liger_core.plugins import Registry, registry
+from liger_core.plugins import LOCK, Registry, forget, registry
 
 AUTO = "auto"
 VARIABLE = "LIGER_BACKEND"
 _log = logging.getLogger("liger")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Layer:
     """One `use` or the environment variable: a backend for every op, and exceptions by op."""
 
@@ -35,39 +36,87 @@ class _Layer:
 _layers: list[_Layer] = []
 _settled: dict[str, tuple[str, str]] = {}
 _reported: set[tuple[str, str, str]] = set()
+# The `with use(…)` blocks that are open, the innermost last, and the innermost one that this thread or task is inside of. Only `use` reads
+# the context variable: what a call runs must be a plain attribute, which torch.compile can guard.
+_blocks: list[_Layer] = []
+_inside: ContextVar[_Layer | None] = ContextVar("liger_use", default=None)
 
 
 class use:
-    """Select a backend: `use("triton")` for the process, `with use("reference", only=[rms_norm]):` for a block.
+    """Select a backend: `use("triton")` until `undo()`, `with use("reference", only=[rms_norm]):` for a block.
 
     backend  a name, or a specification as in LIGER_BACKEND: "triton,rope=reference"; "auto" is the automatic choice
     only     ops (or their names) that the selection is for; all of them by default
 
-    Raises BackendError for an unknown or unavailable backend, an unknown op, or an op that the named backend lacks.
+    The selection belongs to the process: it also holds in every other thread and asyncio task, such as those that autograd runs a backward
+    in. Blocks must therefore nest. While one is open, only code that runs inside it may select a backend.
+
     An op that the backend does not implement keeps the automatic choice unless it was named.
+
+    Raises BackendError for an unknown or unavailable backend, an unknown op, an op that the named backend lacks, and for a selection
+    that overlaps a block of another thread or task.
     """
 
     def __init__(self, backend: str, *, only: Iterable[Op[..., Any] | str] | None = None) -> None:
-        found = registry()
-        layer = _parse(found, backend, f"use({backend!r})", None if only is None else [o.name if isinstance(o, Op) else o for o in only])
-        self._layer = layer
-        _environment()
-        _layers.append(layer)
-        _apply(found)
+        with LOCK:
+            names = None if only is None else [o.name if isinstance(o, Op) else o for o in only]
+            self._layer = _parse(registry(), backend, f"use({backend!r})", names)
+            self._outer: _Layer | None = None
+            _check_nesting(self._layer)
+            _environment()
+            self._add()
 
     def __enter__(self) -> use:
+        with LOCK:
+            try:
+                _check_nesting(self._layer)
+            except BackendError:
+                self._remove()
+                raise
+            if self._layer in _blocks:
+                raise BackendError(f"{self._layer.source}: a block must be entered once at a time, it is open already")
+            if self._layer not in _layers:
+                self._add()
+            _blocks.append(self._layer)
+            self._outer = _inside.get()
+            _inside.set(self._layer)
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.undo()
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        with LOCK:
+            inner = _blocks[_blocks.index(self._layer) + 1 :] if self._layer in _blocks else []
+            _inside.set(self._outer)
+            self._remove()
+            if inner and error is None:
+                raise BackendError(
+                    f"{self._layer.source}: blocks must end in the reverse of the order in which they began, but `with {inner[-1].source}`, "
+                    "which began inside this one, is still open"
+                )
 
     def undo(self) -> None:
         """Take this selection back."""
-        for index, layer in enumerate(_layers):
-            if layer is self._layer:
-                del _layers[index]
-                break
+        with LOCK:
+            _check_nesting(self._layer)
+            self._remove()
+
+    def _add(self) -> None:
+        _layers.append(self._layer)
         _apply(registry())
+
+    def _remove(self) -> None:
+        for stack in (_blocks, _layers):
+            if self._layer in stack:
+                stack.remove(self._layer)
+        _apply(registry())
+
+
+def _check_nesting(layer: _Layer) -> None:
+    """What is selected inside a block must not change from outside of it."""
+    if _blocks and _inside.get() is not _blocks[-1]:
+        raise BackendError(
+            f"{layer.source}: the selection of the process must not change while another thread or task is inside `with {_blocks[-1].source}`; "
+            "select one backend for all of them, or run the blocks one after the other"
+        )
 
 
 @contextmanager
@@ -101,19 +150,20 @@ def standing_in(device: str, place: str) -> Iterator[list[str]]:
 def settle() -> None:
     """Resolve the selection of every op, once; ops call this at their first use."""
     if not _settled:
-        _environment()
-        _apply(registry())
+        with LOCK:
+            if not _settled:
+                _environment()
+                _apply(registry())
 
 
 def reset() -> None:
     """Forget every selection and every loaded plugin, and read the environment again at the next use (for tests)."""
-    if registry.cache_info().currsize:
-        for op in registry().ops.values():
-            op.choice = None
-    registry.cache_clear()
-    _layers.clear()
-    _settled.clear()
-    _reported.clear()
+    with LOCK:
+        for name in _settled:
+            registry().ops[name].choice = None
+        forget()
+        for state in (_layers, _blocks, _settled, _reported):
+            state.clear()
 
 
 def selected(op: Op[..., Any]) -> tuple[str, str]:
@@ -206,9 +256,9 @@ def automatic(found: Registry, op: Op[..., Any]) -> dict[str, str]:
 
 
 def _apply(found: Registry) -> None:
+    settled = {}
     for op in found.ops.values():
-        name, source = _choose(found, op)
-        _settled[op.name] = (name, source)
+        name, source = settled[op.name] = _choose(found, op)
         if name == AUTO:
             op.choice = _in_turn(op, _ranked(found, op))
         elif name == "reference":
@@ -221,6 +271,8 @@ def _apply(found: Registry) -> None:
                 _wrong_device(op, backend, source),
                 _refuse(op, name, source),
             )
+    # Last, and at once: whoever finds anything here does not ask whether the ops are ready.
+    _settled.update(settled)
 
 
 class _Link(NamedTuple):
@@ -271,7 +323,7 @@ def _fall_back(op: Op[..., Any], links: Mapping[str, list[_Link]]) -> Callable[.
     def fall_back(reason: Unsupported, *args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else kwargs[op.first]
         compiling = torch.compiler.is_compiling()
-        for declined, following in steps[first.device.type]:
+        for declined, following in steps.get(first.device.type, ()):
             if not compiling:
                 _report(op, declined.backend, str(reason), following.backend)
             try:
@@ -338,6 +390,8 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     found = registry()
     first = args[0] if args else kwargs[op.first]
     device = first.device.type
+    if found.ops.get(op.name) is not op:
+        return Explanation(op.name, "reference", "no plugin that is loaded offers this op", {})
     name, source = _settled[op.name]
     verdicts = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
     candidates = {b: verdict.words for b, verdict in verdicts.items()}
