@@ -362,10 +362,12 @@ def test_use_takes_exceptions_by_op(third: None) -> None:
 @pytest.mark.parametrize(
     ("specification", "message"),
     [
-        pytest.param("thrid", f"no backend named 'thrid'; installed: {ALWAYS_THERE}. Did you mean 'third'?", id="misspelt"),
-        pytest.param("numpy", f"no backend named 'numpy'; installed: {ALWAYS_THERE}.", id="unknown"),
+        pytest.param("thrid", f"SOURCE: no backend named 'thrid'; installed: {ALWAYS_THERE}. Did you mean 'third'?", id="misspelt"),
+        pytest.param("numpy", f"SOURCE: no backend named 'numpy'; installed: {ALWAYS_THERE}.", id="unknown"),
         pytest.param(
-            "rms_norm=tritn", f"no backend named 'tritn'; installed: {ALWAYS_THERE}. Did you mean 'triton'?", id="misspelt_for_an_op"
+            "rms_norm=tritn",
+            f"SOURCE: no backend named 'tritn'; installed: {ALWAYS_THERE}. Did you mean 'triton'?",
+            id="misspelt_for_an_op",
         ),
         pytest.param(
             "third,rms_nrm=third",

@@ -231,10 +231,18 @@ MUTANTS = (
     Mutant(
         "broken plugin disappears silently",
         f"{CORE}/plugins.py",
-        "    warnings.warn(",
-        "    str(",
+        "        warnings.warn(",
+        "        (lambda *args, **options: None)(",
         ("tests/test_plugins.py", "-k", "fails_to_import"),
         "test_a_plugin_that_fails_to_import_is_reported",
+    ),
+    Mutant(
+        "the plugin loaded last is blamed alone",
+        f"{CORE}/plugins.py",
+        "with blaming(found, list(dict.fromkeys(rivals)), ",
+        "with blaming(found, rivals[-1:], ",
+        ("tests/test_plugins.py", "-k", "blamed"),
+        "test_of_two_backends_of_one_name_neither_is_loaded_and_both_are_blamed",
     ),
     Mutant(
         "compiler imported with core",

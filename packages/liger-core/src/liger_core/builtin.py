@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from liger_core.backend import Backend
+from liger_core.backend import DEVICE_TYPES, Backend
 from liger_core.hookspecs import hookimpl
 from liger_core.op import Op
 from liger_core.ops import CATALOGUE
 
 if TYPE_CHECKING:
     import typer
-
-DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
 
 
 @hookimpl

@@ -218,10 +218,12 @@ def _known_op(found: Registry, name: str, source: str) -> None:
 def _known_backend(found: Registry, name: str, source: str) -> str:
     if name == AUTO:
         return name
+    if name in found.left_out:
+        raise BackendError(f"{source}: backend {name!r} must be loaded, it is not: {found.left_out[name]}")
     if name not in found.backends:
-        broken = "".join(f" Plugin {why}." for why in found.failed.values())
+        faults = "".join(f" {fault[0].upper()}{fault[1:]}{'' if fault[-1] in '.?' else '.'}" for fault in found.faults())
         raise BackendError(
-            f"no backend named {name!r}; installed: {', '.join(sorted(found.backends))}.{nearest(name, found.backends)}{broken}"
+            f"{source}: no backend named {name!r}; installed: {', '.join(sorted(found.backends))}.{nearest(name, found.backends)}{faults}"
         )
     if name in found.unavailable:
         raise BackendError(f"{source}: backend {name!r} must be available, it is not: {found.unavailable[name]}")
@@ -394,7 +396,7 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         return Explanation(op.name, "reference", "no plugin that is loaded offers this op", {})
     name, source = _settled[op.name]
     verdicts = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
-    candidates = {b: verdict.words for b, verdict in verdicts.items()}
+    candidates = {b: verdict.words for b, verdict in verdicts.items()} | {b: f"not loaded: {why}" for b, why in found.left_out.items()}
     if name != AUTO:
         ends = "" if verdicts[name].runs is not False else ", so the call raises BackendError"
         return Explanation(op.name, name, f"selected by {source}; {candidates[name]}{ends}{_compiled(found, op, name, first)}", candidates)
