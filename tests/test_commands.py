@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,11 +63,65 @@ def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
+def test_version_prints_the_packages_without_importing_them() -> None:
+    code = "import sys; from liger_core.commands import main; sys.argv = ['liger', '--version']\ntry: main()\nfinally: print({'triton', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    *lines, imported = done.stdout.splitlines()
+    assert lines[0] == f"liger-core {importlib.metadata.version('liger-core')}"
+    assert [line.split()[0] for line in lines] == [
+        "liger-core",
+        "liger-triton",
+        "liger-hf",
+        "liger-bench",
+        "torch",
+        "triton",
+        "transformers",
+    ]
+    assert imported == "set()"
+
+
+def test_version_says_what_is_not_installed(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "transformers":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert liger("--version").out.endswith(" transformers not installed")
+
+
+def test_doctor_prints_the_diagnosis_and_the_error_of_a_wrong_variable(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_BACKEND", "tritn")
+    done = liger("doctor")
+    assert done.code == 1
+    assert re.search(r"torch \d.*devices: .*backend.*reference.*liger-core.*LIGER_BACKEND: tritn", done.out)
+    assert re.search(
+        r"error: LIGER_BACKEND=tritn: no backend named 'tritn'; installed: reference, triton\. Did you mean 'triton'\?", done.out
+    )
+
+
+def test_the_diagnosis_is_one_json_object_also_with_a_wrong_variable(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_BACKEND", "tritn")
+    report = json.loads(liger("doctor", "--json").out)
+    assert report["selection_error"].startswith("LIGER_BACKEND=tritn: no backend named 'tritn'")
+    assert report["selected"] == {}
+    assert report["versions"]["liger-core"]
+
+
+def test_any_other_command_names_the_wrong_variable(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_BACKEND", "tritn")
+    done = liger("ops")
+    assert done.code == 2
+    assert done.err.startswith("BackendError: LIGER_BACKEND=tritn: no backend named 'tritn'")
+
+
 def test_doctor_is_content_with_a_sound_installation(liger: Liger) -> None:
     done = liger("doctor", "--json")
     report = json.loads(done.out)
     assert done.code == 0
-    assert (report["failed_plugins"], report["notes"]) == ({}, [])
+    assert (report["failed_plugins"], report["selection_error"], report["notes"]) == ({}, None, [])
     assert report["selected"]["rms_norm"] == "auto"
 
 

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from liger_core import selection
-from liger_core.errors import LigerError, nearest
+from liger_core.errors import BackendError, LigerError, nearest
 from liger_core.plugins import DISABLE, PROJECT, Plugin, Registry, attempt, blaming, keeper, registry
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
@@ -31,6 +31,7 @@ def main() -> None:
     """Run the command; a LigerError ends it with its sentence and exit code 2."""
     try:
         app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused operators for training large language models.")
+        app.callback()(_options)
         _add_commands(app, registry())
         app()
     except LigerError as error:
@@ -64,6 +65,20 @@ def _names(part: typer.Typer) -> list[str]:
     return list(typer.main.get_group(part).commands)
 
 
+def _print_versions(asked: bool) -> None:
+    if asked:
+        print("\n".join(f"{name} {version or 'not installed'}" for name, version in _versions().items()))
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Print the versions of the packages, then exit.")
+    ] = False,
+) -> None:
+    """Fused operators for training large language models."""
+
+
 def add(app: typer.Typer) -> None:
     """Add core's own commands."""
     app.command()(doctor)
@@ -71,11 +86,15 @@ def add(app: typer.Typer) -> None:
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Print what runs here: versions, devices, backends, plugins, and the selection. Exit code 1 if a plugin is wrong."""
+    """Print what runs here: versions, devices, backends, plugins, and the selection. Exit code 1 if a plugin or LIGER_BACKEND is wrong."""
     import torch
 
     found = registry()
-    selection.settle()
+    try:
+        selection.settle()
+        wrong = None
+    except BackendError as error:
+        wrong = str(error)
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -99,13 +118,14 @@ def doctor(as_json: AsJson = False) -> None:
             if name not in found.installed
         ],
         selection.VARIABLE: os.environ.get(selection.VARIABLE),
-        "selected": {name: selection.selected(op)[0] for name, op in found.ops.items()},
+        "selection_error": wrong,
+        "selected": {} if wrong else {name: selection.selected(op)[0] for name, op in found.ops.items()},
     }
     if as_json:
         print(json.dumps(report))
     else:
         _print_report(report)
-    if found.failed:
+    if found.failed or wrong:
         raise typer.Exit(1)
 
 
@@ -155,7 +175,7 @@ def _print_report(report: dict[str, Any]) -> None:
     console.print(table)
     variable = report[selection.VARIABLE]
     console.print(f"{selection.VARIABLE}: {variable if variable else 'not set (auto)'}")
-    for fault in [*dict.fromkeys(chain(*report["failed_plugins"].values()))]:
+    for fault in [*dict.fromkeys(chain(*report["failed_plugins"].values())), *filter(None, [report["selection_error"]])]:
         console.print(f"[red]error[/red]: {escape(fault)}")
     for name in report["disabled_plugins"]:
         console.print(f"plugin {name} is disabled by {DISABLE}")
