@@ -246,6 +246,14 @@ def test_naming_a_backend_that_was_left_out_is_an_error_with_the_cause(install: 
         rms_norm(torch.ones(2, 8))
 
 
+def test_a_plugin_with_damaged_metadata_is_loaded(install: Install) -> None:
+    install("third", third())
+    site = install("damaged", third(name="fourth"))
+    (site / "liger_damaged-1.0.dist-info" / "METADATA").write_text("")
+    selection.reset()
+    assert registry().backends["fourth"].distribution == "an unknown distribution"
+
+
 def test_ctrl_c_during_an_import_stays_what_it_is(install: Install) -> None:
     install("slow", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):

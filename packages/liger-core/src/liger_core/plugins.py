@@ -168,7 +168,8 @@ def _load_all() -> Registry:
 
 
 def _plugin(entry: importlib.metadata.EntryPoint) -> Plugin:
-    return Plugin(entry.name, entry.dist.name if entry.dist else "an unknown distribution")
+    # Damaged metadata has no name.
+    return Plugin(entry.name, (entry.dist and entry.dist.name) or "an unknown distribution")
 
 
 def _load(found: Registry, plugin: Plugin, entry: importlib.metadata.EntryPoint) -> None:
