@@ -229,6 +229,22 @@ MUTANTS = (
         "test_a_declined_call_goes_to_the_next_backend",
     ),
     Mutant(
+        "fake tensors reach a backend that does not support them",
+        f"{CORE}/explanation.py",
+        "if not backend.supports_fake_tensors:",
+        "if backend is None:",
+        ("tests/test_selection.py", "-k", "fake_tensor"),
+        "test_no_fake_tensor_reaches_a_backend_that_does_not_support_them",
+    ),
+    Mutant(
+        "a sibling task selects inside a block",
+        f"{CORE}/selection.py",
+        "_inside.get() is not _blocks[-1]:",
+        "_inside.get() is None:",
+        ("tests/test_selection.py", "-k", "task"),
+        "test_tasks_within_a_block_must_not_overlap_either",
+    ),
+    Mutant(
         "broken plugin disappears silently",
         f"{CORE}/plugins.py",
         "        warnings.warn(",
