@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One reference page per command, from the help of Typer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import typer
+import typer.main
+from docstrings import cell
+
+from liger_core import commands
+from liger_core.plugins import registry
+
+NAME = "liger"
+# `--batch <int>` in the help of Typer, and how it ends.
+OPTION = re.compile(r"(?P<names>.*?)(?: (?P<kind><.*>))?$")
+ENDING = re.compile(r"\s*\[(?:default: (?P<default>.*?)|(?P<required>required))\]$")
+
+
+def pages() -> dict[str, str]:
+    """Name of the page → its text; a group of commands is one page."""
+    app = typer.Typer()
+    app.callback()(commands._options)
+    commands._add_commands(app, registry())
+    group: Any = typer.main.get_command(app)
+    context = typer.Context(group, info_name=NAME)
+    named = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    texts = {name: _page(command, typer.Context(command, info_name=name, parent=context)) for name, command in named.items()}
+    return {"index": _index(named), **texts}
+
+
+def _index(named: dict[str, Any]) -> str:
+    rows = [f"| [`{NAME} {name}`]({name}.md) | {cell(command.get_short_help_str(200))} |" for name, command in named.items()]
+    return "\n".join(
+        [
+            "# Commands",
+            "",
+            f"Every command prints its options with `--help`. `{NAME} --version` prints the versions that matter for a bug report.",
+            "",
+            "| command | what it does |",
+            "| --- | --- |",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _page(command: Any, context: typer.Context, level: int = 1) -> str:
+    path = context.command_path
+    lines = [f"{'#' * level} {path}", "", _escaped(command.help or ""), ""]
+    if not hasattr(command, "list_commands"):
+        lines += ["```text", f"{path} {' '.join(command.collect_usage_pieces(context))}", "```"]
+        records = [p.get_help_record(context) for p in command.get_params(context) if p.name != "help"]
+        rows = [_row(*record) for record in records if record is not None]
+        return "\n".join([*lines, "", "| option | default | meaning |", "| --- | --- | --- |", *rows, ""]) if rows else "\n".join(lines)
+    for name in command.list_commands(context):
+        inner = command.get_command(context, name)
+        lines += [_page(inner, typer.Context(inner, info_name=name, parent=context), level + 1), ""]
+    return "\n".join(lines)
+
+
+def _row(names: str, meaning: str) -> str:
+    option = OPTION.match(names)
+    assert option is not None
+    ending = ENDING.search(meaning)
+    default = "" if ending is None else "required" if ending["required"] else f"`{ending['default']}`"
+    kind = f" {_escaped(option['kind'])}" if option["kind"] else ""
+    return f"| `{option['names']}`{kind} | {default} | {cell(_escaped(ENDING.sub('', meaning)))} |"
+
+
+def _escaped(text: str) -> str:
+    """Text of the help, for Markdown."""
+    return re.sub(r"([<>*_])", r"\\\1", text)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The versions page: what the packages require, and what the tests run with, from their own files."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+# Libraries in the order of the table; others that the packages require follow.
+FIRST = ("torch", "transformers", "triton", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes", "torchao")
+OURS = "liger-"
+
+
+def packages() -> dict[str, dict[str, object]]:
+    """Distribution → its [project] table."""
+    found = {}
+    for path in sorted((ROOT / "packages").glob("*/pyproject.toml")):
+        project = tomllib.loads(path.read_text())["project"]
+        found[project["name"]] = project
+    return found
+
+
+def pins() -> dict[str, str]:
+    """Library → the version that the tests run with."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==", 1) for line in lines if "==" in line and not line.startswith("#"))
+
+
+def versions() -> str:
+    """A table of the libraries: allowed, and tested."""
+    allowed: dict[str, list[str]] = {}
+    for name, project in packages().items():
+        extras: dict[str, list[str]] = project.get("optional-dependencies", {})  # type: ignore[assignment]
+        lines = [*project["dependencies"], *(line for part in extras.values() for line in part)]  # type: ignore[misc]
+        for requirement in map(Requirement, lines):
+            if requirement.name.startswith(OURS):
+                continue
+            words = str(requirement.specifier) or "any"
+            where = f"`{name}`" if requirement in map(Requirement, project["dependencies"]) else f"`{name}`, optional"  # type: ignore[arg-type]
+            allowed.setdefault(requirement.name, [])
+            if (entry := f"{words}|{where}") not in allowed[requirement.name]:
+                allowed[requirement.name].append(entry)
+    tested = pins()
+    order = [*FIRST, *sorted(set(allowed) - set(FIRST))]
+    rows = ["| library | allowed | tested | required by |", "| --- | --- | --- | --- |"]
+    for name in order:
+        entries = [entry.split("|") for entry in allowed.get(name, [])]
+        if not entries and name not in tested:
+            continue
+        specifiers = ", ".join(dict.fromkeys(words for words, _ in entries)).replace(">=", "≥ ") or "any"
+        users = ", ".join(dict.fromkeys(where for _, where in entries)) or "recipes"
+        rows.append(f"| {name} | {specifiers} | {tested.get(name, '–')} | {users} |")
+    return "\n".join(rows)
+
+
+def extras() -> str:
+    """A table of the extras: what `pip install package[extra]` adds."""
+    rows = ["| install | adds |", "| --- | --- |"]
+    for name, project in packages().items():
+        for extra, lines in project.get("optional-dependencies", {}).items():  # type: ignore[union-attr, attr-defined]
+            rows.append(f"| `{name}[{extra}]` | {', '.join(f'`{line}`' for line in lines)} |")
+    return "\n".join(rows)
+
+
+def python() -> str:
+    """The Pythons that all packages allow."""
+    (required,) = {str(project["requires-python"]) for project in packages().values()}
+    return required.replace(">=", "≥ ")
+
+
+def page() -> str:
+    return f"""# Versions
+
+Python {python()}. *Allowed* is what the packages' metadata accepts. *Tested* is what the tests run with on the CPU, and what
+`pip install -c constraints.txt` installs.
+
+{versions()}
+
+## Extras
+
+{extras()}
+
+This page is generated from the `pyproject.toml` of each package and from `constraints.txt`.
+"""

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One reference page per op, from the op's own description: docstring, signature, samples, misuses, backends."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from docstrings import Entry, cell, parts
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from liger_core import Op, Unsupported
+from liger_core.plugins import REFERENCE, registry
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CPU = torch.device("cpu")
+YES, NO = ":material-check:", "–"
+DOCS = Path(__file__).parents[1]
+
+
+def ops() -> list[Op[..., Any]]:
+    """The ops of this project, in the order of `liger ops`."""
+    return [op for op in registry().ops.values() if op.reference.__module__.startswith("liger_core.")]
+
+
+def index() -> str:
+    """The list of ops, and which backend supports which."""
+    tables = _tables()
+    rows = [
+        f"| [`{op.name}`]({op.name}.md) | {summary(op)} | "
+        + " | ".join(YES if op.name in table else NO for table in tables.values())
+        + " |"
+        for op in ops()
+    ]
+    head = [f"| op | what it computes | {' | '.join(tables)} |", "| --- | --- |" + " :---: |" * len(tables)]
+    return f"""# Ops
+
+An op is a function of tensors and plain numbers. Its pure-PyTorch reference defines it and runs on any device; a backend such as
+`triton` implements the same function for some devices. Import any of them from `liger_core`.
+
+{chr(10).join([*head, *rows])}
+
+`liger ops` prints this table for your environment. The pages of this section are generated from the descriptions in `liger_core.ops`,
+which also generate the tests and the benchmark.
+"""
+
+
+def page(op: Op[..., Any]) -> str:
+    """Everything that the description of an op says."""
+    described = [*parts(op.__doc__ or "", op.signature.parameters)]
+    sections = [
+        f"# {op.name}",
+        _body(op, described),
+        f"## Support\n\n{_support(op)}",
+        f"## Errors\n\n{_errors(op)}",
+        f"## Tested cases\n\n{_samples(op)}",
+        *_pictures(op),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def summary(op: Op[..., Any]) -> str:
+    """The first sentence of the docstring, on one line."""
+    return cell(" ".join(inspect.cleandoc(op.__doc__ or "").split("\n\n")[0].split()))
+
+
+def _body(op: Op[..., Any], described: list[str | list[Entry]]) -> str:
+    """Docstring and signature: summary, call, formula, arguments, then what else there is to know."""
+    shown: list[str] = []
+    called = False
+    for part in described:
+        if isinstance(part, list):
+            shown.append(f"## Arguments\n\n{_arguments(op, part)}\n\n## Notes")
+        elif part.startswith("    "):
+            # The formula; the signature stands before it.
+            shown.append(("" if called else _call(op)) + f"```text\n{inspect.cleandoc(part)}\n```")
+            called = True
+        else:
+            shown.append(_links(part))
+    return "\n\n".join(shown)
+
+
+def _call(op: Op[..., Any]) -> str:
+    arguments = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in op.signature.parameters.values()]
+    keywords = next((i for i, p in enumerate(op.signature.parameters.values()) if p.kind is p.KEYWORD_ONLY), None)
+    if keywords is not None:
+        arguments.insert(keywords, "*")
+    call = f"liger_core.{op.name}({', '.join(arguments)})"
+    if len(call) > 100:
+        call = f"liger_core.{op.name}(\n    " + ",\n    ".join(arguments) + ",\n)"
+    return f'```{{ .python .no-run title="signature" }}\n{call}\n```\n\n'
+
+
+def _arguments(op: Op[..., Any], entries: list[Entry]) -> str:
+    rows = ["| argument | default | meaning |", "| --- | --- | --- |"]
+    named = {name for entry in entries for name in entry.names}
+    missing = [Entry((name,), "") for name in op.signature.parameters if name not in named]
+    result = [entry for entry in entries if entry.names == ("returns",)]
+    for entry in [*(entry for entry in entries if entry not in result), *missing, *result]:
+        names = ", ".join(f"`{name}`" for name in entry.names) if entry not in result else "*returns*"
+        defaults = dict.fromkeys(_default(op, name) for name in entry.names)
+        rows.append(f"| {names} | {', '.join(defaults)} | {cell(entry.text)} |")
+    return "\n".join(rows)
+
+
+def _default(op: Op[..., Any], name: str) -> str:
+    parameter = op.signature.parameters.get(name)
+    if parameter is None:
+        return ""
+    return "required" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
+
+
+def _links(text: str) -> str:
+    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+
+
+def _tables() -> dict[str, dict[str, Callable[..., Any]]]:
+    """Backend → op → implementation, also of a backend that is installed and cannot run here."""
+    found = registry()
+    tables = {}
+    for name, backend in found.backends.items():
+        with suppress(ImportError):
+            tables[name] = backend.table(found.ops)
+    return tables
+
+
+def _support(op: Op[..., Any]) -> str:
+    found = registry()
+    rows = [f"| backend | devices | {' | '.join(f'`{_word(dtype)}`' for dtype in DTYPES)} |", "| --- | --- |" + " :---: |" * len(DTYPES)]
+    for name, table in _tables().items():
+        if op.name not in table:
+            continue
+        devices = "any" if name == REFERENCE else ", ".join(found.backends[name].device_types)
+        rows.append(f"| {name} | {devices} | " + " | ".join(YES if _takes(op, table[op.name], dtype) else NO for dtype in DTYPES) + " |")
+    lines = ["A call that a backend does not support goes to the next one, and in the end to the reference."]
+    declined = dict.fromkeys(
+        f"`{name}`: {reason}" for name, table in _tables().items() if op.name in table for reason in _reasons(op, table[op.name])
+    )
+    lines += [f"* {reason}" for reason in declined]
+    return "\n".join(rows) + "\n\n" + "\n".join(lines)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _takes(op: Op[..., Any], implementation: Callable[..., Any], dtype: torch.dtype) -> bool:
+    return _declines(implementation, next(iter(op.samples(CPU, dtype)))) is None
+
+
+def _reasons(op: Op[..., Any], implementation: Callable[..., Any]) -> Iterator[str]:
+    """Why a backend declines samples, in words; that a dtype is not supported shows in the table."""
+    for sample in op.samples(CPU, torch.float32):
+        reason = _declines(implementation, sample)
+        if reason is not None:
+            yield reason
+
+
+def _declines(implementation: Callable[..., Any], sample: Any) -> str | None:
+    """The implementation on fake tensors: it declines before any work."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(sample.args), dict(sample.kwargs)))
+        with suppress(Exception):
+            try:
+                implementation(*args, **kwargs)
+            except Unsupported as reason:
+                return str(reason)
+    return None
+
+
+def _errors(op: Op[..., Any]) -> str:
+    lines = ["Wrong arguments raise before any work, on every backend, without reading values from the device. For example:", ""]
+    for misuse in op.misuses(CPU):
+        lines.append(f"* `{misuse.error.__name__}`: {_sentence(misuse.message)}")
+    return "\n".join(lines)
+
+
+def _sentence(message: str) -> str:
+    return re.sub(r"([*_<>|\[\]])", r"\\\1", message)
+
+
+def _samples(op: Op[..., Any]) -> str:
+    found = [sample for sample in op.samples(CPU, torch.float32)]
+    rows = "\n".join(f"    | `{sample.name}` | {cell(sample.why)} |" for sample in found)
+    return f"""Every backend is compared with the definition in float64 on {len(found)} calls in each dtype: outputs, gradients, compiled and eager.
+
+??? note "The {len(found)} calls"
+
+    | sample | why |
+    | --- | --- |
+{rows}"""
+
+
+def _pictures(op: Op[..., Any]) -> Iterator[str]:
+    if (DOCS / "images" / "bench" / f"{op.name}.png").exists():
+        yield (
+            f"## Benchmark\n\n![Time and memory of {op.name}](../../images/bench/{op.name}.png)\n\n"
+            f"All figures are in [Benchmarks](../../benchmarks.md#{op.name})."
+        )

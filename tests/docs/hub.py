@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face hub of tiny random models in a cache folder, so that pages can name the models that people use and run offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+COMMIT = "0" * 40
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+# Name on the hub → model type, and what the type needs besides.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen/Qwen3-0.6B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "meta-llama/Llama-3.2-1B": ("llama", {"tie_word_embeddings": True}),
+    "meta-llama/Llama-3.1-8B": ("llama", {"tie_word_embeddings": False}),
+}
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def make(folder: Path) -> None:
+    """Write every model and its tokenizer as the hub's own cache has them."""
+    tokenizer = _tokenizer()
+    for name, (kind, options) in MODELS.items():
+        home = folder / f"models--{name.replace('/', '--')}"
+        snapshot = home / "snapshots" / COMMIT
+        snapshot.mkdir(parents=True)
+        (home / "refs").mkdir()
+        (home / "refs" / "main").write_text(COMMIT)
+        ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 2}
+        config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **SIZES, **ids, **options)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(snapshot)
+        tokenizer.save_pretrained(snapshot)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, and a few merges."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator([__doc__ or ""], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<|endoftext|>", bos_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=CHAT
+    )
+
+
+@contextmanager
+def in_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process and those that it starts find the models in `folder`, and ask nobody else."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    yield
