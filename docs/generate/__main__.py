@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import commands
 import compatibility
+
 import ops
 
 ROOT = Path(__file__).parents[2]

@@ -186,7 +186,7 @@ def _sentence(message: str) -> str:
 
 
 def _samples(op: Op[..., Any]) -> str:
-    found = [sample for sample in op.samples(CPU, torch.float32)]
+    found = list(op.samples(CPU, torch.float32))
     rows = "\n".join(f"    | `{sample.name}` | {cell(sample.why)} |" for sample in found)
     return f"""Every backend is compared with the definition in float64 on {len(found)} calls in each dtype: outputs, gradients, compiled and eager.
 
