@@ -151,10 +151,10 @@ def rows_of(x: Tensor) -> Tensor:
         return x
     if x.stride(-1) == 1 or x.is_contiguous():
         try:
-            return x.view(-1, x.shape[-1])
+            return x.view(x.shape[:-1].numel(), x.shape[-1])
         except RuntimeError:
             pass
-    return x.contiguous().view(-1, x.shape[-1])
+    return x.contiguous().view(x.shape[:-1].numel(), x.shape[-1])
 
 
 def dense_like(x: Tensor) -> Tensor:
