@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -53,10 +54,14 @@ def _allocate_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activati
 
 def _recycle_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool, needs: list[bool]) -> Outputs:
     """Gate and up themselves, where they share no memory: every element is read before its gradient is written there."""
-    shared = up is not None and abs(gate.data_ptr() - up.data_ptr()) < gate.numel() * gate.element_size()
-    if not overwrite or shared or not gate.is_contiguous() or not (up is None or up.is_contiguous()):
+    if not overwrite or (up is not None and _share_memory(gate, up)) or not gate.is_contiguous() or not (up is None or up.is_contiguous()):
         return _allocate_backward(grad_y, gate, up, activation, overwrite, needs)
     return tuple(t.detach() if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors of one size overlap; without addresses, which fake tensors do not have."""
+    return torch._C._is_alias_of(a, b) and abs(a.storage_offset() - b.storage_offset()) < a.numel()
 
 
 def _launch_backward(
