@@ -111,9 +111,7 @@ def exact_case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture
 def guarded_memory() -> Iterator[GuardedMemory]:
     """New memory holds NaN (integers: a sentinel) between guard bytes: what nobody wrote is seen, and what was written beyond."""
-    memory = GuardedMemory()
-    with pytest.MonkeyPatch.context() as patch:
-        memory.install(patch)
+    with GuardedMemory().installed() as memory:
         yield memory
     memory.check("the call")
 

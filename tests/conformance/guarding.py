@@ -8,7 +8,8 @@ and the next check names the kernel and the tensor; a load from there reads NaN.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,14 @@ class GuardedMemory:
     def __init__(self) -> None:
         self.held: dict[int, Guarded] = {}
 
-    def install(self, patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def installed(self) -> Iterator[GuardedMemory]:
         """Guard what the functions of torch for new memory return, and check after every kernel."""
+        with pytest.MonkeyPatch.context() as patch:
+            self._install(patch)
+            yield self
+
+    def _install(self, patch: pytest.MonkeyPatch) -> None:
         for owner, name in NEW:
             patch.setattr(owner, name, self._making(getattr(owner, name), zeroed=False))
         for owner, name in ZEROED:
