@@ -29,6 +29,27 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A backend that cannot be tested is an error, once, before anything is collected."""
+    name = session.config.getoption("--backend")
+    if name is None:
+        return
+    from liger_core import BackendError, use
+    from liger_core.plugins import registry
+
+    found, device = registry().backends, device_of(session.config)
+    try:
+        use(name).undo()
+    except BackendError as error:
+        reason = str(error).removeprefix(f"use({name!r}): ")
+        raise pytest.UsageError(f"--backend {name}: {reason}\nThis was the environment of {sys.executable}") from None
+    if name not in found:
+        raise pytest.UsageError(f"--backend {name}: it must be the name of one backend; installed: {', '.join(sorted(found))}")
+    if device.type not in found[name].device_types:
+        kinds = " and ".join(found[name].device_types)
+        raise pytest.UsageError(f"--backend {name}: it runs on {kinds} tensors, got --device {device}")
+
+
 def device_of(config: pytest.Config) -> torch.device:
     name = config.getoption("--device") or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)

@@ -11,7 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from liger_triton.launch import Launcher
+import triton
+
+from liger_triton.launch import KNOWN_RELEASES, Launcher
 
 X, Y = torch.zeros(8), torch.zeros(8)
 
@@ -21,19 +23,23 @@ class Kernel:
 
     arg_names = ("x", "y", "width", "eps", "FLAG", "BLOCK")
 
-    def __init__(self, scratch: int = 0) -> None:
+    def __init__(self, scratch: int = 0, release: str = "3.6") -> None:
         self.log: list[tuple[Any, ...]] = []
+        self.options: dict[str, Any] = {}
         self.scratch = scratch
+        self.release = release
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def call(*args: Any, **options: Any) -> Any:
             self.log.append(("triton", grid, *args))
+            self.options = options
             run = SimpleNamespace(
                 launch=lambda *given: self.log.append(("directly", *given)),
                 global_scratch_size=self.scratch,
                 profile_scratch_size=0,
                 launch_cooperative_grid=False,
                 launch_pdl=False,
+                **({} if self.release == "3.6" else {"arg_annotations": "annotations", "kernel_signature": "signature"}),
             )
             return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
 
@@ -71,6 +77,49 @@ def test_an_equal_call_starts_the_kernel_with_the_addresses(kernel: Kernel) -> N
     assert "metadata" in given
     address, _, width, eps, flag, block = given[-6:]
     assert (address, width, eps, flag, block) == (X.data_ptr(), 8, 0.5, True, 16)
+
+
+def test_from_triton_3_7_on_the_arguments_go_down_in_a_tuple(kernel: Kernel) -> None:
+    kernel.release = "3.7"
+    launch = launcher(kernel)
+    call(launch)
+    call(launch, eps=0.5)
+    given = kernel.log[1]
+    assert given[:6] == ("directly", 3, 2, 1, "stream of 0", "function")
+    assert given[6:] == (
+        *(False, False, "metadata", None, None, None, None, None, "annotations", "signature"),
+        (X.data_ptr(), Y.data_ptr(), 8, 0.5, True, 16),
+    )
+
+
+def test_every_kernel_says_whether_products_may_be_fused(kernel: Kernel) -> None:
+    """The default changes with Triton 3.10."""
+    launch = launcher(kernel)
+    call(launch)
+    assert kernel.options["enable_fp_fusion"] is True
+    launch((1,), X, Y, 8, 1e-6, FLAG=True, BLOCK=16, enable_fp_fusion=False)
+    assert kernel.options["enable_fp_fusion"] is False
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_installed_triton_starts_known_kernels_directly() -> None:
+    from liger_core import rms_norm, use
+    from liger_triton._norm import forward_launch
+
+    if not triton.__version__.startswith(KNOWN_RELEASES):
+        pytest.skip(f"Triton {triton.__version__} gets its own call")
+    x, weight = torch.randn(8, 64, device="cuda"), torch.ones(64, device="cuda")
+    with use("triton"):
+        rms_norm(x, weight)
+        assert forward_launch.direct
+        assert forward_launch.compiled
+        forward_launch.kernel, kernel = None, forward_launch.kernel
+        try:
+            # Without the kernel there is only the direct way.
+            y = rms_norm(x, weight)
+        finally:
+            forward_launch.kernel = kernel
+    torch.testing.assert_close(y, rms_norm.reference(x, weight))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,13 +14,14 @@ import pytest
 import torch
 
 import liger_core
-from liger_core import BackendError, PluginError, explain, rms_norm, selection, use
+from liger_core import BackendError, explain, rms_norm, selection, use
 from liger_core.ops import CATALOGUE
 from liger_core.plugins import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_selection")
 
 Install = Callable[..., Path]
+ROOT = Path(__file__).parent.parent
 
 # A backend of one op, one more than the reference's result so that it can be told from it.
 THIRD = """
@@ -31,14 +33,22 @@ THIRD = """
 
     @hookimpl
     def liger_backends():
-        return [Backend({name!r}, {devices!r}, {priority}, {{liger_core.rms_norm: rms_norm}})]
+        return [Backend({name!r}, {devices!r}, {priority!r}, {{liger_core.rms_norm: rms_norm}})]
 """
 HOOKS = "liger_backends, liger_commands, liger_ops"
 OPS = ", ".join(sorted(op.name for op in CATALOGUE))
 
 
-def third(name: str = "third", devices: tuple[str, ...] = ("cpu",), priority: int = 50) -> str:
+def third(name: str = "third", devices: object = ("cpu",), priority: object = 50) -> str:
     return THIRD.format(name=name, devices=devices, priority=priority)
+
+
+def messages(warned: pytest.WarningsRecorder) -> list[str]:
+    return [str(each.message) for each in warned]
+
+
+def ended(sentence: str) -> str:
+    return sentence if sentence[-1] in ".?" else f"{sentence}."
 
 
 def test_a_plugin_adds_a_backend_for_one_op(install: Install) -> None:
@@ -47,7 +57,7 @@ def test_a_plugin_adds_a_backend_for_one_op(install: Install) -> None:
     assert torch.equal(rms_norm(x), rms_norm.reference(x) + 1)
     assert explain(rms_norm, x).backend == "third"
     assert explain(liger_core.layer_norm, x).backend == "reference"
-    assert registry().backends["third"].distribution == "'third' of liger-third"
+    assert registry().backends["third"].distribution == "liger-third"
 
 
 def test_a_plugin_adds_an_op_with_its_reference(install: Install) -> None:
@@ -76,157 +86,270 @@ def test_a_plugin_adds_an_op_with_its_reference(install: Install) -> None:
 def test_a_plugin_that_fails_to_import_is_reported_and_the_others_work(install: Install) -> None:
     install("third", third())
     install("broken", "import no_such_module")
-    cause = "'broken' of liger-broken: importing broken_plugin failed: ModuleNotFoundError: No module named 'no_such_module'"
-    with pytest.warns(
-        RuntimeWarning, match=f"^{re.escape(f'plugin {cause}. It is left out; LIGER_DISABLE_PLUGINS=broken leaves the plugin out')}$"
-    ):
+    fault = "plugin 'broken' of liger-broken: importing broken_plugin failed: ModuleNotFoundError: No module named 'no_such_module'"
+    with pytest.warns(RuntimeWarning) as warned:
         found = registry()
-    assert found.failed == {"broken": cause}
+    assert messages(warned) == [f"{fault}. Ignoring the plugin; set LIGER_DISABLE_PLUGINS=broken to disable the plugin"]
+    assert found.failed == {"broken": [fault]}
     assert explain(rms_norm, torch.ones(2, 8)).backend == "third"
     with pytest.raises(BackendError) as caught:
         use("broken")
-    assert str(caught.value) == f"no backend named 'broken'; installed: {', '.join(sorted(found.backends))}. Plugin {cause}."
+    assert str(caught.value) == f"use('broken'): no backend named 'broken'; installed: {', '.join(sorted(found.backends))}. P{fault[1:]}."
 
 
-def test_a_hook_that_fails_is_reported_and_the_others_work(install: Install) -> None:
+# Source of a plugin, what is wrong with it, and what of it is ignored.
+FAULTS = [
+    pytest.param("raise SystemExit(3)", "importing wrong_plugin failed: SystemExit: 3", "the plugin", id="exits"),
+    pytest.param(
+        "1 +", "importing wrong_plugin failed: SyntaxError: invalid syntax (wrong_plugin.py, line 1)", "the plugin", id="syntax_error"
+    ),
+    pytest.param(
+        "import torch, liger_core\nliger_core.rms_norm(torch.ones(2, 8))",
+        "a plugin must not call an op or select a backend while the plugins are loaded",
+        "the plugin",
+        id="calls_an_op",
+    ),
+    pytest.param(
+        third().replace("def liger_backends", "def liger_backend"),
+        f"every hook must be one of {HOOKS}, got 'liger_backend'. Did you mean 'liger_backends'?",
+        "the plugin",
+        id="misspelt_hook",
+    ),
+    pytest.param(
+        third().replace("@hookimpl", ""),
+        "the hook liger_backends must be marked with @liger_core.hookimpl, it is not",
+        "the plugin",
+        id="unmarked_hook",
+    ),
+    pytest.param("import liger_core", f"it must have one of the hooks {HOOKS}, it has none", "the plugin", id="no_hook"),
+    pytest.param(
+        third().replace("liger_backends()", "liger_backends(names)"),
+        "registering its hooks failed: PluginValidationError: Plugin 'wrong' for hook 'liger_backends'\nhookimpl definition: "
+        "liger_backends(names)\nArgument(s) {'names'} are declared in the hookimpl but can not be found in the hookspec",
+        "the plugin",
+        id="argument_of_a_hook",
+    ),
+    pytest.param(
+        third().replace("return [", "raise OSError('no driver')\n        return ["),
+        "its hook liger_backends failed: OSError: no driver",
+        "what liger_backends returns",
+        id="hook_fails",
+    ),
+    pytest.param(
+        third().replace("return [", "raise SystemExit(3)\n        return ["),
+        "its hook liger_backends failed: SystemExit: 3",
+        "what liger_backends returns",
+        id="hook_exits",
+    ),
+    pytest.param(
+        "from liger_core import hookimpl\n@hookimpl\ndef liger_backends():\n    return ['third']\n",
+        "liger_backends must return a list of Backends, got a str in it",
+        "what liger_backends returns",
+        id="no_backend_object",
+    ),
+    pytest.param(
+        "from liger_core import hookimpl\n@hookimpl\ndef liger_ops():\n    pass\n",
+        "its hook liger_ops failed: TypeError: 'NoneType' object is not iterable",
+        "what liger_ops returns",
+        id="returns_nothing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "fault", "ignored"), FAULTS)
+def test_a_fault_of_a_plugin_is_a_warning_that_names_it(install: Install, source: str, fault: str, ignored: str) -> None:
     install("third", third())
-    install("failing", "from liger_core import hookimpl\n@hookimpl\ndef liger_backends():\n    raise OSError('no driver')\n")
-    with pytest.warns(RuntimeWarning, match="'failing' of liger-failing: its hook liger_backends failed: OSError: no driver"):
-        assert "third" in registry().backends
+    install("wrong", source)
+    with pytest.warns(RuntimeWarning) as warned:
+        found = registry()
+    fault = f"plugin 'wrong' of liger-wrong: {fault}"
+    assert messages(warned) == [f"{ended(fault)} Ignoring {ignored}; set LIGER_DISABLE_PLUGINS=wrong to disable the plugin"]
+    assert found.failed == {"wrong": [fault]}
+    assert explain(rms_norm, torch.ones(2, 8)).backend == "third"
 
 
-def test_an_availability_check_that_fails_makes_the_backend_unavailable(install: Install) -> None:
-    install("third", third().replace("rms_norm})", "rms_norm}, lambda: 1 / 0)"))
-    assert registry().unavailable["third"] == "its availability check failed: ZeroDivisionError: division by zero"
+MATCH = "rms_norm must have the signature of its reference; "
+NAMES = "its name must be letters, digits, '_', '-' and '.', and not 'auto', which means the automatic choice"
+DEVICES = "each of its device_types must be one of PyTorch's, such as 'cpu' or 'cuda', got "
+# Source of a plugin with a backend, and what is wrong with the backend.
+BACKEND_FAULTS = [
+    pytest.param(third(name="auto"), NAMES, id="named_auto"),
+    pytest.param(third(name="a=b"), NAMES, id="name_that_cannot_be_selected"),
+    pytest.param(third(devices="cpu"), "device_types must be a tuple such as ('cpu',), got 'cpu'", id="a_string_of_device_types"),
+    pytest.param(third(devices=()), "device_types must be a tuple such as ('cpu',), got ()", id="no_device_types"),
+    pytest.param(third(devices=("cpu", "gpu")), f"{DEVICES}'gpu'. Did you mean 'cuda'?", id="gpu"),
+    pytest.param(third(devices=("cdua",)), f"{DEVICES}'cdua'. Did you mean 'cuda'?", id="misspelt_device_type"),
+    pytest.param(third(devices=("cuda:0",)), f"{DEVICES}'cuda:0'. Did you mean 'cuda'?", id="device_with_an_index"),
+    pytest.param(third(devices=(0,)), f"{DEVICES}0.", id="number_of_a_device"),
+    pytest.param(third(priority="high"), "its priority must be an integer, got 'high'", id="priority"),
+    pytest.param(
+        third().replace("rms_norm})", "rms_norm}, lambda: 1 / 0)"),
+        "its availability check failed: ZeroDivisionError: division by zero",
+        id="availability_check",
+    ),
+    pytest.param(
+        third().replace("{liger_core.rms_norm: rms_norm}", "lambda: __import__('no_such_compiler')"),
+        "loading it failed: ModuleNotFoundError: No module named 'no_such_compiler'",
+        id="table_that_fails",
+    ),
+    pytest.param(
+        third().replace("liger_core.rms_norm: rms_norm", "'rms_nrm': rms_norm"),
+        f"every op it implements must be a known op, got 'rms_nrm'; known: {OPS}. Did you mean 'rms_norm'?",
+        id="unknown_op",
+    ),
+    pytest.param(
+        third().replace("rms_norm})]", "rms_norm}, handed_over={liger_core.rope: 9})]"),
+        "every op it hands over must be one that it implements, got 'rope'; implemented: rms_norm",
+        id="hands_over_what_it_lacks",
+    ),
+    pytest.param(third().replace("eps=1e-6", "eps=1e-5"), f"{MATCH}the default of eps must be 1e-06, got 1e-05", id="drifted_default"),
+    pytest.param(third().replace(', cast="input"', ""), f"{MATCH}cast is missing", id="missing_parameter"),
+    pytest.param(
+        third().replace("eps=1e-6, *,", "eps=1e-6,"),
+        f"{MATCH}weight_offset must be keyword-only, got positional or keyword",
+        id="not_keyword_only",
+    ),
+    pytest.param(third().replace(', cast="input"', ', cast="input", fast=True'), f"{MATCH}fast must not be there", id="extra_parameter"),
+    pytest.param(
+        third().replace("weight=None, eps=1e-6", "eps=1e-6, weight=None"),
+        f"{MATCH}the order must be x, weight, eps, weight_offset, cast, got x, eps, weight, weight_offset, cast",
+        id="other_order",
+    ),
+]
+GOOD = ", Backend('good', ('cpu',), 50, {liger_core.rms_norm: lambda x, weight=None, eps=1e-6, *, weight_offset=0.0, cast='input': x})]"
 
 
-def test_a_table_that_fails_to_load_makes_the_backend_unavailable(install: Install) -> None:
-    install("third", third().replace("{liger_core.rms_norm: rms_norm}", "lambda: __import__('no_such_compiler')"))
-    reason = "loading it failed: ModuleNotFoundError: No module named 'no_such_compiler'"
-    assert registry().unavailable["third"] == reason
-    assert explain(rms_norm, torch.ones(2, 8)).backend == "reference"
-    with pytest.raises(BackendError) as caught:
+@pytest.mark.parametrize(("source", "fault"), BACKEND_FAULTS)
+def test_a_fault_of_a_backend_leaves_out_this_backend_alone(install: Install, source: str, fault: str) -> None:
+    install("wrong", source.rstrip().removesuffix("]") + GOOD)
+    with pytest.warns(RuntimeWarning) as warned:
+        found = registry()
+    (name,) = found.left_out
+    fault = f"plugin 'wrong' of liger-wrong: backend {name!r}: {fault}"
+    assert messages(warned) == [f"{ended(fault)} Ignoring backend {name!r}; set LIGER_DISABLE_PLUGINS=wrong to disable the plugin"]
+    assert found.failed == {"wrong": [fault]}
+    chosen = explain(rms_norm, torch.ones(2, 8))
+    assert chosen.backend == "good"
+    assert chosen.candidates[name] == f"not loaded: {fault}"
+
+
+def test_naming_a_backend_that_was_left_out_is_an_error_with_the_cause(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("wrong", third().replace("eps=1e-6", "eps=1e-5"))
+    error = (
+        "backend 'third' must be loaded, it is not: plugin 'wrong' of liger-wrong: backend 'third': "
+        f"{MATCH}the default of eps must be 1e-06, got 1e-05"
+    )
+    with pytest.warns(RuntimeWarning), pytest.raises(BackendError, match=re.escape(f"use('third'): {error}")):
         use("third")
-    assert str(caught.value) == f"use('third'): backend 'third' must be available, it is not: {reason}"
+    monkeypatch.setenv("LIGER_BACKEND", "third")
+    with pytest.raises(BackendError, match=re.escape(f"LIGER_BACKEND=third: {error}")):
+        rms_norm(torch.ones(2, 8))
+
+
+def test_a_plugin_with_damaged_metadata_is_loaded(install: Install) -> None:
+    install("third", third())
+    site = install("damaged", third(name="fourth"))
+    (site / "liger_damaged-1.0.dist-info" / "METADATA").write_text("")
+    selection.reset()
+    assert registry().backends["fourth"].distribution == "an unknown distribution"
+
+
+def test_ctrl_c_during_an_import_stays_what_it_is(install: Install) -> None:
+    install("slow", "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        registry()
+
+
+@pytest.mark.parametrize("order", [("one", "two"), ("two", "one")], ids=["as_named", "reversed"])
+def test_of_two_backends_of_one_name_neither_is_loaded_and_both_are_blamed(install: Install, order: tuple[str, str]) -> None:
+    for name in order:
+        install(name, third(name="twin"))
+    fault = "backend 'twin' must be offered once, got it from plugin 'one' of liger-one and plugin 'two' of liger-two"
+    with pytest.warns(RuntimeWarning) as warned:
+        found = registry()
+    assert messages(warned) == [
+        f"{fault}. Ignoring the backend of plugin 'one' of liger-one and plugin 'two' of liger-two; "
+        "set LIGER_DISABLE_PLUGINS=one or LIGER_DISABLE_PLUGINS=two to disable one of them"
+    ]
+    assert found.failed == {"one": [fault], "two": [fault]}
+    assert explain(rms_norm, torch.ones(2, 8)).backend == "reference"
+    with pytest.raises(BackendError, match=re.escape(f"use('twin'): backend 'twin' must be loaded, it is not: {fault}")):
+        use("twin")
+
+
+def test_disabling_one_of_two_plugins_brings_the_backend_of_the_other_back(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        install(name, third(name="twin"))
+    monkeypatch.setenv("LIGER_DISABLE_PLUGINS", "one")
+    assert registry().backends["twin"].distribution == "liger-two"
+
+
+@pytest.mark.parametrize("plugin", ["early", "zealous"])
+def test_this_project_keeps_a_name_that_another_plugin_uses(install: Install, plugin: str) -> None:
+    pytest.importorskip("liger_triton")
+    install(plugin, third(name="triton"))
+    first, second = sorted(["triton", plugin])
+    with pytest.warns(RuntimeWarning) as warned:
+        found = registry()
+    assert messages(warned) == [
+        f"backend 'triton' must be offered once, got it from plugin {first!r} of liger-{first} and plugin {second!r} of liger-{second}. "
+        f"Ignoring the backend of plugin {plugin!r} of liger-{plugin}; "
+        f"set LIGER_DISABLE_PLUGINS={first} or LIGER_DISABLE_PLUGINS={second} to disable one of them"
+    ]
+    assert found.backends["triton"].distribution == "liger-triton"
+    assert found.left_out == {}
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("kind", "name", "source"),
     [
-        pytest.param(
-            third().replace("def liger_backends", "def liger_backend"),
-            f"plugin 'wrong' of liger-wrong: every hook must be one of {HOOKS}, got 'liger_backend'. Did you mean 'liger_backends'? "
-            "LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="misspelt_hook",
-        ),
-        pytest.param(
-            third().replace("@hookimpl", ""),
-            "plugin 'wrong' of liger-wrong: the hook liger_backends must be marked with @liger_core.hookimpl, it is not; "
-            "LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="unmarked_hook",
-        ),
-        pytest.param(
-            "import liger_core",
-            f"plugin 'wrong' of liger-wrong: it must have one of the hooks {HOOKS}, it has none; "
-            "LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="no_hook",
-        ),
-        pytest.param(
-            third(name="reference"),
-            "backend 'reference': one plugin must bring it, got 'core' of liger-core and 'wrong' of liger-wrong; "
-            "LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="name_of_another_backend",
-        ),
-        pytest.param(
-            third(name="auto"),
-            "plugin 'wrong' of liger-wrong: a backend must not be named 'auto', which is the word for the automatic choice; "
-            "LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="named_auto",
-        ),
-        pytest.param(
-            "from liger_core import hookimpl\n@hookimpl\ndef liger_backends():\n    return ['third']\n",
-            "plugin 'wrong' of liger-wrong: liger_backends must return backends, got str; LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="no_backend_object",
-        ),
-        pytest.param(
-            third().replace("liger_core.rms_norm: rms_norm", "'rms_nrm': rms_norm"),
-            f"backend 'third' of 'wrong' of liger-wrong: every op it implements must be a known op, got 'rms_nrm'; known: {OPS}. "
-            "Did you mean 'rms_norm'? LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="unknown_op",
-        ),
-        pytest.param(
-            third().replace("rms_norm})]", "rms_norm}, handed_over={liger_core.rope: 9})]"),
-            "backend 'third' of 'wrong' of liger-wrong: every op it hands over must be one that it implements, got 'rope'; "
-            "implemented: rms_norm; LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="hands_over_what_it_lacks",
-        ),
-        pytest.param(
-            third().replace("eps=1e-6", "eps=1e-5"),
-            "backend 'third' of 'wrong' of liger-wrong: rms_norm must have the signature of its reference; "
-            "the default of eps must be 1e-06, got 1e-05; LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="drifted_default",
-        ),
-        pytest.param(
-            third().replace(', cast="input"', ""),
-            "backend 'third' of 'wrong' of liger-wrong: rms_norm must have the signature of its reference; "
-            "cast is missing; LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="missing_parameter",
-        ),
-        pytest.param(
-            third().replace("eps=1e-6, *,", "eps=1e-6,"),
-            "backend 'third' of 'wrong' of liger-wrong: rms_norm must have the signature of its reference; "
-            "weight_offset must be keyword-only, got positional or keyword; LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="not_keyword_only",
-        ),
-        pytest.param(
-            third().replace(', cast="input"', ', cast="input", fast=True'),
-            "backend 'third' of 'wrong' of liger-wrong: rms_norm must have the signature of its reference; "
-            "fast must not be there; LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="extra_parameter",
-        ),
-        pytest.param(
-            third().replace("weight=None, eps=1e-6", "eps=1e-6, weight=None"),
-            "backend 'third' of 'wrong' of liger-wrong: rms_norm must have the signature of its reference; "
-            "the order must be x, weight, eps, weight_offset, cast, got x, eps, weight, weight_offset, cast; "
-            "LIGER_DISABLE_PLUGINS=wrong leaves the plugin out",
-            id="other_order",
-        ),
+        pytest.param("backend", "reference", third(name="reference"), id="backend"),
+        pytest.param("op", "rope", "import liger_core\n@liger_core.hookimpl\ndef liger_ops():\n    return [liger_core.rope]\n", id="op"),
     ],
 )
-def test_a_wrong_plugin_is_an_error_that_names_it(install: Install, source: str, message: str) -> None:
-    install("wrong", source)
-    with pytest.raises(PluginError) as caught:
-        registry()
-    assert str(caught.value) == message
+def test_core_keeps_a_name_that_a_plugin_uses(install: Install, kind: str, name: str, source: str) -> None:
+    install("again", source)
+    fault = f"{kind} {name!r} must be offered once, got it from plugin 'core' of liger-core and plugin 'again' of liger-again"
+    with pytest.warns(RuntimeWarning) as warned:
+        found = registry()
+    assert messages(warned) == [
+        f"{fault}. Ignoring the {kind} of plugin 'again' of liger-again; set LIGER_DISABLE_PLUGINS=again to disable the plugin"
+    ]
+    assert found.failed == {"again": [fault]}
+    assert found.ops["rope"] is liger_core.rope
+    assert found.backends["reference"].distribution == "liger-core"
 
 
-def test_two_plugins_with_a_backend_of_one_name_are_both_named(install: Install) -> None:
-    install("one", third(name="twin"))
-    install("two", third(name="twin"))
-    with pytest.raises(PluginError) as caught:
-        registry()
-    names = r"'(one' of liger-one and 'two' of liger-two|two' of liger-two and 'one' of liger-one)"
-    message = rf"backend 'twin': one plugin must bring it, got {names}; LIGER_DISABLE_PLUGINS=(one|two) leaves the plugin out"
-    assert re.fullmatch(message, str(caught.value))
+@pytest.mark.parametrize(
+    ("name", "other", "lost"),
+    [
+        pytest.param("triton", "liger-triton", "plugin 'triton' of liger-zzz", id="one_of_this_project"),
+        pytest.param("core", "liger-core", "plugin 'core' of liger-zzz", id="core"),
+        pytest.param("mine", "liger-other", "plugin 'mine' of liger-other and plugin 'mine' of liger-zzz", id="two_others"),
+    ],
+)
+def test_two_plugins_of_one_name_are_both_blamed(install: Install, name: str, other: str, lost: str) -> None:
+    pytest.importorskip("liger_triton")
+    install(name, third(name="third"), distribution="liger-zzz")
+    if name == "mine":
+        site = install("other", third(name="other"))
+        (site / "liger_other-1.0.dist-info" / "entry_points.txt").write_text("[liger]\nmine = other_plugin\n")
+        selection.reset()
+    fault = f"plugin {name!r} must be offered once, got it from plugin {name!r} of {other} and plugin {name!r} of liger-zzz"
+    with pytest.warns(RuntimeWarning) as warned:
+        found = registry()
+    assert messages(warned) == [f"{fault}. Ignoring {lost}; set LIGER_DISABLE_PLUGINS={name} to disable the plugin"]
+    assert found.failed == {name: [fault]}
+    assert set(found.backends) == {"reference", "triton"}
 
 
-def test_two_plugins_with_an_op_of_one_name_are_an_error(install: Install) -> None:
-    install("again", "import liger_core\n@liger_core.hookimpl\ndef liger_ops():\n    return [liger_core.rope]\n")
-    with pytest.raises(PluginError) as caught:
-        registry()
-    assert str(caught.value) == (
-        "op 'rope': one plugin must define it, got 'core' of liger-core and 'again' of liger-again; "
-        "LIGER_DISABLE_PLUGINS=again leaves the plugin out"
-    )
-
-
-def test_a_blocked_plugin_is_not_even_imported(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_plugin_is_not_even_imported(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install("broken", "raise SystemExit('imported')")
     install("third", third())
     monkeypatch.setenv("LIGER_DISABLE_PLUGINS", "broken, third")
     selection.reset()
     assert "third" not in registry().backends
-    assert registry().blocked == ("broken", "third")
+    assert registry().disabled == ("broken", "third")
 
 
 def test_an_installed_backend_serves_a_fresh_process(install: Install) -> None:
@@ -236,3 +359,99 @@ def test_an_installed_backend_serves_a_fresh_process(install: Install) -> None:
         [sys.executable, "-c", code], env={"PYTHONPATH": str(site), "PATH": ""}, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "third"
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+# An op outside of this repository, which the backend of the page implements as well.
+DOUBLED = '''
+import torch
+from torch import Tensor
+from liger_core import DtypeError, Misuse, Sample, Work, Workload, op
+
+
+def check(x):
+    if not x.is_floating_point():
+        raise DtypeError(f"doubled: x must be floating point, got {x.dtype}")
+
+
+def samples(device, dtype):
+    yield Sample("one_column", (torch.randn(3, 1, device=device).to(dtype),), why="the narrowest rows")
+
+
+def misuses(device):
+    wrong = (torch.ones(2, device=device, dtype=torch.int64),)
+    yield Misuse("integers", wrong, {}, DtypeError, "doubled: x must be floating point, got torch.int64")
+
+
+def workloads():
+    return [Workload("8x8", lambda device, dtype: ((torch.ones(8, 8, device=device, dtype=dtype),), {}), quick=True)]
+
+
+@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=lambda x: Work(2 * x.nbytes, 2 * x.nbytes, x.numel(), x.numel()))
+def doubled(x: "Tensor") -> "Tensor":
+    """Twice x.
+
+    x       (...)   any floating dtype
+    returns (...), dtype of x
+
+    Raises DtypeError if x is not floating point.
+    """
+    return x + x
+
+
+@hookimpl
+def liger_ops():
+    return [doubled]
+'''
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", CONTRIBUTING, re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_for_backend_authors_works_as_written(install: Install) -> None:
+    """Its plugin, with a body and for the CPU, is tested by its command; so is an op of the author's own."""
+    (plugin,) = (block for block in blocks("python") if "liger_backends" in block)
+    body = "return liger_core.rms_norm.reference(x, weight, eps, weight_offset=weight_offset, cast=cast)"
+    plugin = plugin.replace("    ...\n", f"    {body}\n").replace('("cuda",)', '("cpu",)')
+    plugin = plugin.replace("rms_norm: rms_norm}", "rms_norm: rms_norm, doubled: lambda x: x * 2}")
+    site = install("mine", plugin.replace("\n\n\n@hookimpl", f"\n\n{DOUBLED}\n\n@hookimpl"))
+    (command,) = (line for block in blocks("bash") for line in block.splitlines() if "--backend mine" in line)
+    program, *arguments = command.split()
+    assert program == "python"
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, *arguments, "--device", "cpu", "-p", "no:cacheprovider", "-k", "one_column or test_rms_norm and row or integers"],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    (ops, backends) = re.search(r"conformance: \d+ cases .*\((\d+) ops, (\d+) backends", done.stdout).groups()  # type: ignore[union-attr]
+    assert (int(ops), int(backends)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "message"),
+    [
+        pytest.param(
+            "mien", "cpu", "no backend named 'mien'; installed: {installed}. Did you mean 'mine'?\nThis was the environment of {python}"
+        ),
+        pytest.param("mine", "meta", "it runs on cpu tensors, got --device meta"),
+        pytest.param("auto", "cpu", "it must be the name of one backend; installed: {installed}"),
+    ],
+    ids=["unknown", "other_device", "no_backend"],
+)
+def test_a_backend_that_cannot_be_tested_is_one_error(install: Install, name: str, device: str, message: str) -> None:
+    site = install("mine", third(name="mine"))
+    installed = ", ".join(sorted(registry().backends))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/conformance", "--backend", name, "--device", device, "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert done.stderr.strip() == f"ERROR: --backend {name}: {message.format(installed=installed, python=sys.executable)}"

@@ -3,13 +3,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import os
+import re
+import shutil
 import subprocess
 import sys
+import threading
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +25,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from liger_core import BackendError, Op, explain, layer_norm, rms_norm, rope, selection, swiglu, use
+from liger_core import Backend, BackendError, Op, Unsupported, explain, layer_norm, linear_log_prob, rms_norm, rope, selection, swiglu, use
+from liger_core.op import Choice
 from liger_core.ops import CATALOGUE
 from liger_core.plugins import registry
 
@@ -41,7 +50,8 @@ THIRD = """
 
     @hookimpl
     def liger_backends():
-        return [Backend("third", DEVICES, PRIORITY, {liger_core.rms_norm: rms_norm, liger_core.swiglu: swiglu})]
+        table = {liger_core.rms_norm: rms_norm, liger_core.swiglu: swiglu}
+        return [Backend("third", DEVICES, PRIORITY, table, supports_fake_tensors=True)]
 """
 
 
@@ -152,6 +162,184 @@ def test_selections_may_be_undone_in_any_order(third: None) -> None:
     assert runs() == "reference"
 
 
+def test_a_call_amid_a_reselection_gets_the_old_selection_or_the_new_one(third: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in another thread, which may call the op at any point of the reselection."""
+    selected, fall_back, results = use("third"), selection._fall_back, []
+
+    def meanwhile(*args: Any) -> Any:
+        results.append(rms_norm(X))
+        return fall_back(*args)
+
+    monkeypatch.setattr(selection, "_fall_back", meanwhile)
+    selected.undo()
+    assert results
+    assert all(torch.equal(result, rms_norm.reference(X) + shift) for result, shift in zip(results, [1, *[0] * len(results)], strict=False))
+
+
+def in_another_thread(function: Callable[[], Any]) -> Any:
+    """The result of a call in another thread, or the error that it raised."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def in_a_block(backend: str) -> str:
+    with use(backend):
+        return runs()
+
+
+def test_a_selection_holds_in_every_thread(third: None) -> None:
+    with use("third"):
+        assert in_another_thread(runs) == "third"
+    use("third")
+    assert in_another_thread(runs) == "third"
+
+
+@pytest.mark.parametrize(
+    "select",
+    [lambda: in_a_block("reference"), lambda: use("reference"), lambda: use("auto", only=[swiglu])],
+    ids=["block", "call", "one_op"],
+)
+def test_another_thread_must_not_select_while_a_block_is_open(third: None, select: Callable[[], Any]) -> None:
+    with use("third"):
+        with pytest.raises(BackendError) as caught:
+            in_another_thread(select)
+        assert runs() == "third"
+    assert runs() == "reference"
+    assert re.fullmatch(
+        r"use\('(reference|auto)'\): the selection of the process must not change while another thread or task is inside "
+        r"`with use\('third'\)`; select one backend for all of them, or run the blocks one after the other",
+        str(caught.value),
+    )
+
+
+def test_another_thread_must_not_undo_a_selection_while_a_block_is_open(third: None) -> None:
+    selected = use("third")
+    with use("reference", only=[swiglu]):
+        with pytest.raises(BackendError, match="while another thread or task is inside"):
+            in_another_thread(selected.undo)
+        assert runs() == "third"
+
+
+def test_blocks_of_several_threads_may_follow_each_other(third: None) -> None:
+    assert [in_another_thread(lambda name=name: in_a_block(name)) for name in ("third", "reference", "third")] == [
+        "third",
+        "reference",
+        "third",
+    ]
+
+
+def test_overlapping_blocks_of_asyncio_tasks_are_an_error(third: None) -> None:
+    async def task(backend: str) -> str:
+        with use(backend):
+            await asyncio.sleep(0)
+            return runs()
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*map(task, ("third", "reference", "auto")), return_exceptions=True)
+
+    first, *others = asyncio.run(main())
+    assert first == "third"
+    assert [type(other) for other in others] == [BackendError] * 2
+    assert runs() == "reference"
+
+
+def test_tasks_within_a_block_must_not_overlap_either(third: None) -> None:
+    async def task(backend: str) -> str:
+        with use(backend):
+            await asyncio.sleep(0)
+            return runs()
+
+    async def main() -> list[Any]:
+        with use("auto"):
+            return await asyncio.gather(*map(task, ("third", "reference")), return_exceptions=True)
+
+    first, second = asyncio.run(main())
+    assert first == "third"
+    assert type(second) is BackendError
+
+
+def test_a_thread_that_belongs_to_a_block_may_open_one_inside(third: None) -> None:
+    async def main() -> list[str]:
+        with use("third"):
+            return [await asyncio.to_thread(in_a_block, "reference"), runs()]
+
+    assert asyncio.run(main()) == ["reference", "third"]
+
+
+def test_a_block_that_ends_before_one_inside_it_is_an_error(third: None) -> None:
+    def generator() -> Iterator[None]:
+        with use("third"):
+            yield
+
+    suspended = generator()
+    next(suspended)
+    with use("reference"):
+        with pytest.raises(BackendError) as caught:
+            next(suspended)
+        assert runs() == "reference"
+    assert runs() == "reference"
+    assert str(caught.value) == (
+        "use('third'): blocks must end in the reverse of the order in which they began, but `with use('reference')`, which began inside "
+        "this one, is still open"
+    )
+
+
+def test_an_error_inside_a_block_is_not_replaced_by_one_about_blocks(third: None) -> None:
+    outer = use("third").__enter__()
+    use("reference").__enter__()
+    outer.__exit__(ZeroDivisionError)
+    assert runs() == "reference"
+
+
+def test_a_block_may_be_entered_again_but_not_twice_at_once(third: None) -> None:
+    selected = use("third")
+    for _ in range(2):
+        with selected:
+            assert runs() == "third"
+            with pytest.raises(BackendError, match=r"^use\('third'\): a block must be entered once at a time, it is open already$"):
+                selected.__enter__()
+            assert runs() == "third"
+        assert runs() == "reference"
+
+
+@pytest.mark.parametrize("first", [runs, lambda: in_a_block("third")], ids=["call", "block"])
+def test_two_threads_may_be_the_first_to_call(third: None, monkeypatch: pytest.MonkeyPatch, first: Callable[[], str]) -> None:
+    """The second one calls the op that is settled last, while the first one settles them."""
+    choose, settling, called = selection._choose, threading.Event(), threading.Event()
+
+    def slowly(found: Any, op: Op[..., Any]) -> tuple[str, str]:
+        if op is linear_log_prob:
+            # A call that does not wait for this thread to end comes back in time to be seen.
+            called.wait(0.3)
+        settling.set()
+        return choose(found, op)
+
+    def second() -> Any:
+        settling.wait()
+        try:
+            return linear_log_prob(X, torch.ones(4, 8), torch.tensor([0, 1])), selection.selected(linear_log_prob)
+        finally:
+            called.set()
+
+    monkeypatch.setattr(selection, "_choose", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        waited, other = pool.submit(first), pool.submit(second)
+        waited.result()
+        log_prob, chosen = other.result()
+    torch.testing.assert_close(log_prob, torch.full((2,), -math.log(4)))
+    assert chosen[0] == "auto"
+
+
+def test_an_op_that_no_plugin_offers_runs_its_reference() -> None:
+    def twice(x: Tensor) -> Tensor:
+        return 2 * x
+
+    alone = Op(twice, check=lambda x: None, samples=None, misuses=None, workloads=tuple, work=None)  # type: ignore[arg-type]
+    assert torch.equal(alone(X), 2 * X)
+    assert torch.equal(torch.compile(lambda x: alone(x), backend="eager", fullgraph=True)(X), 2 * X)
+    assert str(explain(alone, X)) == "twice: reference (no plugin that is loaded offers this op)"
+
+
 def test_only_takes_ops_and_their_names(third: None) -> None:
     with use("third", only=[rms_norm]):
         assert (runs(rms_norm), runs(swiglu)) == ("third", "reference")
@@ -174,10 +362,12 @@ def test_use_takes_exceptions_by_op(third: None) -> None:
 @pytest.mark.parametrize(
     ("specification", "message"),
     [
-        pytest.param("thrid", f"no backend named 'thrid'; installed: {ALWAYS_THERE}. Did you mean 'third'?", id="misspelt"),
-        pytest.param("numpy", f"no backend named 'numpy'; installed: {ALWAYS_THERE}.", id="unknown"),
+        pytest.param("thrid", f"SOURCE: no backend named 'thrid'; installed: {ALWAYS_THERE}. Did you mean 'third'?", id="misspelt"),
+        pytest.param("numpy", f"SOURCE: no backend named 'numpy'; installed: {ALWAYS_THERE}.", id="unknown"),
         pytest.param(
-            "rms_norm=tritn", f"no backend named 'tritn'; installed: {ALWAYS_THERE}. Did you mean 'triton'?", id="misspelt_for_an_op"
+            "rms_norm=tritn",
+            f"SOURCE: no backend named 'tritn'; installed: {ALWAYS_THERE}. Did you mean 'triton'?",
+            id="misspelt_for_an_op",
         ),
         pytest.param(
             "third,rms_nrm=third",
@@ -269,9 +459,140 @@ def test_a_declined_call_runs_the_reference_under_auto_and_says_so_once(preferre
         first, second = rms_norm(wide), rms_norm(wide)
     assert torch.equal(first, rms_norm.reference(wide))
     assert torch.equal(first, second)
-    assert caplog.messages == ["rms_norm: the reference runs, since the selected backend declined: rows of 65, more than 64"]
+    assert caplog.messages == ["rms_norm: backend 'third' declined a call (rows of 65, more than 64); falling back to the reference"]
     assert explain(rms_norm, wide).backend == "reference"
-    assert explain(rms_norm, wide).reason == "auto (the default); 'third' declines: rows of 65, more than 64"
+    assert explain(rms_norm, wide).reason == "auto (the default): 'third' declines: rows of 65, more than 64"
+
+
+# Two backends of different priority: the narrow one adds 1 and declines rows wider than 32, the broad one adds 2 and those wider than 64.
+NARROW_AND_BROAD = """
+    import liger_core
+    from liger_core import Backend, Unsupported, hookimpl
+
+    def of(widest, shift):
+        def rms_norm(x, weight=None, eps=1e-6, *, weight_offset=0.0, cast="input"):
+            if x.shape[-1] > widest:
+                raise Unsupported(f"rows of {x.shape[-1]}, more than {widest}")
+            return liger_core.rms_norm.reference(x, weight, eps, weight_offset=weight_offset, cast=cast) + shift
+        return {liger_core.rms_norm: rms_norm}
+
+    @hookimpl
+    def liger_backends():
+        return [
+            Backend("broad", ("cpu",), 100, of(64, 2), handed_over=HANDED_OVER, supports_fake_tensors=True),
+            Backend("narrow", ("cpu",), 150, of(32, 1), supports_fake_tensors=True),
+        ]
+"""
+
+
+@pytest.fixture
+def narrow_and_broad(install: Install) -> None:
+    install("two", NARROW_AND_BROAD.replace("HANDED_OVER", "{}"))
+
+
+BY_WIDTH = pytest.mark.parametrize(
+    ("width", "backend", "shift"), [(32, "narrow", 1), (64, "broad", 2), (128, "reference", 0)], ids=["narrow", "broad", "widest"]
+)
+
+
+@BY_WIDTH
+def test_a_declined_call_goes_to_the_next_backend(narrow_and_broad: None, width: int, backend: str, shift: int) -> None:
+    x = torch.randn(2, width)
+    assert torch.equal(rms_norm(x), rms_norm.reference(x) + shift)
+    assert explain(rms_norm, x).backend == backend
+
+
+@BY_WIDTH
+def test_a_declined_call_goes_to_the_next_backend_without_a_graph_break(
+    narrow_and_broad: None, width: int, backend: str, shift: int
+) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(2, width)
+    compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), rms_norm.reference(x) + shift)
+
+
+def test_a_declined_call_is_handed_over_where_the_next_backend_does(install: Install) -> None:
+    torch._dynamo.reset()
+    install("two", NARROW_AND_BROAD.replace("HANDED_OVER", "{liger_core.rms_norm: 128}"))
+    compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True, dynamic=False)
+    for rows, shift in ((2, 0), (3, 2)):
+        x = torch.randn(rows, 64)
+        assert torch.equal(compiled(x), rms_norm.reference(x) + shift)
+
+
+def test_every_backend_that_declines_is_logged_once(narrow_and_broad: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="liger"):
+        for _ in range(2):
+            rms_norm(torch.randn(2, 128))
+    assert caplog.messages == [
+        "rms_norm: backend 'narrow' declined a call (rows of 128, more than 32); falling back to backend 'broad'",
+        "rms_norm: backend 'broad' declined a call (rows of 128, more than 64); falling back to the reference",
+    ]
+
+
+def test_explain_lists_the_backends_that_decline(narrow_and_broad: None) -> None:
+    wide, widest = (explain(rms_norm, torch.randn(2, width)).reason for width in (64, 128))
+    assert wide == "auto (the default): 'narrow' declines: rows of 64, more than 32"
+    assert widest == "auto (the default): 'narrow' declines: rows of 128, more than 32; 'broad' declines: rows of 128, more than 64"
+
+
+def test_explain_predicts_the_error_of_a_named_backend_that_declines(narrow_and_broad: None) -> None:
+    with use("narrow"):
+        reason = explain(rms_norm, torch.randn(2, 64)).reason
+    assert reason == "selected by use('narrow'); declines: rows of 64, more than 32, so the call raises BackendError"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A backend drawn at random: rows wider than `widest` are declined."""
+
+    name: str
+    devices: list[str]
+    priority: int
+    widest: int
+    implements: bool
+    available: bool
+
+    def takes(self, device: str, width: int) -> bool:
+        return self.priority > 0 and device in self.devices and width <= self.widest and self.implements and self.available
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("drawn", range(30))
+def test_explain_names_the_backend_that_runs(drawn: int, compiled: bool) -> None:
+    random, ran, backends = Random(drawn), list[str](), list[Drawn]()
+
+    def implementation(one: Drawn) -> Callable[..., Any]:
+        def rms_norm(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if x.shape[-1] > one.widest:
+                raise Unsupported(f"rows wider than {one.widest}")
+            ran.append(one.name)
+            return x + 1
+
+        return rms_norm
+
+    found = registry()
+    for index in range(random.randint(3, 8)):
+        devices = random.choice([["cpu"], ["meta"], ["cpu", "meta"], ["cpu", "meta"]])
+        widest, often = random.choice([8, 16, 64]), [True, True, True, True, False]
+        one = Drawn(f"backend{index}", devices, random.randint(-1, 5), widest, random.choice(often), random.choice(often))
+        backends.append(one)
+        table = {rms_norm: implementation(one)} if one.implements else {}
+        found.backends[one.name] = Backend(one.name, tuple(devices), one.priority, table, supports_fake_tensors=True)
+        if one.available:
+            found.implementations[one.name] = {op.name: function for op, function in table.items()}
+        else:
+            found.unavailable[one.name] = "it is not there"
+    device, width = random.choice(["cpu", "meta"]), random.choice([12, 32])
+    able = [(-one.priority, one.name) for one in backends if one.takes(device, width)]
+    expected = min(able)[1] if able else "reference"
+
+    torch._dynamo.reset()
+    x = torch.ones(2, width, device=device)
+    (torch.compile(rms_norm, backend="eager", fullgraph=True) if compiled else rms_norm)(x)
+    assert (ran[-1] if ran else "reference") == expected
+    assert explain(rms_norm, x).backend == expected
 
 
 def test_a_declined_call_is_an_error_under_a_named_backend(third: None) -> None:
@@ -303,6 +624,40 @@ def test_explain_lists_every_backend_with_its_verdict(third: None) -> None:
     assert explain(rms_norm, torch.randn(2, 65)).candidates["third"] == "declines: rows of 65, more than 64"
     assert explain(rms_norm, X.to("meta")).candidates["third"] == "runs on cpu tensors, got a meta tensor"
     assert explain(layer_norm, X).candidates["third"] == "does not implement layer_norm"
+
+
+def test_no_fake_tensor_reaches_a_backend_that_does_not_support_them(install: Install) -> None:
+    source = THIRD.replace("DEVICES", "('cpu', 'cuda')").replace("PRIORITY", "50").replace(", supports_fake_tensors=True", "")
+    install(
+        "third",
+        source.replace("if x.shape", "assert type(x).__name__ != 'FakeTensor'; seen.append(x)\n        if x.shape").replace(
+            "liger_core\n", "liger_core; seen = []\n", 1
+        ),
+    )
+    assert explain(rms_norm, torch.randn(2, 65)).backend == "third"
+    assert explain(rms_norm, X).candidates["third"] == "can run unless it declines, which only the call itself shows"
+    with selection.standing_in("cuda", "cpu") as backends:
+        assert "third" not in backends
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_explain_leaves_a_compiled_backend_alone(install: Install) -> None:
+    """Generated C++ reads the address of a fake tensor, 0, and takes the process with it."""
+    site = install(
+        "compiled",
+        """
+        import torch
+        from liger_core import Backend, hookimpl, swiglu
+
+        @hookimpl
+        def liger_backends():
+            return [Backend("compiled", ("cpu",), 50, {swiglu: torch.compile(swiglu.reference)})]
+        """,
+    )
+    code = "import torch; from liger_core import explain, swiglu; x = torch.ones(2, 8); swiglu(x, x); print(explain(swiglu, x, x).backend)"
+    variables = {**os.environ, "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "compiled"), done.stderr
 
 
 def test_explain_raises_what_the_call_would_raise() -> None:
@@ -349,7 +704,7 @@ def test_dispatch_costs_about_two_microseconds() -> None:
         pass
 
     empty = Op(nothing, check=check, samples=lambda *_: iter(()), misuses=lambda _: iter(()), workloads=tuple, work=None)  # type: ignore[arg-type]
-    empty.table = {}
+    empty.choice = Choice({}, {}, nothing, nothing)
     through, direct = (min(timeit.repeat(lambda f=f: f(X), number=2000, repeat=30)) / 2000 for f in (empty, nothing))
     # 1.1 µs on two shared CPU cores; the limit leaves room for a machine that does something else.
     assert through - direct < 4e-6
@@ -366,8 +721,7 @@ def test_rope_may_be_named_with_its_keywords(third: None) -> None:
 def third_that_hands_over(install: Install) -> None:
     """The backend that `auto` takes, which leaves rms_norm in compiled regions to the compiler."""
     source = THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY", "50")
-    handed_over = f"liger_core.swiglu: swiglu}}, handed_over={{liger_core.rms_norm: {X.numel()}}}"
-    install("third", source.replace("liger_core.swiglu: swiglu}", handed_over))
+    install("third", source.replace("50, table", f"50, table, handed_over={{liger_core.rms_norm: {X.numel()}}}"))
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["auto", "named"])
@@ -406,7 +760,7 @@ def test_what_stands_in_need_not_be_able_to_run(install: Install) -> None:
     install(
         "third",
         THIRD.replace("DEVICES", "('cuda',)")
-        .replace("PRIORITY, {", "PRIORITY, unavailable=lambda: 'broken', implementations={")
+        .replace("PRIORITY, table", "PRIORITY, table, unavailable=lambda: 'broken'")
         .replace("PRIORITY", "1000"),
     )
     assert "third" in registry().unavailable

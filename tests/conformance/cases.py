@@ -61,8 +61,6 @@ class Case:
 def implementations(device: torch.device, only: str | None) -> Iterator[tuple[Op[..., Any], str, Callable[..., Any]]]:
     """(op, backend, implementation) for every available backend that runs on the device."""
     found = registry()
-    if only is not None and only not in found.implementations:
-        raise pytest.UsageError(f"--backend: {only!r} must be an available backend; available: {', '.join(found.implementations)}")
     for name, table in found.implementations.items():
         if only not in (None, name) or device.type not in found.backends[name].device_types:
             continue

@@ -13,6 +13,7 @@ import torch
 
 from conformance.cases import Case, arguments_of, differentiable, leaves, shape_of, with_gradients
 from liger_core import Op, use
+from liger_core.plugins import registry
 
 
 def test_gradients_are_the_derivative_of_the_outputs(exact_case: Case) -> None:
@@ -34,6 +35,10 @@ def test_gradients_are_the_derivative_of_the_outputs(exact_case: Case) -> None:
 def test_an_implementation_has_the_signature_of_its_reference(implementation: tuple[Op[..., Any], str, Callable[..., Any]]) -> None:
     op, _, function = implementation
     assert shape_of(function) == shape_of(op.reference)
+
+
+def test_no_backend_was_left_out_for_a_signature_or_another_fault() -> None:
+    assert registry().faults() == []
 
 
 def test_a_wrong_call_raises_its_sentence(misuse: tuple[Op[..., Any], str, str], device: torch.device) -> None:

@@ -65,6 +65,54 @@ def test_softcap_and_z_loss_are_their_formulas(reduction: Literal["mean", "sum",
     )
 
 
+OFFSETS = pytest.mark.parametrize("offset", [-1e4, 1e5, 1e6, 1e7], ids=str)
+
+
+@OFFSETS
+@REDUCTIONS
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1], ids=["hard", "smoothed"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+def test_what_logits_have_in_common_cancels(
+    offset: float, reduction: Literal["mean", "sum", "none"], label_smoothing: float, weighted: bool, device: torch.device
+) -> None:
+    target = some_targets(1000, 9, device=device)
+    weight = torch.rand(1000, device=device) + 0.5 if weighted else None
+    logits = (torch.randn(9, 1000, device=device) + offset).requires_grad_()
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "reduction": reduction}
+
+    def formula(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, None if weight is None else weight.to(logits.dtype), **options)
+
+    assert disagreements(lambda logits: cross_entropy(logits, target, weight=weight, **options), formula, logits=logits) == []
+
+
+@pytest.mark.parametrize("level", [0.0, 1e18, -1e18, 1e30], ids=str)
+def test_the_loss_of_equal_logits_is_the_logarithm_of_their_number(level: float, device: torch.device) -> None:
+    logits = torch.full((3, 50), level, device=device, requires_grad=True)
+    loss = cross_entropy(logits, torch.arange(3, device=device), reduction="none")
+    loss.sum().backward()
+    torch.testing.assert_close(loss, torch.full_like(loss, 50).log())
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, 1 / 50 - torch.eye(3, 50, device=device))
+
+
+def test_an_infinite_logit_gives_what_pytorch_gives(device: torch.device) -> None:
+    logits = torch.randn(4, 30, device=device)
+    logits[0, 3], logits[1, 5], logits[2, :], logits[3, 9] = torch.inf, -torch.inf, -torch.inf, torch.inf
+    target = torch.tensor([3, 5, 1, 2], device=device)
+    torch.testing.assert_close(
+        cross_entropy(logits, target, reduction="none"), F.cross_entropy(logits, target, reduction="none"), equal_nan=True
+    )
+
+
+def test_logits_may_be_the_lowest_numbers_there_are(device: torch.device) -> None:
+    """What some models put in the place of masked logits, here in a whole row."""
+    logits = torch.full((2, 40), torch.finfo(torch.float32).min, device=device)
+    logits[0, 7] = 1.0
+    loss = cross_entropy(logits, torch.tensor([7, 7], device=device), reduction="none")
+    torch.testing.assert_close(loss, torch.tensor([0.0, 40.0], device=device).clamp(min=1).log())
+
+
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 def test_the_normalizer_divides_the_sum(as_tensor: bool, device: torch.device) -> None:
     target = some_targets(30, 9, device=device)

@@ -75,3 +75,14 @@ def test_any_shape_and_option_is_the_naive_formula(
 
     arguments: dict[str, Any] = {name: leaf(width, device=device) for name in sorted(parts)}
     assert disagreements(lambda **a: layer_norm(**a, eps=eps), naive, x=leaf(rows, width, device=device), **arguments) == []
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e8, 1e18], ids=str)
+def test_a_scaled_row_has_the_gradient_scaled_down(scale: float, device: torch.device) -> None:
+    x, upstream = torch.randn(4, 64, device=device), torch.randn(4, 64, device=device)
+
+    def gradient(x: Tensor) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(layer_norm(leaf, eps=1e-30), leaf, upstream)[0]
+
+    torch.testing.assert_close(gradient(x * scale) * scale, gradient(x), rtol=1e-4, atol=1e-5)

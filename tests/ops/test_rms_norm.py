@@ -106,3 +106,14 @@ def test_any_shape_and_option_is_the_naive_formula(
     if has_weight:
         arguments["weight"], options["weight_offset"] = leaf(width, device=device), offset
     assert disagreements(lambda **a: rms_norm(**a, **options), naive, **arguments) == []
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e8, 1e18], ids=str)
+def test_a_scaled_row_has_the_gradient_scaled_down(scale: float, device: torch.device) -> None:
+    x, upstream = torch.randn(4, 64, device=device), torch.randn(4, 64, device=device)
+
+    def gradient(x: Tensor) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(rms_norm(leaf, eps=1e-30), leaf, upstream)[0]
+
+    torch.testing.assert_close(gradient(x * scale) * scale, gradient(x), rtol=1e-4, atol=1e-5)

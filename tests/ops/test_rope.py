@@ -114,6 +114,34 @@ def test_inplace_has_the_gradients_of_the_other_form(device: torch.device) -> No
     assert disagreements(turned, rope.reference, q=q, k=k, cos=cos, sin=sin) == []
 
 
+def test_inplace_on_views_has_the_gradients_of_the_other_form(device: torch.device) -> None:
+    """Queries and keys as attention has them: (B, heads, T, D) views of (B, T, heads, D)."""
+
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rope((q * 1.0).transpose(1, 2), (k * 1.0).transpose(1, 2), cos, sin, inplace=True)
+
+    def formula(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rope.reference(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+    q, k = leaf(2, 7, 4, 16, device=device), leaf(2, 7, 2, 16, device=device)
+    cos, sin = angles(device, torch.float32, 7, 16)
+    assert disagreements(turned, formula, q=q, k=k, cos=cos, sin=sin) == []
+
+
+def test_inplace_on_two_views_of_one_tensor_has_the_gradients_of_both(device: torch.device) -> None:
+    packed = leaf(2, 7, 6, 16, device=device)
+    cos, sin = angles(device, torch.float32, 7, 16)
+    upstream = torch.randn(2, 7, 6, 16, device=device)
+    gradients = []
+    for inplace in (False, True):
+        whole = packed * 1.0
+        q, k = whole[:, :, :4].transpose(1, 2), whole[:, :, 4:].transpose(1, 2)
+        turned = rope(q, k, cos, sin, inplace=inplace)
+        whole = whole if inplace else torch.cat(turned, dim=1).transpose(1, 2)
+        gradients.extend(torch.autograd.grad(whole, packed, upstream))
+    torch.testing.assert_close(*gradients)
+
+
 def test_inplace_on_a_value_that_a_backward_needs_is_refused(device: torch.device) -> None:
     leaves = heads(device)
     q, k = (x * 1.0 for x in leaves)

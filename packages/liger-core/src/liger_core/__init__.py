@@ -14,11 +14,12 @@ from liger_core.errors import (
     TargetError,
     Unsupported,
 )
+from liger_core.explanation import explain
 from liger_core.hookspecs import hookimpl
 from liger_core.op import Misuse, Op, Product, Sample, Work, Workload, op
 from liger_core.ops import add_rms_norm, cross_entropy, geglu, layer_norm, linear_cross_entropy, linear_log_prob, rms_norm, rope, swiglu
 from liger_core.ops._softmax_loss import LossMetrics
-from liger_core.selection import explain, use
+from liger_core.selection import use
 
 __version__ = "0.1.0"
 

@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from liger_core.errors import PluginError, nearest
 from liger_core.op import Op
+
+# What the reference lists; tensors on any other device get the reference as well.
+DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
 
 Implementations = Mapping["Op[..., Any]", Callable[..., Any]]
 
@@ -23,12 +29,18 @@ def always() -> str | None:
 class Backend:
     """What a plugin returns from `liger_backends()`.
 
-    device_types     for instance ("cuda",)
-    priority         the highest available one wins under `auto`; the reference has 0, so a negative one never wins
+    device_types     PyTorch's names of device types, for instance ("cuda",)
+    priority         `auto` tries the available backends from the highest priority down to the reference, which has 0; those at 0 and below
+                     run only where they are selected by name
     implementations  op → function, or a function that returns that table (so that importing the plugin imports no compiler)
     unavailable      returns None, or why this backend cannot run here
     handed_over      op → elements of its first tensor up to which a compiled region gets the reference instead: the compiler fuses it with what
                      is around it, and the host starts what the compiler makes sooner than a custom op
+    supports_fake_tensors
+                     whether every implementation runs on fake tensors. Custom ops with fakes (`Kernel`) and plain PyTorch operators do;
+                     code that reads data pointers, such as a function compiled by `torch.compile`, crashes. Without it the backend never
+                     gets a fake tensor, so `explain` cannot predict whether it declines a call
+    distribution     filled in when the plugin is loaded: the distribution that it comes from
     """
 
     name: str
@@ -37,7 +49,26 @@ class Backend:
     implementations: Implementations | Callable[[], Implementations]
     unavailable: Callable[[], str | None] = always
     handed_over: Mapping[Op[..., Any], int] = field(default_factory=dict)
+    supports_fake_tensors: bool = False
     distribution: str = ""
+
+    def check(self) -> None:
+        """Raise PluginError for what can be wrong before anything is loaded."""
+        title = f"backend {self.name!r}"
+        if self.name == "auto" or not re.fullmatch(r"[\w.-]+", str(self.name)):
+            raise PluginError(
+                f"{title}: its name must be letters, digits, '_', '-' and '.', and not 'auto', which means the automatic choice"
+            )
+        if not isinstance(self.priority, int):
+            raise PluginError(f"{title}: its priority must be an integer, got {self.priority!r}")
+        if not isinstance(self.device_types, tuple) or not self.device_types:
+            raise PluginError(f"{title}: device_types must be a tuple such as ('cpu',), got {self.device_types!r}")
+        for kind in self.device_types:
+            if not _is_device_type(kind):
+                meant = " Did you mean 'cuda'?" if kind == "gpu" else nearest(str(kind), DEVICE_TYPES)
+                raise PluginError(
+                    f"{title}: each of its device_types must be one of PyTorch's, such as 'cpu' or 'cuda', got {kind!r}.{meant}"
+                )
 
     def table(self, known: Mapping[str, Op[..., Any]]) -> dict[str, Callable[..., Any]]:
         """Op name → implementation, each with the signature of its reference."""
@@ -47,19 +78,27 @@ class Backend:
             name = op.name if isinstance(op, Op) else str(op)
             if name not in known:
                 raise PluginError(
-                    f"backend {self.name!r} of {self.distribution}: every op it implements must be a known op, got {name!r}; "
+                    f"backend {self.name!r}: every op it implements must be a known op, got {name!r}; "
                     f"known: {', '.join(sorted(known))}.{nearest(name, known)}"
                 )
             if drift := _drift(known[name], implementation):
-                raise PluginError(f"backend {self.name!r} of {self.distribution}: {name} must have the signature of its reference; {drift}")
+                raise PluginError(f"backend {self.name!r}: {name} must have the signature of its reference; {drift}")
             table[name] = implementation
         for op in self.handed_over:
             if op.name not in table:
                 raise PluginError(
-                    f"backend {self.name!r} of {self.distribution}: every op it hands over must be one that it implements, got {op.name!r}; "
+                    f"backend {self.name!r}: every op it hands over must be one that it implements, got {op.name!r}; "
                     f"implemented: {', '.join(sorted(table))}"
                 )
         return table
+
+
+def _is_device_type(name: object) -> bool:
+    """Whether tensors can have this device type, also one that an out-of-tree device has registered."""
+    try:
+        return isinstance(name, str) and torch.device(name).type == name
+    except RuntimeError:
+        return False
 
 
 def _drift(op: Op[..., Any], implementation: Callable[..., Any]) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from liger_core.backend import Backend
+from liger_core.backend import DEVICE_TYPES, Backend
 from liger_core.hookspecs import hookimpl
 from liger_core.op import Op
 from liger_core.ops import CATALOGUE
 
 if TYPE_CHECKING:
     import typer
-
-DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
 
 
 @hookimpl
@@ -23,7 +21,7 @@ def liger_ops() -> list[Op[..., Any]]:
 
 @hookimpl
 def liger_backends() -> list[Backend]:
-    return [Backend("reference", DEVICE_TYPES, 0, {op: op.reference for op in CATALOGUE})]
+    return [Backend("reference", DEVICE_TYPES, 0, {op: op.reference for op in CATALOGUE}, supports_fake_tensors=True)]
 
 
 @hookimpl

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -20,27 +22,36 @@ def fail(error: type[LigerError], op: str, sentence: str) -> NoReturn:
     raise error(f"{op}: {sentence}")
 
 
-def floating(op: str, **tensors: Tensor | None) -> None:
-    """Every tensor must be a floating-point tensor, and live where the first one does."""
+def tensor(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        fail(DtypeError, op, f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def floating(op: str, required: int = 1, /, **tensors: Tensor | None) -> None:
+    """Tensors must be floating-point tensors on the device of the first. Past the first `required` ones they may be None."""
     first, device = "", None
-    for name, tensor in tensors.items():
-        if tensor is None:
+    for name, value in tensors.items():
+        if value is None and required <= 0:
             continue
-        if not isinstance(tensor, Tensor):
-            fail(DtypeError, op, f"{name} must be a tensor, got {type(tensor).__name__}")
-        if not tensor.is_floating_point():
-            fail(DtypeError, op, f"{name} must have a floating dtype, got {tensor.dtype}")
+        required -= 1
+        if not isinstance(value, Tensor):
+            fail(DtypeError, op, f"{name} must be a tensor, got {type(value).__name__}")
+        if not value.is_floating_point():
+            fail(DtypeError, op, f"{name} must have a floating dtype, got {value.dtype}")
         if device is None:
-            first, device = name, tensor.device
-        elif tensor.device != device:
-            fail(DeviceError, op, f"{name} must be on {device} like {first}, got {tensor.device}")
+            first, device = name, value.device
+        elif value.device != device:
+            fail(DeviceError, op, f"{name} must be on {device} like {first}, got {value.device}")
 
 
-def same_device(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) -> None:
-    """Every tensor must live where the first one does."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != anchor.device:
-            fail(DeviceError, op, f"{name} must be on {anchor.device} like {first}, got {tensor.device}")
+def same_device(op: str, first: str, anchor: Tensor, **optional: Tensor | None) -> None:
+    """Every tensor that is given must be on the device of the first."""
+    for name, value in optional.items():
+        if value is None:
+            continue
+        tensor(op, name, value)
+        if value.device != anchor.device:
+            fail(DeviceError, op, f"{name} must be on {anchor.device} like {first}, got {value.device}")
 
 
 def same_dtype(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) -> None:
@@ -61,9 +72,43 @@ def at_least_one_dimension(op: str, name: str, tensor: Tensor) -> None:
         fail(ShapeError, op, f"{name} must have at least one dimension, got a scalar")
 
 
-def positive(op: str, name: str, value: float, because: str = "") -> None:
-    if isinstance(value, (int, float)) and not value > 0:
-        fail(OptionError, op, f"{name} must be > 0{because}, got {value}")
+def finite(op: str, name: str, value: Any) -> None:
+    if not (type(value) is float and -math.inf < value < math.inf):
+        _number(op, name, value, "", lambda number: True)
+
+
+def positive(op: str, name: str, value: Any, because: str = "") -> None:
+    if not (type(value) is float and 0.0 < value < math.inf):
+        _number(op, name, value, f" > 0{because}", lambda number: number > 0)
+
+
+def not_negative(op: str, name: str, value: Any) -> None:
+    if not (type(value) is float and 0.0 <= value < math.inf):
+        _number(op, name, value, " ≥ 0", lambda number: number >= 0)
+
+
+def fraction(op: str, name: str, value: Any) -> None:
+    if not (type(value) is float and 0.0 <= value <= 1.0):
+        _number(op, name, value, " in [0, 1]", lambda number: 0 <= number <= 1)
+
+
+def _number(op: str, name: str, value: Any, bounds: str, inside: Callable[[Any], bool]) -> None:
+    """What is no plain float, or none within its bounds."""
+    is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    if not is_number or not inside(value) or (isinstance(value, float) and not math.isfinite(value)):
+        fail(OptionError, op, f"{name} must be a finite number{bounds}, got {value!r}")
+
+
+def integer(op: str, name: str, value: Any) -> None:
+    """The value must be an integer, and no bool."""
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
+        fail(OptionError, op, f"{name} must be an integer, got {value!r}")
+
+
+def without_overlap(op: str, name: str, tensor: Tensor) -> None:
+    """Every element must have memory of its own, so that it can be written."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        fail(OptionError, op, f"inplace=True needs {name} with memory for every element, got an expanded tensor; pass {name}.contiguous()")
 
 
 def choice(op: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -80,9 +125,11 @@ def constant(op: str, **tensors: Any) -> None:
 
 def targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
     """On the CPU, out-of-range targets are an error; on a device they are not looked at (the loss is then NaN)."""
+    integer(op, "ignore_index", ignore_index)
     if type(target) is not Tensor or target.device.type != "cpu" or torch.compiler.is_compiling() or target.numel() == 0:
         return
-    if torch._C._len_torch_dispatch_stack():
+    # Neither do transforms: the values of a batched target differ from sample to sample.
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.is_functorch_wrapped_tensor(target):
         return
     wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if bool(wrong.any()):

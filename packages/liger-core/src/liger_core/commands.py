@@ -8,28 +8,75 @@ import json
 import os
 import platform
 import sys
+from functools import partial
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
+import typer.main
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from liger_core import selection
-from liger_core.errors import LigerError
-from liger_core.plugins import registry
+from liger_core.errors import BackendError, LigerError, nearest
+from liger_core.plugins import DISABLE, PROJECT, Plugin, Registry, attempt, blaming, keeper, registry
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+# Besides those of this project, whose versions matter most for a report.
+OTHERS = ("torch", "triton", "transformers")
 
 
 def main() -> None:
     """Run the command; a LigerError ends it with its sentence and exit code 2."""
     try:
         app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused operators for training large language models.")
-        registry().manager.hook.liger_commands(app=app)
+        app.callback()(_options)
+        _add_commands(app, registry())
         app()
     except LigerError as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False)
         sys.exit(2)
+
+
+def _add_commands(app: typer.Typer, found: Registry) -> None:
+    """Add the commands of every plugin; one that fails here loses its own only."""
+    parts: dict[Plugin, typer.Typer] = {}
+    names: dict[str, list[Plugin]] = {}
+    for plugin, hook in found.hooks("liger_commands"):
+        part = typer.Typer()
+        with blaming(found, [plugin], "its commands"):
+            attempt("its hook liger_commands", partial(hook.function, **dict.fromkeys(hook.argnames, part)))
+            # Typer builds commands when it runs one, and one that cannot be built would end all.
+            for name in attempt("building its commands", partial(_names, part)):
+                names.setdefault(name, []).append(plugin)
+            parts[plugin] = part
+    for name, rivals in names.items():
+        keeps = keeper(found, "command", name, rivals, "all commands of ")
+        for plugin in rivals:
+            if plugin is not keeps:
+                parts.pop(plugin, None)
+    for part in parts.values():
+        app.registered_commands += part.registered_commands
+        app.registered_groups += part.registered_groups
+
+
+def _names(part: typer.Typer) -> list[str]:
+    return list(typer.main.get_group(part).commands)
+
+
+def _print_versions(asked: bool) -> None:
+    if asked:
+        print("\n".join(f"{name} {version or 'not installed'}" for name, version in _versions().items()))
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Print the versions of the packages, then exit.")
+    ] = False,
+) -> None:
+    """Fused operators for training large language models."""
 
 
 def add(app: typer.Typer) -> None:
@@ -39,17 +86,19 @@ def add(app: typer.Typer) -> None:
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Tell what runs here: versions, devices, backends, plugins and the selection in force; exit code 1 if a plugin failed."""
+    """Print what runs here: versions, devices, backends, plugins, and the selection. Exit code 1 if a plugin or LIGER_BACKEND is wrong."""
     import torch
 
     found = registry()
-    selection.settle()
+    try:
+        selection.settle()
+        wrong = None
+    except BackendError as error:
+        wrong = str(error)
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {
-            name: _version(name) for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "torch", "triton", "transformers")
-        },
+        "versions": _versions(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
         "backends": {
             name: {
@@ -62,15 +111,21 @@ def doctor(as_json: AsJson = False) -> None:
             for name, backend in found.backends.items()
         },
         "failed_plugins": found.failed,
-        "blocked_plugins": list(found.blocked),
+        "disabled_plugins": [name for name in found.disabled if name in found.installed],
+        "notes": [
+            f"{DISABLE}: no plugin named {name!r}; installed: {', '.join(found.installed)}.{nearest(name, found.installed)}"
+            for name in found.disabled
+            if name not in found.installed
+        ],
         selection.VARIABLE: os.environ.get(selection.VARIABLE),
-        "selected": {name: selection.selected(op)[0] for name, op in found.ops.items()},
+        "selection_error": wrong,
+        "selected": {} if wrong else {name: selection.selected(op)[0] for name, op in found.ops.items()},
     }
     if as_json:
         print(json.dumps(report))
     else:
         _print_report(report)
-    if found.failed:
+    if found.failed or wrong:
         raise typer.Exit(1)
 
 
@@ -98,6 +153,11 @@ def ops(as_json: AsJson = False) -> None:
         console.print(f"{name} is unavailable: {reason}", highlight=False)
 
 
+def _versions() -> dict[str, str | None]:
+    """The versions of this project's packages and of those that matter for them, without importing any."""
+    return {name: _version(name) for name in (*PROJECT, *OTHERS)}
+
+
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -115,7 +175,9 @@ def _print_report(report: dict[str, Any]) -> None:
     console.print(table)
     variable = report[selection.VARIABLE]
     console.print(f"{selection.VARIABLE}: {variable if variable else 'not set (auto)'}")
-    for name, reason in report["failed_plugins"].items():
-        console.print(f"[red]plugin {name} failed[/red]: {reason}")
-    for name in report["blocked_plugins"]:
-        console.print(f"plugin {name} is blocked by LIGER_DISABLE_PLUGINS")
+    for fault in [*dict.fromkeys(chain(*report["failed_plugins"].values())), *filter(None, [report["selection_error"]])]:
+        console.print(f"[red]error[/red]: {escape(fault)}")
+    for name in report["disabled_plugins"]:
+        console.print(f"plugin {name} is disabled by {DISABLE}")
+    for note in report["notes"]:
+        console.print(f"note: {escape(note)}")

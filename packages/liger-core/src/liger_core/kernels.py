@@ -10,18 +10,20 @@ schemas, so no op writes an autograd function of its own; a compiled region gets
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from liger_core.errors import GradientError
+from liger_core.errors import GradientError, Unsupported
 
 _libraries: dict[str, torch.library.Library] = {}
 # Custom op → the kernel that it is made of, for whoever watches operations.
 KERNELS: dict[Any, Kernel] = {}
 # Whether the backward pass that is running keeps its graph (retain_graph=True) and may so come back to what was saved.
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_transform = torch._C._functorch.peek_interpreter_stack
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, list, tuple})
 
 Outputs = tuple[Tensor | None, ...]
@@ -105,6 +107,10 @@ class Kernel:
         self.launch(*outputs, *args)
         return outputs
 
+    def refuse_transform(self, op: str) -> NoReturn:
+        """torch.func and forward-mode AD need plain PyTorch, which most references are."""
+        raise Unsupported("torch.func transforms and forward-mode AD see plain PyTorch only")
+
     def _dispatched(self, *args: Any) -> Any:
         with torch._C._DisableAutocast():
             outputs = self.execute(args, self.allocate)
@@ -119,7 +125,17 @@ def reference_kernel(
     schema: str, allocate: Callable[..., Outputs], launch: Callable[..., None], recycle: Callable[..., Outputs] | None = None
 ) -> Kernel:
     """A kernel of the pure-PyTorch references."""
-    return Kernel("liger_reference", schema, allocate, launch, recycle)
+    return _ReferenceKernel("liger_reference", schema, allocate, launch, recycle)
+
+
+class _ReferenceKernel(Kernel):
+    """A reference that is a kernel itself: there is nobody that it could hand a call to."""
+
+    def refuse_transform(self, op: str) -> NoReturn:
+        raise GradientError(
+            f"{op}: the gradient must be taken by backward() or torch.autograd.grad, got a torch.func transform or forward-mode AD; "
+            "write this part in plain PyTorch"
+        )
 
 
 def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callable[..., Any]:
@@ -150,6 +166,7 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
         raise TypeError(f"{backward.name}: its arguments must be grad_<public output>…, kept values…, needs; got {wanted}")
     count = len(inputs)
     title = forward.name
+    name = title.split("::")[1]
 
     def keep(ctx: Any, args: tuple[Any, ...], results: Outputs) -> None:
         values = (*args, *results)
@@ -191,6 +208,8 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     no = [False] * len(targets)
 
     def call(*args: Any) -> Any:
+        if _is_transforming() and any(map(_is_transformed, args)):
+            forward.refuse_transform(name)
         asked = False
         if torch.is_grad_enabled():
             for i in trained:
@@ -204,8 +223,24 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
         results = forward(*args)
         return results[0] if public == 1 else tuple(results[:public])
 
-    call.__name__ = call.__qualname__ = title.split("::")[1]
+    call.__name__ = call.__qualname__ = name
     return call
+
+
+def _is_transforming() -> bool:
+    """Whether a torch.func transform or a level of forward-mode AD is open."""
+    return forward_ad._current_level >= 0 or _transform() is not None
+
+
+# As `_settle` in op.py: a compiler that traces takes the answer as it is.
+_is_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_transformed(value: Any) -> bool:
+    """Whether a value is batched, differentiated by torch.func, or has a tangent."""
+    if not isinstance(value, Tensor):
+        return False
+    return torch._C._functorch.is_functorch_wrapped_tensor(value) or forward_ad.unpack_dual(value).tangent is not None
 
 
 def _asks(value: Tensor | None) -> bool:

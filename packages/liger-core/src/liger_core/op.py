@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -87,15 +87,27 @@ class Work:
     full_products: tuple[Product, ...] = ()
 
 
-Table = dict[str, Callable[..., Any]]
+@dataclass(slots=True)
+class Choice:
+    """What calls of an op run: one object, so that a new selection replaces all of it at once, also for calls in other threads.
+
+    table      device type → implementation
+    traced     device type → implementation in a compiled region
+    otherwise  the implementation for all other device types
+    declined   called with the Unsupported that an implementation raised, and the arguments of the call
+    """
+
+    table: Mapping[str, Callable[..., Any]]
+    traced: Mapping[str, Callable[..., Any]]
+    otherwise: Callable[..., Any]
+    declined: Callable[..., Any]
 
 
 class Op(Generic[P, R]):
     """A function of tensors and plain scalars; calling it checks the arguments, then runs the selected implementation.
 
-    `reference` is the definition: pure PyTorch, any device. `table` maps a device type to the selected
-    implementation, `traced` to what a compiled region gets; they are plain attributes, so Dynamo guards them and a new selection
-    recompiles.
+    `reference` is the definition: pure PyTorch, any device. `choice` is set by the selection; it is a plain attribute, so that
+    Dynamo guards what a call reads of it and a new selection recompiles.
     """
 
     def __init__(
@@ -117,10 +129,9 @@ class Op(Generic[P, R]):
         self.name = reference.__name__
         self.signature = inspect.signature(reference)
         self.first = next(iter(self.signature.parameters))
-        self.table: Table | None = None
-        self.traced: Table = {}
-        self.otherwise: Callable[..., Any] = reference
-        self.declined: Callable[..., Any] = reference
+        self.choice: Choice | None = None
+        # For an op that no plugin registers, so that no selection knows it.
+        self.alone = Choice({}, {}, reference, _raise)
         # The checker has the signature of the reference; a wrong keyword is then reported under the op's own name.
         check.__name__ = check.__qualname__ = self.name
         self.__name__ = self.name
@@ -132,21 +143,26 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         compiling = torch.compiler.is_compiling()
         # In this order: an attribute that tracing has read already would stay as it was.
-        if compiling or self.table is None:
+        if compiling or self.choice is None:
             _settle()
         self.check(*args, **kwargs)
+        choice: Any = self.choice or self.alone
         first: Any = args[0] if args else kwargs[self.first]
-        table: Any = self.traced if compiling else self.table
+        table = choice.traced if compiling else choice.table
         # The type of a device takes five times as long to ask for.
-        implementation = table.get("cuda" if first.is_cuda else first.device.type, self.otherwise)
+        implementation = table.get("cuda" if first.is_cuda else first.device.type, choice.otherwise)
         try:
             return implementation(*args, **kwargs)  # type: ignore[no-any-return]
         except Unsupported as reason:
             refused = reason
-        return self.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
+        return choice.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
+
+
+def _raise(reason: Unsupported, *args: Any, **kwargs: Any) -> NoReturn:
+    raise reason
 
 
 def _settle() -> bool:

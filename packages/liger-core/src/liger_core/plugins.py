@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import pluggy
 
@@ -21,144 +23,227 @@ from liger_core.op import Op
 GROUP = "liger"
 CORE = "core"
 REFERENCE = "reference"
-BLOCK = "LIGER_DISABLE_PLUGINS"
+DISABLE = "LIGER_DISABLE_PLUGINS"
+# The distributions of this project. A plugin of another one cannot take a name that one of these has.
+PROJECT = ("liger-core", "liger-triton", "liger-hf", "liger-bench")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, order=True)
+class Plugin:
+    """An entry point, and the distribution that it comes from."""
+
+    name: str
+    distribution: str
+
+    def __str__(self) -> str:
+        return f"plugin {self.name!r} of {self.distribution}"
+
+    @property
+    def ours(self) -> bool:
+        return self.distribution in PROJECT
+
+
+OURSELVES = Plugin(CORE, "liger-core")
 
 
 @dataclass
 class Registry:
-    """All that the plugins offer, and which of them failed."""
+    """All that the plugins offer, and what is wrong with them.
+
+    unavailable  backend → why it cannot run here, by its own account
+    left_out     backend → the fault for which it was not loaded
+    failed       plugin → its faults
+    disabled     names in LIGER_DISABLE_PLUGINS
+    installed    names of all plugins besides core, disabled or not
+    """
 
     manager: pluggy.PluginManager
     ops: dict[str, Op[..., Any]] = field(default_factory=dict)
     backends: dict[str, Backend] = field(default_factory=dict)
     implementations: dict[str, dict[str, Callable[..., Any]]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    blocked: tuple[str, ...] = ()
-    places: dict[str, str] = field(default_factory=lambda: {CORE: "'core' of liger-core"})
+    left_out: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, list[str]] = field(default_factory=dict)
+    disabled: tuple[str, ...] = ()
+    installed: tuple[str, ...] = ()
+    plugins: dict[str, Plugin] = field(default_factory=dict)
+
+    def faults(self) -> list[str]:
+        """What is wrong with the plugins, in sentences."""
+        return list(dict.fromkeys(fault for faults in self.failed.values() for fault in faults))
+
+    def hooks(self, name: str) -> Iterator[tuple[Plugin, pluggy.HookImpl]]:
+        """What implements a hook, in the order of the plugins' names, core first."""
+        hooks = {self.manager.get_name(hook.plugin): hook for hook in getattr(self.manager.hook, name).get_hookimpls()}
+        yield from ((plugin, hooks[name]) for name, plugin in self.plugins.items() if name in hooks)
 
 
-@cache
+# Held while plugins are loaded or the selection changes, so that another thread never gets half of it.
+LOCK = threading.RLock()
+_registry: Registry | None = None
+_loading = False
+
+
 def registry() -> Registry:
-    """Load every plugin and check what it brings.
+    """What the plugins offer; the first call loads them.
 
-    Raises PluginError for a hook that does not exist or is not marked, two ops or backends of one name, an unknown op, or a
-    signature that differs from the reference. A plugin that fails to run is kept in `failed` with its cause, and warned about.
-    `LIGER_DISABLE_PLUGINS=name,…` blocks plugins.
+    A fault of a plugin never stops the others: what it concerns, a backend for instance, is ignored with a warning and listed in
+    `Registry.failed`. `LIGER_DISABLE_PLUGINS=name,…` disables plugins, which are then not even imported.
     """
+    global _registry, _loading
+    if _registry is None:
+        with LOCK:
+            if _loading:
+                raise PluginError("a plugin must not call an op or select a backend while the plugins are loaded")
+            if _registry is None:
+                _loading = True
+                try:
+                    _registry = _load_all()
+                finally:
+                    _loading = False
+    return _registry
+
+
+def forget() -> None:
+    """Load the plugins again at the next use (for tests)."""
+    global _registry
+    with LOCK:
+        _registry = None
+
+
+@contextmanager
+def blaming(found: Registry, plugins: list[Plugin], ignored: str, *, backend: str = "") -> Iterator[None]:
+    """A PluginError in this block is a fault of these plugins: it is kept and warned about, and the rest of the block is skipped."""
+    try:
+        yield
+    except PluginError as error:
+        fault = f"{plugins[0]}: {error}" if len(plugins) == 1 else str(error)
+        names = list(dict.fromkeys(plugin.name for plugin in plugins if plugin != OURSELVES))
+        for name in names:
+            faults = found.failed.setdefault(name, [])
+            if fault not in faults:
+                faults.append(fault)
+        if backend:
+            found.left_out[backend] = fault
+        end, whom = " " if fault[-1] in ".?" else ". ", "the plugin" if len(names) == 1 else "one of them"
+        switches = " or ".join(f"{DISABLE}={name}" for name in names)
+        warnings.warn(f"{fault}{end}Ignoring {ignored}; set {switches} to disable {whom}", RuntimeWarning, stacklevel=5)
+
+
+def attempt(what: str, call: Callable[[], T]) -> T:
+    """The result of code of a plugin. Whatever it raises, also to end the process, becomes a PluginError; Ctrl-C stays what it is."""
+    try:
+        return call()
+    except (PluginError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise PluginError(f"{what} failed: {type(error).__name__}: {error}") from error
+
+
+def _load_all() -> Registry:
     from liger_core import builtin
 
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
     manager.register(builtin, CORE)
-    found = Registry(manager, blocked=tuple(filter(None, os.environ.get(BLOCK, "").replace(" ", "").split(","))))
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        if entry.name not in found.blocked:
-            _load(found, entry)
-    _collect_ops(found)
-    _collect_backends(found)
+    found = Registry(manager, disabled=tuple(filter(None, os.environ.get(DISABLE, "").replace(" ", "").split(","))))
+    found.plugins[CORE] = OURSELVES
+    # In the order of names, so that nothing depends on the order of installation.
+    entries = sorted((_plugin(entry), entry.value, entry) for entry in importlib.metadata.entry_points(group=GROUP))
+    found.installed = tuple(dict.fromkeys(plugin.name for plugin, _, _ in entries))
+    candidates = [(plugin, plugin.name, entry) for plugin, _, entry in entries if plugin.name not in found.disabled]
+    for plugin, entry in _one_of_each(found, "plugin", [(OURSELVES, CORE, None), *candidates]):
+        if entry:
+            with blaming(found, [plugin], "the plugin"):
+                _load(found, plugin, entry)
+    for _, op in _one_of_each(found, "op", _offers(found, "liger_ops", Op)):
+        found.ops[op.name] = op
+    for plugin, backend in _one_of_each(found, "backend", _offers(found, "liger_backends", Backend)):
+        with blaming(found, [plugin], f"backend {backend.name!r}", backend=backend.name):
+            _add_backend(found, plugin, backend)
     # An op that a plugin defines brings its reference with it.
     found.implementations[REFERENCE] = {name: op.reference for name, op in found.ops.items()}
     return found
 
 
-def _load(found: Registry, entry: importlib.metadata.EntryPoint) -> None:
-    where = _place(entry)
-    try:
-        plugin = entry.load()
-    except Exception as error:
-        _leave_out(found, entry.name, where, f"importing {entry.value} failed", error)
-        return
-    _check_hooks(found.manager, plugin, entry.name, where)
-    try:
-        found.manager.register(plugin, entry.name)
-    except pluggy.PluginValidationError as error:
-        raise PluginError(
-            f"plugin {where}: its hooks must take the arguments that they are specified with, {error}; {_blocking(entry.name)}"
-        ) from error
-    found.places[entry.name] = where
+def _plugin(entry: importlib.metadata.EntryPoint) -> Plugin:
+    # Damaged metadata has no name.
+    return Plugin(entry.name, (entry.dist and entry.dist.name) or "an unknown distribution")
 
 
-def _check_hooks(manager: pluggy.PluginManager, plugin: object, name: str, where: str) -> None:
+def _load(found: Registry, plugin: Plugin, entry: importlib.metadata.EntryPoint) -> None:
+    module = attempt(f"importing {entry.value}", entry.load)
+    attempt("looking for its hooks", lambda: _check_hooks(found.manager, module))
+    try:
+        attempt("registering its hooks", lambda: found.manager.register(module, plugin.name))
+    except PluginError:
+        # pluggy has kept the hooks before the one that it refused.
+        if found.manager.has_plugin(plugin.name):
+            found.manager.unregister(name=plugin.name)
+        raise
+    found.plugins[plugin.name] = plugin
+
+
+def _check_hooks(manager: pluggy.PluginManager, module: object) -> None:
     """A hook that pluggy would never call must not pass for one."""
     known = [hook for hook in dir(hookspecs) if manager.parse_hookspec_opts(hookspecs, hook) is not None]
-    marked = [hook for hook in dir(plugin) if manager.parse_hookimpl_opts(plugin, hook) is not None]
+    marked = [hook for hook in dir(module) if manager.parse_hookimpl_opts(module, hook) is not None]
     for hook in marked:
         if hook not in known:
-            raise PluginError(
-                f"plugin {where}: every hook must be one of {', '.join(known)}, got {hook!r}.{nearest(hook, known)} {_blocking(name)}"
-            )
+            raise PluginError(f"every hook must be one of {', '.join(known)}, got {hook!r}.{nearest(hook, known)}")
     for hook in known:
-        if hook not in marked and hasattr(plugin, hook):
-            raise PluginError(f"plugin {where}: the hook {hook} must be marked with @liger_core.hookimpl, it is not; {_blocking(name)}")
+        if hook not in marked and hasattr(module, hook):
+            raise PluginError(f"the hook {hook} must be marked with @liger_core.hookimpl, it is not")
     if not marked:
-        raise PluginError(f"plugin {where}: it must have one of the hooks {', '.join(known)}, it has none; {_blocking(name)}")
+        raise PluginError(f"it must have one of the hooks {', '.join(known)}, it has none")
 
 
-def _leave_out(found: Registry, name: str, where: str, what: str, error: Exception) -> None:
-    """A plugin that fails to run does not break the others, and does not disappear silently."""
-    found.failed[name] = f"{where}: {what}: {type(error).__name__}: {error}"
-    warnings.warn(f"plugin {found.failed[name]}. It is left out; {_blocking(name)}", RuntimeWarning, stacklevel=4)
+def _offers(found: Registry, hook: str, kind: type[T]) -> Iterator[tuple[Plugin, str, T]]:
+    """(plugin, name, item) for every item that the plugins return from a hook."""
+    for plugin, implementation in found.hooks(hook):
+        with blaming(found, [plugin], f"what {hook} returns"):
+            items = attempt(f"its hook {hook}", partial(_items, implementation))
+            for item in items:
+                if not isinstance(item, kind):
+                    raise PluginError(f"{hook} must return a list of {kind.__name__}s, got a {type(item).__name__} in it")
+            yield from ((plugin, item.name, item) for item in items)
 
 
-def _blocking(name: str) -> str:
-    return f"{BLOCK}={name} leaves the plugin out"
+def _items(implementation: pluggy.HookImpl) -> list[Any]:
+    returned: Any = implementation.function()
+    return list(returned)
 
 
-def _place(entry: importlib.metadata.EntryPoint) -> str:
-    return f"{entry.name!r} of {entry.dist.name if entry.dist else 'an unknown distribution'}"
+def _one_of_each(found: Registry, kind: str, offers: Iterable[tuple[Plugin, str, T]]) -> list[tuple[Plugin, T]]:
+    """The offers without those that share a name; of these only the one of this project stays, if there is one."""
+    by_name: dict[str, list[tuple[Plugin, T]]] = {}
+    for plugin, name, item in offers:
+        by_name.setdefault(name, []).append((plugin, item))
+    kept: list[tuple[Plugin, T]] = []
+    for name, rivals in by_name.items():
+        keeps = keeper(found, kind, name, [plugin for plugin, _ in rivals], "" if kind == "plugin" else f"the {kind} of ")
+        kept += [rival for rival in rivals if rival[0] is keeps][:1]
+    return kept
 
 
-def _offers(found: Registry, hook: str) -> Iterator[tuple[str, str, Any]]:
-    """(plugin, where it comes from, item) for every item that the plugins return from a hook."""
-    for implementation in getattr(found.manager.hook, hook).get_hookimpls():
-        name = found.manager.get_name(implementation.plugin) or ""
-        where = found.places.get(name, repr(name))
-        try:
-            items = list(implementation.function())
-        except Exception as error:
-            _leave_out(found, name, where, f"its hook {hook} failed", error)
-            continue
-        yield from ((name, where, item) for item in items)
+def keeper(found: Registry, kind: str, name: str, rivals: list[Plugin], ignored: str) -> Plugin | None:
+    """The plugin that keeps a name: the only one that uses it, else that of this project. All others are blamed, whichever was loaded first."""
+    if len(rivals) == 1:
+        return rivals[0]
+    keeps = next((plugin for plugin in rivals if plugin.ours), None)
+    lost = dict.fromkeys(str(plugin) for plugin in rivals if plugin is not keeps)
+    left_out = name if kind == "backend" and keeps is None else ""
+    with blaming(found, list(dict.fromkeys(rivals)), f"{ignored}{' and '.join(lost)}", backend=left_out):
+        raise PluginError(f"{kind} {name!r} must be offered once, got it from {' and '.join(map(str, rivals))}")
+    return keeps
 
 
-def _collect_ops(found: Registry) -> None:
-    origin: dict[str, str] = {}
-    for name, where, op in _offers(found, "liger_ops"):
-        if not isinstance(op, Op):
-            raise PluginError(f"plugin {where}: liger_ops must return ops, got {type(op).__name__}; {_blocking(name)}")
-        if op.name in origin:
-            raise PluginError(f"op {op.name!r}: one plugin must define it, got {origin[op.name]} and {where}; {_blocking(name)}")
-        origin[op.name] = where
-        found.ops[op.name] = op
-
-
-def _collect_backends(found: Registry) -> None:
-    for name, where, backend in _offers(found, "liger_backends"):
-        if not isinstance(backend, Backend):
-            raise PluginError(f"plugin {where}: liger_backends must return backends, got {type(backend).__name__}; {_blocking(name)}")
-        if backend.name == "auto":
-            raise PluginError(
-                f"plugin {where}: a backend must not be named 'auto', which is the word for the automatic choice; {_blocking(name)}"
-            )
-        if backend.name in found.backends:
-            other = found.backends[backend.name].distribution
-            raise PluginError(f"backend {backend.name!r}: one plugin must bring it, got {other} and {where}; {_blocking(name)}")
-        found.backends[backend.name] = backend = replace(backend, distribution=where)
-        reason = _probe(backend)
-        if reason is None:
-            try:
-                found.implementations[backend.name] = backend.table(found.ops)
-            except PluginError as error:
-                raise PluginError(f"{error}{' ' if str(error)[-1] in '.?' else '; '}{_blocking(name)}") from error
-            except Exception as error:
-                reason = f"loading it failed: {type(error).__name__}: {error}"
-        if reason is not None:
-            found.unavailable[backend.name] = reason
-
-
-def _probe(backend: Backend) -> str | None:
-    try:
-        return backend.unavailable()
-    except Exception as error:
-        return f"its availability check failed: {type(error).__name__}: {error}"
+def _add_backend(found: Registry, plugin: Plugin, backend: Backend) -> None:
+    backend.check()
+    reason = attempt(f"backend {backend.name!r}: its availability check", backend.unavailable)
+    if reason is None:
+        found.implementations[backend.name] = attempt(f"backend {backend.name!r}: loading it", lambda: backend.table(found.ops))
+    else:
+        found.unavailable[backend.name] = reason
+    found.backends[backend.name] = replace(backend, distribution=plugin.distribution)

@@ -5,24 +5,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from liger_core.backend import Backend
 from liger_core.errors import BackendError, Unsupported, nearest
-from liger_core.op import Op
-from liger_core.plugins import Registry, registry
+from liger_core.op import Choice, Op
+from liger_core.plugins import LOCK, Registry, forget, registry
 
 AUTO = "auto"
 VARIABLE = "LIGER_BACKEND"
 _log = logging.getLogger("liger")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Layer:
     """One `use` or the environment variable: a backend for every op, and exceptions by op."""
 
@@ -34,39 +36,87 @@ class _Layer:
 _layers: list[_Layer] = []
 _settled: dict[str, tuple[str, str]] = {}
 _reported: set[tuple[str, str, str]] = set()
+# The `with use(…)` blocks that are open, the innermost last, and the innermost one that this thread or task is inside of. Only `use` reads
+# the context variable: what a call runs must be a plain attribute, which torch.compile can guard.
+_blocks: list[_Layer] = []
+_inside: ContextVar[_Layer | None] = ContextVar("liger_use", default=None)
 
 
 class use:
-    """Select a backend: `use("triton")` for the process, `with use("reference", only=[rms_norm]):` for a block.
+    """Select a backend: `use("triton")` until `undo()`, `with use("reference", only=[rms_norm]):` for a block.
 
     backend  a name, or a specification as in LIGER_BACKEND: "triton,rope=reference"; "auto" is the automatic choice
     only     ops (or their names) that the selection is for; all of them by default
 
-    Raises BackendError for an unknown or unavailable backend, an unknown op, or an op that the named backend lacks.
+    The selection belongs to the process: it also holds in every other thread and asyncio task, such as those that autograd runs a backward
+    in. Blocks must therefore nest. While one is open, only code that runs inside it may select a backend.
+
     An op that the backend does not implement keeps the automatic choice unless it was named.
+
+    Raises BackendError for an unknown or unavailable backend, an unknown op, an op that the named backend lacks, and for a selection
+    that overlaps a block of another thread or task.
     """
 
     def __init__(self, backend: str, *, only: Iterable[Op[..., Any] | str] | None = None) -> None:
-        found = registry()
-        layer = _parse(found, backend, f"use({backend!r})", None if only is None else [o.name if isinstance(o, Op) else o for o in only])
-        self._layer = layer
-        _environment()
-        _layers.append(layer)
-        _apply(found)
+        with LOCK:
+            names = None if only is None else [o.name if isinstance(o, Op) else o for o in only]
+            self._layer = _parse(registry(), backend, f"use({backend!r})", names)
+            self._outer: _Layer | None = None
+            _check_nesting(self._layer)
+            _environment()
+            self._add()
 
     def __enter__(self) -> use:
+        with LOCK:
+            try:
+                _check_nesting(self._layer)
+            except BackendError:
+                self._remove()
+                raise
+            if self._layer in _blocks:
+                raise BackendError(f"{self._layer.source}: a block must be entered once at a time, it is open already")
+            if self._layer not in _layers:
+                self._add()
+            _blocks.append(self._layer)
+            self._outer = _inside.get()
+            _inside.set(self._layer)
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.undo()
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        with LOCK:
+            inner = _blocks[_blocks.index(self._layer) + 1 :] if self._layer in _blocks else []
+            _inside.set(self._outer)
+            self._remove()
+            if inner and error is None:
+                raise BackendError(
+                    f"{self._layer.source}: blocks must end in the reverse of the order in which they began, but `with {inner[-1].source}`, "
+                    "which began inside this one, is still open"
+                )
 
     def undo(self) -> None:
         """Take this selection back."""
-        for index, layer in enumerate(_layers):
-            if layer is self._layer:
-                del _layers[index]
-                break
+        with LOCK:
+            _check_nesting(self._layer)
+            self._remove()
+
+    def _add(self) -> None:
+        _layers.append(self._layer)
         _apply(registry())
+
+    def _remove(self) -> None:
+        for stack in (_blocks, _layers):
+            if self._layer in stack:
+                stack.remove(self._layer)
+        _apply(registry())
+
+
+def _check_nesting(layer: _Layer) -> None:
+    """What is selected inside a block must not change from outside of it."""
+    if _blocks and _inside.get() is not _blocks[-1]:
+        raise BackendError(
+            f"{layer.source}: the selection of the process must not change while another thread or task is inside `with {_blocks[-1].source}`; "
+            "select one backend for all of them, or run the blocks one after the other"
+        )
 
 
 @contextmanager
@@ -74,42 +124,46 @@ def standing_in(device: str, place: str) -> Iterator[list[str]]:
     """Tensors on `place` get what the automatic choice would give tensors on `device`, whether or not that can run here.
 
     For fake tensors, of which nothing is computed: so the memory of a GPU is planned where there is none. Gives the names of the backends
-    that could be loaded, the last one over the others.
+    that could be loaded and support fake tensors, the last one over the others.
     """
     settle()
     found = registry()
-    before = {op: op.table for op in found.ops.values()}
+    before = {op: op.choice for op in found.ops.values()}
     loaded: list[str] = []
+    links: dict[Op[..., Any], list[_Link]] = {op: [] for op in before}
     # A negative priority keeps a backend from running where it would be slow, and here nothing runs.
     for backend in sorted(found.backends.values(), key=lambda backend: abs(backend.priority)):
-        if device in backend.device_types:
+        if device in backend.device_types and backend.supports_fake_tensors:
             with suppress(Exception):
                 for name, implementation in backend.table(found.ops).items():
-                    found.ops[name].table = {**(found.ops[name].table or {}), place: implementation}
+                    links[found.ops[name]].insert(0, _Link(backend.name, implementation, implementation))
                 loaded.append(backend.name)
+    for op, tried in links.items():
+        op.choice = _in_turn(op, {**_ranked(found, op), place: tried})
     try:
         yield loaded
     finally:
-        for op, table in before.items():
-            op.table = table
+        for op, choice in before.items():
+            op.choice = choice
 
 
 def settle() -> None:
     """Resolve the selection of every op, once; ops call this at their first use."""
     if not _settled:
-        _environment()
-        _apply(registry())
+        with LOCK:
+            if not _settled:
+                _environment()
+                _apply(registry())
 
 
 def reset() -> None:
     """Forget every selection and every loaded plugin, and read the environment again at the next use (for tests)."""
-    if registry.cache_info().currsize:
-        for op in registry().ops.values():
-            op.table = None
-    registry.cache_clear()
-    _layers.clear()
-    _settled.clear()
-    _reported.clear()
+    with LOCK:
+        for name in _settled:
+            registry().ops[name].choice = None
+        forget()
+        for state in (_layers, _blocks, _settled, _reported):
+            state.clear()
 
 
 def selected(op: Op[..., Any]) -> tuple[str, str]:
@@ -164,10 +218,12 @@ def _known_op(found: Registry, name: str, source: str) -> None:
 def _known_backend(found: Registry, name: str, source: str) -> str:
     if name == AUTO:
         return name
+    if name in found.left_out:
+        raise BackendError(f"{source}: backend {name!r} must be loaded, it is not: {found.left_out[name]}")
     if name not in found.backends:
-        broken = "".join(f" Plugin {why}." for why in found.failed.values())
+        faults = "".join(f" {fault[0].upper()}{fault[1:]}{'' if fault[-1] in '.?' else '.'}" for fault in found.faults())
         raise BackendError(
-            f"no backend named {name!r}; installed: {', '.join(sorted(found.backends))}.{nearest(name, found.backends)}{broken}"
+            f"{source}: no backend named {name!r}; installed: {', '.join(sorted(found.backends))}.{nearest(name, found.backends)}{faults}"
         )
     if name in found.unavailable:
         raise BackendError(f"{source}: backend {name!r} must be available, it is not: {found.unavailable[name]}")
@@ -186,35 +242,66 @@ def _choose(found: Registry, op: Op[..., Any]) -> tuple[str, str]:
     return AUTO, "the default"
 
 
-def automatic(found: Registry, op: Op[..., Any]) -> dict[str, str]:
-    """Device type → available backend of the highest priority that implements the op; the reference has priority 0."""
-    best: dict[str, Backend] = {}
-    for name, table in found.implementations.items():
-        backend = found.backends[name]
-        if op.name not in table or backend.priority < 0:
-            continue
+def ranking(found: Registry, op: Op[..., Any]) -> dict[str, list[str]]:
+    """Device type → the available backends that `auto` tries in turn, by descending priority; after them comes the reference, which has 0."""
+    able = [backend for name, backend in found.backends.items() if backend.priority > 0 and op.name in found.implementations.get(name, {})]
+    ranked: dict[str, list[str]] = {}
+    for backend in sorted(able, key=lambda backend: (-backend.priority, backend.name)):
         for device in backend.device_types:
-            if device not in best or backend.priority > best[device].priority:
-                best[device] = backend
-    return {device: backend.name for device, backend in best.items() if backend.priority > 0}
+            ranked.setdefault(device, []).append(backend.name)
+    return ranked
+
+
+def automatic(found: Registry, op: Op[..., Any]) -> dict[str, str]:
+    """Device type → the backend that `auto` tries first."""
+    return {device: names[0] for device, names in ranking(found, op).items()}
 
 
 def _apply(found: Registry) -> None:
+    settled = {}
     for op in found.ops.values():
-        name, source = _choose(found, op)
-        _settled[op.name] = (name, source)
+        name, source = settled[op.name] = _choose(found, op)
         if name == AUTO:
-            chosen = automatic(found, op)
-            op.table = {device: found.implementations[backend][op.name] for device, backend in chosen.items()}
-            op.traced = {device: _traced(found, op, backend) for device, backend in chosen.items()}
-            op.otherwise, op.declined = op.reference, _fall_back(op)
+            op.choice = _in_turn(op, _ranked(found, op))
         elif name == "reference":
-            op.table, op.traced, op.otherwise, op.declined = {}, {}, op.reference, _fall_back(op)
+            op.choice = _in_turn(op, {})
         else:
-            backend = found.backends[name]
-            op.table = dict.fromkeys(backend.device_types, found.implementations[name][op.name])
-            op.traced = dict.fromkeys(backend.device_types, _traced(found, op, name))
-            op.otherwise, op.declined = _wrong_device(op, backend, source), _refuse(op, name, source)
+            backend, link = found.backends[name], _link(found, op, name)
+            op.choice = Choice(
+                dict.fromkeys(backend.device_types, link.implementation),
+                dict.fromkeys(backend.device_types, link.traced),
+                _wrong_device(op, backend, source),
+                _refuse(op, name, source),
+            )
+    # Last, and at once: whoever finds anything here does not ask whether the ops are ready.
+    _settled.update(settled)
+
+
+class _Link(NamedTuple):
+    """One of the backends that are tried in turn, with what it runs in plain Python and in a compiled region."""
+
+    backend: str
+    implementation: Callable[..., Any]
+    traced: Callable[..., Any]
+
+
+def _link(found: Registry, op: Op[..., Any], name: str) -> _Link:
+    return _Link(name, found.implementations[name][op.name], _traced(found, op, name))
+
+
+def _ranked(found: Registry, op: Op[..., Any]) -> dict[str, list[_Link]]:
+    return {device: [_link(found, op, name) for name in names] for device, names in ranking(found, op).items()}
+
+
+def _in_turn(op: Op[..., Any], links: Mapping[str, list[_Link]]) -> Choice:
+    """Device type → the backends of which the first runs, unless it declines, then the next, and at last the reference."""
+    links = {device: tried for device, tried in links.items() if tried}
+    return Choice(
+        {device: tried[0].implementation for device, tried in links.items()},
+        {device: tried[0].traced for device, tried in links.items()},
+        op.reference,
+        _fall_back(op, {device: [*tried, _Link("reference", op.reference, op.reference)] for device, tried in links.items()}),
+    )
 
 
 def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
@@ -231,18 +318,33 @@ def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., An
     return by_size
 
 
-def _fall_back(op: Op[..., Any]) -> Callable[..., Any]:
-    """Under the automatic choice a declined call goes to the reference, and the reason is logged once."""
+def _fall_back(op: Op[..., Any], links: Mapping[str, list[_Link]]) -> Callable[..., Any]:
+    """A call that the first backend declined goes to the next ones in turn; each reason is logged once."""
+    steps = {device: list(pairwise(tried)) for device, tried in links.items()}
 
     def fall_back(reason: Unsupported, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            key = (op.name, AUTO, str(reason))
-            if key not in _reported:
-                _reported.add(key)
-                _log.warning("%s: the reference runs, since the selected backend declined: %s", op.name, reason)
-        return op.reference(*args, **kwargs)
+        first = args[0] if args else kwargs[op.first]
+        compiling = torch.compiler.is_compiling()
+        for declined, following in steps.get(first.device.type, ()):
+            if not compiling:
+                _report(op, declined.backend, str(reason), following.backend)
+            try:
+                return (following.traced if compiling else following.implementation)(*args, **kwargs)
+            except Unsupported as another:
+                reason = another
+        raise reason
 
     return fall_back
+
+
+def _report(op: Op[..., Any], declined: str, reason: str, following: str) -> None:
+    if (op.name, declined, reason) not in _reported:
+        _reported.add((op.name, declined, reason))
+        _log.warning("%s: backend %r declined a call (%s); falling back to %s", op.name, declined, reason, in_words(following))
+
+
+def in_words(backend: str) -> str:
+    return "the reference" if backend == "reference" else f"backend {backend!r}"
 
 
 def _refuse(op: Op[..., Any], name: str, source: str) -> Callable[..., Any]:
@@ -264,75 +366,3 @@ def _wrong_device(op: Op[..., Any], backend: Backend, source: str) -> Callable[.
         )
 
     return wrong_device
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which implementation a call gets, and why; `str()` is one line for people."""
-
-    op: str
-    backend: str
-    reason: str
-    candidates: dict[str, str]
-
-    def __str__(self) -> str:
-        others = "".join(f"\n  {name}: {verdict}" for name, verdict in self.candidates.items())
-        return f"{self.op}: {self.backend} ({self.reason}){others}"
-
-
-def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Tell which implementation the call `op(*args, **kwargs)` would get and why, without running it.
-
-    Raises what the call itself would raise for wrong arguments.
-    """
-    settle()
-    op.check(*args, **kwargs)
-    found = registry()
-    first = args[0] if args else kwargs[op.first]
-    device = first.device.type
-    name, source = _settled[op.name]
-    candidates = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
-    if name != AUTO:
-        return Explanation(op.name, name, f"selected by {source}; {candidates[name]}{_compiled(found, op, name, first)}", candidates)
-    best = automatic(found, op).get(device, "reference")
-    if best != "reference" and candidates[best] != "can run":
-        return Explanation(op.name, "reference", f"auto ({source}); {best!r} {candidates[best]}", candidates)
-    return Explanation(
-        op.name, best, f"auto ({source}): highest priority on {device} tensors{_compiled(found, op, best, first)}", candidates
-    )
-
-
-def _compiled(found: Registry, op: Op[..., Any], backend: str, first: Any) -> str:
-    most = found.backends[backend].handed_over.get(op)
-    return f"; a compiled region gets the reference up to {most:,} elements" if most is not None and first.numel() <= most else ""
-
-
-def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: Any, kwargs: Any) -> str:
-    backend = found.backends[name]
-    if name in found.unavailable:
-        return f"unavailable: {found.unavailable[name]}"
-    if op.name not in found.implementations[name]:
-        return f"does not implement {op.name}"
-    if name == "reference":
-        return "can run"
-    if device not in backend.device_types:
-        return f"runs on {' and '.join(backend.device_types)} tensors, got a {device} tensor"
-    reason = _would_decline(found.implementations[name][op.name], args, kwargs)
-    return "can run" if reason is None else f"declines: {reason}"
-
-
-def _would_decline(implementation: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
-    """Call the implementation on fake tensors: it declines before any work, and fakes do none."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import tree_map_only
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))
-        try:
-            implementation(*fake_args, **fake_kwargs)
-        except Unsupported as reason:
-            return str(reason)
-        except Exception:
-            # What cannot run on fakes got past the place where it would have declined.
-            return None
-    return None

@@ -60,16 +60,17 @@ class TritonPasses:
         shape = both_shape(width) if gradient else STATISTICS
         block = min(shape.block, power_of_two(width))
         loss_launch(
-            (rows,), logits, target, options.class_weight, row_factor, results.loss, results.lse, results.prediction, results.entropy,
+            (rows,), logits, target, options.class_weight, row_factor, results.loss, results.statistics, results.prediction, results.entropy,
             logits.stride(0), row_factor.stride(0) if row_factor is not None else 0, width, *_scalars(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_FACTOR=row_factor is not None, HAS_SOFTCAP=options.softcap is not None,
-            HAS_SMOOTHING=options.label_smoothing > 0, PREDICTION=results.prediction is not None, ENTROPY=results.entropy is not None,
+            HAS_SMOOTHING=options.label_smoothing > 0, KEEPS_LOWEST=options.softcap is None and options.logit_scale > 0,
+            PREDICTION=results.prediction is not None, ENTROPY=results.entropy is not None,
             GRADIENT=gradient, BLOCK=block, VECTOR=min(VECTOR, block), STAGES=shape.stages, num_warps=shape.warps,
             enable_fp_fusion=fuses(block),
         )  # fmt: skip
 
     def gradients(
-        self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
+        self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
         term: EntropyTerm | None = None,
     ) -> None:  # fmt: skip
         rows, width = logits.shape
@@ -79,7 +80,7 @@ class TritonPasses:
         block = min(GRADIENT.block, power_of_two(width))
         factor, entropy = (None, None) if term is None else term
         gradient_launch(
-            (rows, cdiv(width, block)), logits, target, options.class_weight, row_factor, lse, factor, entropy, out,
+            (rows, cdiv(width, block)), logits, target, options.class_weight, row_factor, statistics, factor, entropy, out,
             logits.stride(0), out.stride(0), row_factor.stride(0), width, *_scalars(options), _weight_sum(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_SOFTCAP=options.softcap is not None, HAS_SMOOTHING=options.label_smoothing > 0,
             ENTROPY=term is not None, BLOCK=block, num_warps=GRADIENT.warps,
@@ -129,14 +130,15 @@ def capped(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def row_gradient(
-    x, column, label, lse, hard, share, factor, entropy_factor, entropy, class_weight, label_smoothing, softcap, width, mask,
+    x, column, label, top, log2_sum, hard, share, factor, entropy_factor, entropy, class_weight, label_smoothing, softcap, width, mask,
     HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """factor · d loss / d logits for a block of columns: softmax · share, less `hard` at the label, less the smoothed weights.
 
     With ENTROPY also entropy_factor · d entropy / d logits: -p · (log p + entropy).
     """
-    p = tl.exp2((x - lse) * 1.4426950408889634)
+    log2_p = (x - top) * 1.4426950408889634 - log2_sum
+    p = tl.exp2(log2_p)
     d = p * share
     d = tl.where(column == label, d - hard, d)
     if HAS_SMOOTHING:
@@ -146,9 +148,9 @@ def row_gradient(
             d -= label_smoothing / width
     d = d * factor
     if ENTROPY:
-        # e^-1000 is 0, so that the cut changes nothing but 0·∞.
-        log_p = tl.where(x - lse < -1000.0, -1000.0, x - lse)
-        d -= entropy_factor * p * (log_p + entropy)
+        # 2^-1000 is 0, so that the cut changes nothing but 0·∞.
+        log2_p = tl.where(log2_p < -1000.0, -1000.0, log2_p)
+        d -= entropy_factor * p * (log2_p * 0.6931471805599453 + entropy)
     if HAS_SOFTCAP:
         d = d * (1.0 - (x / softcap) * (x / softcap))
     return d
@@ -156,16 +158,17 @@ def row_gradient(
 
 @triton.jit
 def loss_kernel(
-    logits, target, class_weight, row_factor, loss, lse, prediction, entropy,
+    logits, target, class_weight, row_factor, loss, statistics, prediction, entropy,
     row_stride, factor_stride, width, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
-    HAS_WEIGHT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, KEEPS_LOWEST: tl.constexpr,
     PREDICTION: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one row: its log-sum-exp, loss and metrics, and, if asked, its gradient over the logits.
+    """One program takes one row: its statistics, loss and metrics, and, if asked, its gradient over the logits.
 
-    A thread takes VECTOR neighbours at a time and keeps its own running maximum m and sum d of 2^(x - m): it finds their maximum,
-    moves d to it with one exponential and adds one for each, so that threads meet only once a row.
+    A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their maximum,
+    moves d to it with one exponential and adds one for each, so that threads meet only once a row. Differences are taken before
+    they are scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: a masked lane is still -∞ after scale and cap.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
@@ -173,7 +176,8 @@ def loss_kernel(
     label = tl.load(target + row)
     if label == ignore_index:
         tl.store(loss + row, 0.0)
-        tl.store(lse + row, 0.0)
+        tl.store(statistics + 2 * row, 0.0)
+        tl.store(statistics + 2 * row + 1, 0.0)
         if PREDICTION:
             tl.store(prediction + row, -1)
         if ENTROPY:
@@ -186,8 +190,10 @@ def loss_kernel(
     in_range = (label >= 0) & (label < width)
     safe = tl.where(in_range, label, 0)
     chosen = capped(tl.load(base + safe), logit_scale, softcap, HAS_SOFTCAP)
-    # Finite, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
-    lowest = -1.0e38
+    # The smoothed loss adds distances from here; where the loss is infinite it stays so.
+    anchor = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)
+    # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
+    lowest = -3.4028234663852886e38
     m = tl.full((BLOCK // VECTOR,), lowest, dtype=tl.float32)
     d = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
@@ -204,18 +210,17 @@ def loss_kernel(
             if HAS_WEIGHT:
                 w = tl.load(class_weight + column, mask=mask, other=0.0).to(tl.float32)
                 weights += tl.sum(w, 1)
-                weighted += tl.sum(tl.where(mask, w * x, 0.0), 1)
+                weighted += tl.sum(tl.where(mask, w * (x - anchor), 0.0), 1)
             else:
-                weighted += tl.sum(tl.where(mask, x, 0.0), 1)
-        if HAS_SOFTCAP:
+                weighted += tl.sum(tl.where(mask, x - anchor, 0.0), 1)
+        if not KEEPS_LOWEST:
             x = tl.where(mask, x, float("-inf"))
-        x = x * 1.4426950408889634
         highest = tl.max(x, 1)
         above = highest > m
         top = tl.where(above, highest, m)
-        step = m - top
+        step = (m - top) * 1.4426950408889634
         shrink = tl.exp2(step)
-        behind = x - top[:, None]
+        behind = (x - top[:, None]) * 1.4426950408889634
         e = tl.exp2(behind)
         if ENTROPY:
             # Σ (x - m)·2^(x - m), moved along with m; 2^-1000 is 0, so that the cut changes nothing but ∞·0.
@@ -228,34 +233,38 @@ def loss_kernel(
         m = top
     top = tl.max(m, 0)
     # A NaN among the logits shows in d; the maximum may skip it.
-    lane_share = tl.exp2(m - top)
+    behind = (m - top) * 1.4426950408889634
+    lane_share = tl.exp2(behind)
     total = tl.sum(d * lane_share, 0)
-    log_total = (top + tl.log2(total)) * 0.6931471805599453
+    log2_sum = tl.log2(total)
+    log_sum = log2_sum * 0.6931471805599453
+    log_total = top + log_sum
     hard = 1.0 - label_smoothing
     if HAS_WEIGHT:
         hard = hard * tl.load(class_weight + safe).to(tl.float32)
-    value = hard * (log_total - chosen)
+    value = hard * (log_sum - (chosen - top))
     share = hard + 2.0 * z_loss * log_total
     if HAS_SMOOTHING:
         smooth = label_smoothing / width
         if HAS_WEIGHT:
             weight_sum = tl.sum(weights, 0)
-            value += smooth * (weight_sum * log_total - tl.sum(weighted, 0))
+            value += smooth * (weight_sum * (log_sum - (anchor - top)) - tl.sum(weighted, 0))
             share += smooth * weight_sum
         else:
-            value += smooth * (width * log_total - tl.sum(weighted, 0))
+            value += smooth * (width * (log_sum - (anchor - top)) - tl.sum(weighted, 0))
             share += label_smoothing
-    value += z_loss * log_total * log_total
+    # Not 0 · ∞ where there is no z-loss and the square overflows.
+    value += tl.where(z_loss == 0.0, 0.0, z_loss * log_total * log_total)
     value = tl.where(in_range, value, float("nan"))
     tl.store(loss + row, value)
-    tl.store(lse + row, log_total)
+    tl.store(statistics + 2 * row, top)
+    tl.store(statistics + 2 * row + 1, log_sum)
     if PREDICTION:
         tl.store(prediction + row, tl.min(tl.where(m == top, best, width), 0).to(tl.int64))
     if ENTROPY:
-        behind = m - top
         behind = tl.where(behind < -1000.0, -1000.0, behind)
         mean_distance = tl.sum((distance + d * behind) * lane_share, 0) / total
-        tl.store(entropy + row, (tl.log2(total) - mean_distance) * 0.6931471805599453)
+        tl.store(entropy + row, (log2_sum - mean_distance) * 0.6931471805599453)
     if GRADIENT:
         factor = tl.where(in_range, logit_scale, float("nan"))
         if HAS_FACTOR:
@@ -266,7 +275,7 @@ def loss_kernel(
             loaded = tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first")
             x = capped(loaded, logit_scale, softcap, HAS_SOFTCAP)
             g = row_gradient(
-                x, column, safe, log_total, hard, share, factor, 0.0, 0.0, class_weight, label_smoothing, softcap, width, mask,
+                x, column, safe, top, log2_sum, hard, share, factor, 0.0, 0.0, class_weight, label_smoothing, softcap, width, mask,
                 HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING, False,
             )  # fmt: skip
             tl.store(base + column, g.to(logits.dtype.element_ty), mask=mask, eviction_policy="evict_first")
@@ -274,12 +283,12 @@ def loss_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits, target, class_weight, row_factor, lse, entropy_factor, entropy, out, row_stride, out_stride, factor_stride, width,
+    logits, target, class_weight, row_factor, statistics, entropy_factor, entropy, out, row_stride, out_stride, factor_stride, width,
     ignore_index, label_smoothing, z_loss, softcap, logit_scale, weight_sum,
     HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program writes one block of one row's gradient, from the log-sum-exp that the forward pass kept."""
+    """One program writes one block of one row's gradient, from the statistics that the forward pass kept."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -289,11 +298,12 @@ def gradient_kernel(
         return
     in_range = (label >= 0) & (label < width)
     safe = tl.where(in_range, label, 0)
-    log_total = tl.load(lse + row)
+    top = tl.load(statistics + 2 * row)
+    log_sum = tl.load(statistics + 2 * row + 1)
     hard = 1.0 - label_smoothing
     if HAS_WEIGHT:
         hard = hard * tl.load(class_weight + safe).to(tl.float32)
-    share = hard + 2.0 * z_loss * log_total
+    share = hard + 2.0 * z_loss * (top + log_sum)
     if HAS_SMOOTHING:
         if HAS_WEIGHT:
             share += label_smoothing / width * tl.load(weight_sum)
@@ -308,7 +318,7 @@ def gradient_kernel(
         level = 0.0
     x = capped(tl.load(logits + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     g = row_gradient(
-        x, column, safe, log_total, hard, share, factor, by_entropy, level, class_weight, label_smoothing, softcap, width, mask,
+        x, column, safe, top, log_sum * 1.4426950408889634, hard, share, factor, by_entropy, level, class_weight, label_smoothing, softcap, width, mask,
         HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING, ENTROPY,
     )  # fmt: skip
     tl.store(out + row * out_stride + column, g.to(out.dtype.element_ty), mask=mask)

@@ -21,7 +21,9 @@ if knobs.runtime.interpret:
 
 NAMESPACE = "liger_triton"
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-# Neighbours that one thread takes: 16 bytes of bf16.
+# Releases of Triton whose launcher `Launcher` knows how to call; 3.6 takes the arguments one by one, the others in a tuple.
+KNOWN_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
+# Neighbors that one thread takes: 16 bytes of bf16.
 VECTOR = 8
 # Programs of a persistent grid in the interpreter, where a program costs milliseconds and there is no device to fill.
 INTERPRETER_PROCESSORS = 2
@@ -46,8 +48,9 @@ class Launcher:
     """Starts a Triton kernel, `launcher(grid, *args, BLOCK=…, num_warps=…)`, by way of the kernel compiled for an equal call before.
 
     Triton's own call spends 10 µs finding that kernel again (H200 host, 12 arguments: 14.3 against 4.8 µs). The key holds all that
-    Triton specialises on: dtypes, 16-byte alignment, the integers themselves, the constexprs and the device. Pointers go down as
+    Triton specializes on: dtypes, 16-byte alignment, the integers themselves, the constexprs and the device. Pointers are passed as
     addresses: for a tensor Triton asks the driver whether the device can reach it, which `check` of every op has made sure of.
+    Releases of Triton other than KNOWN_RELEASES get Triton's own call.
     """
 
     LIMIT = 4096
@@ -56,12 +59,12 @@ class Launcher:
         self.kernel = kernel
         self.names = kernel.arg_names
         self.compiled: dict[Any, Any] = {}
-        self.direct = not knobs.runtime.interpret and triton.__version__.startswith("3.6.")
+        self.direct = not knobs.runtime.interpret and triton.__version__.startswith(KNOWN_RELEASES)
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         # A profiler's hooks want the launch metadata that only Triton's own call collects.
         if not self.direct or getattr(knobs.runtime.launch_enter_hook, "calls", True):
-            self.kernel[grid](*args, **options)
+            self.call_triton(grid, args, options)
             return
         device = torch._C._cuda_getDevice()
         addresses = 0
@@ -78,29 +81,42 @@ class Launcher:
                 addresses |= arg
             values.append(arg)
         if addresses & 15:
-            self.kernel[grid](*args, **options)
+            self.call_triton(grid, args, options)
             return
         key.extend(options.values())
         found = self.compiled.get(tuple(key))
         if found is None:
-            self.keep(tuple(key), self.kernel[grid](*args, **options), len(args), options)
+            self.keep(tuple(key), self.call_triton(grid, args, options), len(args), options)
             return
-        start, function, between, constants = found
+        start, function, between, constants, in_a_tuple = found
         x, y = grid if len(grid) == 2 else (grid[0], 1)
-        start(x, y, 1, torch._C._cuda_getCurrentRawStream(device), function, *between, *values, *constants)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if in_a_tuple:
+            start(x, y, 1, stream, function, *between, (*values, *constants))
+        else:
+            start(x, y, 1, stream, function, *between, *values, *constants)
+
+    def call_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Triton's own call. What Triton 3.9 warns about and 3.10 changes is said: products may be fused into sums."""
+        return self.kernel[grid](*args, **{"enable_fp_fusion": True, **options})
 
     def keep(self, key: tuple[Any, ...], compiled: Any, count: int, options: dict[str, Any]) -> None:
         """Remember a kernel compiled for a call with `count` arguments, with all that Triton's launcher wants around them."""
         run = compiled.run
-        if run.global_scratch_size or run.profile_scratch_size:
-            # Scratch memory belongs to one launch; Triton's own call allocates it.
+        if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+            # Scratch memory and a sanitizer's state belong to one launch; Triton's own call provides them.
             self.direct = False
             return
         if len(self.compiled) >= self.LIMIT:
             self.compiled.clear()
-        between = (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
+        # Between the function and its arguments: launch flags, metadata, no hooks, no scratch memory.
+        flags, metadata = (run.launch_cooperative_grid, run.launch_pdl), compiled.packed_metadata
+        in_a_tuple = hasattr(run, "kernel_signature")
+        between: tuple[Any, ...] = (*flags, None, None, metadata, None, None, None)
+        if in_a_tuple:
+            between = (*flags, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
         constants = tuple(options[name] for name in self.names[count:])
-        self.compiled[key] = (run.launch, compiled.function, between, constants)
+        self.compiled[key] = (run.launch, compiled.function, between, constants, in_a_tuple)
 
 
 def supported(*tensors: Tensor | None) -> None:

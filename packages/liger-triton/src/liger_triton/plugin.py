@@ -32,7 +32,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def liger_backends() -> list[Backend]:
     # The interpreter is for tests: thousands of times slower than PyTorch, so that `auto` never takes it.
     devices, priority = (("cpu", "cuda"), -1) if INTERPRETED else (("cuda",), 100)
-    return [Backend("triton", devices, priority, _implementations, _unavailable, HANDED_OVER)]
+    return [Backend("triton", devices, priority, _implementations, _unavailable, HANDED_OVER, supports_fake_tensors=True)]
 
 
 def _implementations() -> Mapping[Op[..., Any], Callable[..., Any]]:

@@ -30,6 +30,9 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
         # Whoever traces turns in-place writes into copies anyway.
         turned = _rope(q, k, cos, sin, interleaved)
         return q.copy_(turned[0]), k.copy_(turned[1])
+    if torch.is_grad_enabled() and (q._is_view() or k._is_view()) and (q.requires_grad or k.requires_grad):
+        # Autograd lets a function overwrite a view only if that is its first input and all that it returns.
+        return _InPlace.apply(q, None, cos, sin, interleaved), _InPlace.apply(k, None, cos, sin, interleaved)
     result = _InPlace.apply(q, k, cos, sin, interleaved)
     return result
 
@@ -38,18 +41,19 @@ class _InPlace(torch.autograd.Function):
     """Declares the mutation to autograd: version counters move, and a saved q or k is noticed."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-        ctx.mark_dirty(q, k)
+    def forward(ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
+        given = (q,) if k is None else (q, k)
+        ctx.mark_dirty(*given)
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         ctx.set_materialize_grads(False)
         # A no-op for CPU tensors, which the interpreter takes.
         with torch.cuda.device_of(q):
             _turn(q, k, q, k, cos, sin, interleaved, False)
-        return q, k
+        return q if k is None else given
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None = None) -> Any:
         cos, sin = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:2])
         return (*_backward(grad_q, grad_k, cos, sin, ctx.interleaved, needs), None, None, None)
@@ -89,8 +93,8 @@ def _turn(
     backward: bool,
 ) -> None:
     """Launch the kernel for whichever of q and k is there."""
-    pairs = [(x, out) for x, out in ((q, out_q), (k, out_k)) if x is not None and out is not None]
-    if not pairs or pairs[0][0].numel() == 0:
+    pairs = [(x, out) for x, out in ((q, out_q), (k, out_k)) if x is not None and out is not None and x.numel()]
+    if not pairs:
         return
     (x1, out1), (x2, out2) = pairs[0], pairs[-1]
     x1, x2 = (x if x.stride(-1) == 1 else x.contiguous() for x in (x1, x2))

@@ -23,7 +23,7 @@ from liger_bench.bench.timing import Samples, Stopwatch, quantile, repetitions, 
 from liger_bench.memory import held_bytes, peak_bytes
 from liger_bench.peers import eager
 from liger_core.errors import BackendError, Unsupported
-from liger_core.op import Op, Workload
+from liger_core.op import Choice, Op, Workload
 from liger_core.selection import settle
 
 PASSES = ("forward", "backward", "full", "evaluation")
@@ -145,13 +145,13 @@ class Bench:
 
         bound = op.signature.bind(**make_case(op, workload, self.device, self.dtype).arguments)
         settle()
-        table, otherwise = op.table, op.otherwise
+        choice = op.choice
         try:
-            op.table, op.otherwise = {}, nothing
+            op.choice = Choice({}, {}, nothing, nothing)
             # The host alone works here, wherever the arguments are.
             through, without = (time_call(call, torch.device("cpu"), self.seconds) for call in (chosen, direct))
         finally:
-            op.table, op.otherwise = table, otherwise
+            op.choice = choice
         taken = [(ms - without.median_ms) / DISPATCHES for ms in (through.median_ms, through.low_ms, through.high_ms)]
         figures = {"median_ms": taken[0], "low_ms": taken[1], "high_ms": taken[2], "enqueue_ms": taken[0]}
         return self._row(op, workload, "dispatch", BACKEND, "dispatch", repetitions=through.repetitions * DISPATCHES, **figures)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._inputs import accumulator
-from liger_core.ops._softmax_loss import EntropyTerm, RowOptions, RowPasses, RowResults
+from liger_core.ops._softmax_loss import EntropyTerm, RowOptions, RowPasses, RowResults, row_results
 
 Chunk = int | Literal["report"] | None
 
@@ -87,19 +87,25 @@ def chunk_code(chunk: Chunk) -> int:
     return 0 if chunk is None else -1 if chunk == "report" else chunk
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast on this type of device; None where it is off, or where there is none, as on meta."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands of the product in autocast's dtype, where it is on."""
-    device = hidden.device.type
-    if not torch.is_autocast_enabled(device):
+    """The operands of the matmul in autocast's dtype, where it is on."""
+    low = autocast_dtype(hidden.device.type)
+    if low is None:
         return hidden, weight, bias
-    low = torch.get_autocast_dtype(device)
     return hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
 
 
 SCALARS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
 CHUNKS = "ScalarType? accumulate_dtype, int chunk, int budget, bool pack"
 INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
-RESULTS = "Tensor loss, Tensor lse, Tensor? prediction, Tensor? entropy"
+RESULTS = "Tensor loss, Tensor statistics, Tensor? prediction, Tensor? entropy"
 GRADIENTS = "(Tensor? grad_hidden, Tensor? grad_weight, Tensor? grad_bias)"
 
 
@@ -129,7 +135,7 @@ def chunked(passes: RowPasses, kernel: Callable[..., Kernel]) -> tuple[Callable[
             loop.rows,
         ),
         kernel(
-            f"linear_cross_entropy_rows_backward(Tensor grad_loss, {INPUTS}, Tensor lse, {SCALARS}, {CHUNKS}, Tensor? main_grad, "
+            f"linear_cross_entropy_rows_backward(Tensor grad_loss, {INPUTS}, Tensor statistics, {SCALARS}, {CHUNKS}, Tensor? main_grad, "
             f"bool[3] needs) -> {GRADIENTS}",
             loop.allocate_rows_backward,
             loop.rows_backward,
@@ -156,7 +162,7 @@ class ChunkLoop:
         dtype = _plan(hidden, weight, accumulate_dtype, chunk, budget, needs[1]).dtype
         return (
             torch.empty((), dtype=wide, device=hidden.device),
-            *_row_results(hidden, metrics)[1:],
+            *row_results(hidden, metrics)[1:],
             torch.empty((), dtype=wide, device=hidden.device) if _divides_late(hidden, divide) else None,
             torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None,
             torch.empty(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None,
@@ -164,7 +170,7 @@ class ChunkLoop:
         )
 
     def total(
-        self, loss: Tensor, lse: Tensor, prediction: Tensor | None, entropy: Tensor | None, scale: Tensor | None, sum_hidden: Tensor | None,
+        self, loss: Tensor, statistics: Tensor, prediction: Tensor | None, entropy: Tensor | None, scale: Tensor | None, sum_hidden: Tensor | None,
         sum_weight: Tensor | None, sum_bias: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
         class_weight: Tensor | None, token_weight: Tensor | None, divide: Tensor | None, main_grad: Tensor | None, ignore_index: int,
         label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int,
@@ -178,7 +184,7 @@ class ChunkLoop:
         factors = token_weight
         if inverse is not None and scale is None and gradient:
             factors = inverse.expand(hidden.shape[0]) if token_weight is None else token_weight * inverse
-        results = RowResults(torch.empty_like(lse), lse, prediction, entropy)
+        results = RowResults(statistics.new_empty(statistics.shape[0]), statistics, prediction, entropy)
         packed = _Packed(hidden, target, factors, None, counted.index())
         inner = packed.results(results)
         sums = _Sums(packed.like(sum_hidden), sum_weight, sum_bias)
@@ -232,10 +238,10 @@ class ChunkLoop:
     # -- the loss of each row: the backward pass recomputes the logits, since only then is the upstream gradient known
 
     def allocate_rows(self, hidden: Tensor, weight: Tensor, target: Tensor, *options: Any) -> Outputs:
-        return _row_results(hidden, options[-1])
+        return row_results(hidden, options[-1])
 
     def rows(
-        self, loss: Tensor, lse: Tensor, prediction: Tensor | None, entropy: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor,
+        self, loss: Tensor, statistics: Tensor, prediction: Tensor | None, entropy: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor,
         bias: Tensor | None, class_weight: Tensor | None, main_grad: Tensor | None, ignore_index: int, label_smoothing: float,
         z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int, budget: int, pack: bool,
         metrics: bool,
@@ -244,7 +250,7 @@ class ChunkLoop:
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
         rows = _plan(hidden, weight, accumulate_dtype, chunk, budget, False).rows
         packed = _Packed(hidden, target, None, None, counted.index())
-        results = RowResults(loss, lse, prediction, entropy)
+        results = RowResults(loss, statistics, prediction, entropy)
         inner = packed.results(results)
         for part, logits in _products(packed.hidden, weight, bias, rows):
             self.passes.losses(logits, packed.target[part], _rows_of(inner, part), options, None, False)
@@ -262,7 +268,7 @@ class ChunkLoop:
 
     def rows_backward(
         self, grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_loss: Tensor, hidden: Tensor,
-        weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, lse: Tensor, ignore_index: int,
+        weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, statistics: Tensor, ignore_index: int,
         label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None,
         chunk: int, budget: int, pack: bool, main_grad: Tensor | None, needs: list[bool], term: EntropyTerm | None = None,
     ) -> None:  # fmt: skip
@@ -271,7 +277,7 @@ class ChunkLoop:
         # The largest upstream gradient is factored out and put back at the end: p · grad underflows in fp16 where grad is 1/tokens.
         largest = _largest(grad_loss) if term is None else torch.maximum(_largest(grad_loss), _largest(term.factor))
         largest = torch.where(largest > 0, largest, 1.0)
-        packed = _Packed(hidden, target, grad_loss / largest, lse, counted.index())
+        packed = _Packed(hidden, target, grad_loss / largest, statistics, counted.index())
         if term is not None:
             term = EntropyTerm(packed.take(term.factor / largest), packed.take(term.entropy))
         rows, dtype = _plan(packed.hidden, weight, accumulate_dtype, chunk, budget, needs[1])
@@ -281,10 +287,10 @@ class ChunkLoop:
         sum_bias = None if grad_bias is None else torch.empty(grad_bias.shape, dtype=accumulator(weight.dtype), device=weight.device)
         sum_hidden = packed.like(grad_hidden)
         sums = _Sums(sum_hidden, sum_weight, sum_bias)
-        assert packed.factor is not None and packed.lse is not None
+        assert packed.factor is not None and packed.statistics is not None
         for part, logits in _products(packed.hidden, weight, bias, rows):
             entropy = None if term is None else EntropyTerm(*(t[part] for t in term))
-            self.passes.gradients(logits, packed.target[part], packed.lse[part], packed.factor[part], options, logits, entropy)
+            self.passes.gradients(logits, packed.target[part], packed.statistics[part], packed.factor[part], options, logits, entropy)
             sums.add(part, logits, packed.hidden, weight)
         sums.finish()
         largest = largest.to(accumulator(weight.dtype))
@@ -319,14 +325,6 @@ def _plan(hidden: Tensor, weight: Tensor, accumulate_dtype: torch.dtype | None, 
         accumulate_dtype=accumulate_dtype,
         trained=trained,
     )
-
-
-def _row_results(hidden: Tensor, metrics: bool) -> RowResults:
-    rows, wide = hidden.shape[0], accumulator(hidden.dtype)
-    loss, lse = (torch.empty(rows, dtype=wide, device=hidden.device) for _ in range(2))
-    if not metrics:
-        return RowResults(loss, lse, None, None)
-    return RowResults(loss, lse, torch.empty(rows, dtype=torch.int64, device=hidden.device), torch.empty_like(loss))
 
 
 def _rows_of(results: RowResults, part: slice) -> RowResults:
@@ -431,12 +429,12 @@ class _Counted:
 class _Packed:
     """The rows that count: those of ignored targets are left out of every product."""
 
-    def __init__(self, hidden: Tensor, target: Tensor, factor: Tensor | None, lse: Tensor | None, index: Tensor | None) -> None:
-        self.hidden, self.target, self.factor, self.lse, self.index = hidden, target, factor, lse, index
+    def __init__(self, hidden: Tensor, target: Tensor, factor: Tensor | None, statistics: Tensor | None, index: Tensor | None) -> None:
+        self.hidden, self.target, self.factor, self.statistics, self.index = hidden, target, factor, statistics, index
         if index is not None:
             self.hidden, self.target = hidden[index], target[index]
             self.factor = None if factor is None else factor[index]
-            self.lse = None if lse is None else lse[index]
+            self.statistics = None if statistics is None else statistics[index]
 
     def take(self, full: Tensor) -> Tensor:
         """The packed rows of a tensor that has all."""

@@ -59,6 +59,7 @@ def misuses(op: str, device: torch.device) -> Iterator[Misuse]:
         return torch.zeros(shape, device=device, dtype=dtype)
 
     yield Misuse("shapes", (z(2, 8), z(2, 9)), {}, ShapeError, f"{op}: up must have the shape of gate (2, 8), got (2, 9)")
+    yield Misuse("no_tensor", (None,), {}, DtypeError, f"{op}: gate must be a tensor, got NoneType")
     yield Misuse("odd_packed", (z(2, 9),), {}, ShapeError, f"{op}: a packed gate must have an even last dimension, got (2, 9)")
     yield Misuse(
         "dtypes",

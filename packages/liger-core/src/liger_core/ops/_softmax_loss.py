@@ -4,10 +4,13 @@
 For one row of logits a (after bias) and target t, with class weights w (1 by default), V classes:
 
     x    = logit_scale · a, then softcap · tanh(x / softcap) if a softcap is given
-    lse  = log Σ exp(x)
+    lse  = log Σ exp(x) = m + s,   m = max x,   s = log Σ exp(x - m)
     loss = (1 - smoothing) · w_t · (lse - x_t) + smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²
 
     p = exp(x - lse);   entropy = -Σ p log p;   d entropy / d x = -p · (log p + entropy)
+
+Every difference x - lse is computed as (x - m) - s. In float32 lse has no digits left for s once m is large: at m = 10⁷ the gradient
+would be off by 3 %. So m and s are kept apart, as `statistics` (rows, 2).
 
 A row whose target is `ignore_index` has loss 0 and no gradient; one whose target is out of range has loss and gradient NaN,
 since no implementation may wait for the device to find out.
@@ -53,12 +56,21 @@ class RowOptions(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """Per-row outputs of a pass: float32 loss and log-sum-exp, and, where they are asked for, arg-max and entropy."""
+    """Per-row outputs of a pass: float32 loss, statistics (m, s), and, where they are asked for, arg-max and entropy."""
 
     loss: Tensor
-    lse: Tensor
+    statistics: Tensor
     prediction: Tensor | None
     entropy: Tensor | None
+
+
+def row_results(like: Tensor, metrics: bool) -> RowResults:
+    """New memory for the results of as many rows as the tensor has, on its device."""
+    rows, dtype, device = like.shape[0], accumulator(like.dtype), like.device
+    loss, statistics = torch.empty(rows, dtype=dtype, device=device), torch.empty(rows, 2, dtype=dtype, device=device)
+    if not metrics:
+        return RowResults(loss, statistics, None, None)
+    return RowResults(loss, statistics, torch.empty(rows, dtype=torch.int64, device=device), torch.empty_like(loss))
 
 
 class EntropyTerm(NamedTuple):
@@ -77,10 +89,10 @@ class RowPasses(Protocol):
         """Fill results; with gradient also overwrite logits by row_factor · d loss / d a (row_factor is 1 if None)."""
 
     def gradients(
-        self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
+        self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
         term: EntropyTerm | None = None,
     ) -> None:  # fmt: skip
-        """Write row_factor · d loss / d a, plus the term, into out (which may be logits), given the log-sum-exp of each row."""
+        """Write row_factor · d loss / d a, plus the term, into out (which may be logits), given the statistics of each row."""
 
     def mean(self, rows: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, total: Tensor, inverse: Tensor) -> None:
         """total = inverse · Σ rows, where inverse is 1/divide, by default 1/Σ w_t over the counted targets (1 if there is none)."""
@@ -97,26 +109,32 @@ class TorchPasses:
     ) -> None:
         for rows in _blocks(logits):
             x = _capped(logits[rows], options)
-            lse = x.logsumexp(-1)
-            results.lse[rows] = lse
-            results.loss[rows] = _losses(x, lse, target[rows], options)
+            top = x.amax(-1, keepdim=True)
+            below = x - top
+            weight = below.exp()
+            total = weight.sum(-1)
+            statistics = torch.stack((top[:, 0], total.log()), dim=-1)
+            results.statistics[rows] = statistics
+            results.loss[rows] = _losses(below, statistics, target[rows], options)
             counted = target[rows] != options.ignore_index
             if results.prediction is not None:
                 results.prediction[rows] = torch.where(counted, x.argmax(-1), -1)
             if results.entropy is not None:
-                results.entropy[rows] = torch.where(counted, _entropy(x), 0.0)
+                # From distances to the maximum, which do not cancel where the softmax is peaked.
+                entropy = total.log() - torch.where(weight > 0, weight * below, 0.0).sum(-1) / total
+                results.entropy[rows] = torch.where(counted, entropy, 0.0)
             if gradient:
                 factor = None if row_factor is None else row_factor[rows]
-                logits[rows] = _gradients(x, target[rows], lse, factor, options).to(logits.dtype)
+                logits[rows] = _gradients(x, target[rows], statistics, factor, options).to(logits.dtype)
 
     def gradients(
-        self, logits: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
+        self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
         term: EntropyTerm | None = None,
     ) -> None:  # fmt: skip
         for rows in _blocks(logits):
             x = _capped(logits[rows], options)
             part = None if term is None else EntropyTerm(*(t[rows] for t in term))
-            out[rows] = _gradients(x, target[rows], lse[rows], row_factor[rows], options, part).to(out.dtype)
+            out[rows] = _gradients(x, target[rows], statistics[rows], row_factor[rows], options, part).to(out.dtype)
 
     def mean(self, rows: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, total: Tensor, inverse: Tensor) -> None:
         if divide is None:
@@ -147,68 +165,64 @@ def _capped(logits: Tensor, options: RowOptions) -> Tensor:
     return x
 
 
-def _losses(x: Tensor, lse: Tensor, target: Tensor, options: RowOptions) -> Tensor:
-    classes = x.shape[-1]
+def _losses(below: Tensor, statistics: Tensor, target: Tensor, options: RowOptions) -> Tensor:
+    """The losses of rows, given x - m."""
+    classes = below.shape[-1]
     counted = target != options.ignore_index
     index = target.clamp(0, classes - 1)
     weight = options.class_weight
-    loss = lse - x.gather(-1, index[:, None])[:, 0]
+    log_sum = statistics[:, 1]
+    loss = log_sum - below.gather(-1, index[:, None])[:, 0]
     if weight is not None:
-        loss = loss * weight.to(x.dtype)[index]
+        loss = loss * weight.to(below.dtype)[index]
     if options.label_smoothing:
         if weight is None:
-            smooth = lse - x.mean(-1)
+            smooth = log_sum - below.mean(-1)
         else:
-            wide = weight.to(x.dtype)
-            smooth = (lse * wide.sum() - x @ wide) / classes
+            wide = weight.to(below.dtype)
+            smooth = (log_sum * wide.sum() - below @ wide) / classes
         loss = (1.0 - options.label_smoothing) * loss + options.label_smoothing * smooth
     if options.z_loss:
-        loss = loss + options.z_loss * lse.square()
+        loss = loss + options.z_loss * statistics.sum(-1).square()
     loss = torch.where((target < 0) | (target >= classes), float("nan"), loss)
     return torch.where(counted, loss, 0.0)
 
 
-def _entropy(x: Tensor) -> Tensor:
-    """-Σ p log p, from distances to the maximum, which do not cancel where the softmax is peaked."""
-    distance = x - x.amax(-1, keepdim=True)
-    weight = distance.exp()
-    total = weight.sum(-1)
-    return total.log() - torch.where(weight > 0, weight * distance, 0.0).sum(-1) / total
-
-
 def _gradients(
-    x: Tensor, target: Tensor, lse: Tensor, row_factor: Tensor | None, options: RowOptions, term: EntropyTerm | None = None
+    x: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor | None, options: RowOptions, term: EntropyTerm | None = None
 ) -> Tensor:
     classes = x.shape[-1]
     counted = target != options.ignore_index
     index = target.clamp(0, classes - 1)
+    top, log_sum = statistics.unbind(-1)
     weight = None if options.class_weight is None else options.class_weight.to(x.dtype)
-    hard = torch.ones_like(lse) if weight is None else weight[index]
+    hard = torch.ones_like(top) if weight is None else weight[index]
     hard = hard * (1.0 - options.label_smoothing)
     share = hard
     if options.label_smoothing:
         share = share + options.label_smoothing * (1.0 if weight is None else weight.sum() / classes)
     if options.z_loss:
-        share = share + 2.0 * options.z_loss * lse
-    d = torch.exp(x - lse[:, None]).mul_(share[:, None])
+        share = share + 2.0 * options.z_loss * (top + log_sum)
+    log_p = (x - top[:, None]).sub_(log_sum[:, None])
+    d = log_p.exp().mul_(share[:, None])
     d.scatter_add_(-1, index[:, None], -hard[:, None])
     if options.label_smoothing:
         d.sub_(options.label_smoothing / classes * (1.0 if weight is None else weight))
-    factor = torch.full_like(lse, options.logit_scale) if row_factor is None else row_factor.to(lse.dtype) * options.logit_scale
+    factor = torch.full_like(top, options.logit_scale) if row_factor is None else row_factor.to(top.dtype) * options.logit_scale
     factor = torch.where((target < 0) | (target >= classes), float("nan"), factor)
     d.mul_(factor[:, None])
     if term is not None:
-        d.add_(_entropy_gradients(x, lse, term.entropy).mul_((term.factor * options.logit_scale)[:, None]))
+        d.add_(_entropy_gradients(log_p, term.entropy).mul_((term.factor * options.logit_scale)[:, None]))
     if options.softcap is not None:
         d.mul_(1.0 - (x / options.softcap).square())
     # A row that is not counted gets zeros even where its own logits are infinite or NaN.
     return torch.where(counted[:, None], d, 0.0)
 
 
-def _entropy_gradients(x: Tensor, lse: Tensor, entropy: Tensor) -> Tensor:
+def _entropy_gradients(log_p: Tensor, entropy: Tensor) -> Tensor:
     """-p · (log p + entropy)."""
     # e^-1000 is 0, so that the cut changes nothing but 0·∞.
-    log_p = (x - lse[:, None]).clamp(min=-1000.0)
+    log_p = log_p.clamp(min=-1000.0)
     return -log_p.exp() * (log_p + entropy[:, None])
 
 

@@ -19,7 +19,7 @@ from liger_core.ops.rms_norm import Cast, check_scaling, rms_norm
 def check(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
 ) -> None:
-    checks.floating("add_rms_norm", x=x, residual=residual)
+    checks.floating("add_rms_norm", 2, x=x, residual=residual)
     if x.shape != residual.shape:
         checks.fail(
             ShapeError, "add_rms_norm", f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it"
@@ -90,7 +90,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         DtypeError,
         "add_rms_norm: x must have a floating dtype, got torch.int64",
     )
-    yield Misuse("eps_zero", (z(2, 4), z(2, 4), z(4), 0.0), {}, OptionError, "add_rms_norm: eps must be > 0, got 0.0")
+    yield Misuse("eps_zero", (z(2, 4), z(2, 4), z(4), 0.0), {}, OptionError, "add_rms_norm: eps must be a finite number > 0, got 0.0")
     yield Misuse(
         "cast", (z(2, 4), z(2, 4), z(4)), {"cast": "bf16"}, OptionError, "add_rms_norm: cast must be one of 'input', 'float32', got 'bf16'"
     )

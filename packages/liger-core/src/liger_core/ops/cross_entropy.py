@@ -14,7 +14,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, 
 from liger_core.kernels import Kernel, Outputs, differentiable, reference_kernel
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, integers, normal, workload
-from liger_core.ops._softmax_loss import LossMetrics, RowOptions, RowPasses, RowResults, TorchPasses, denominator
+from liger_core.ops._softmax_loss import LossMetrics, RowOptions, RowPasses, RowResults, TorchPasses, denominator, row_results
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -33,10 +33,8 @@ def check_loss_options(
 ) -> None:
     """The checks of the options that both losses have."""
     checks.choice(name, "reduction", reduction, ("mean", "sum", "none"))
-    if not 0.0 <= label_smoothing < 1.0:
-        checks.fail(OptionError, name, f"label_smoothing must be in [0, 1), got {label_smoothing}")
-    if z_loss < 0.0:
-        checks.fail(OptionError, name, f"z_loss must be ≥ 0, got {z_loss}")
+    checks.fraction(name, "label_smoothing", label_smoothing)
+    checks.not_negative(name, "z_loss", z_loss)
     if softcap is not None:
         checks.positive(name, "softcap", softcap)
     if normalizer is not None and reduction != "mean":
@@ -70,6 +68,7 @@ def check(
     return_metrics: bool = False,
 ) -> None:
     checks.floating("cross_entropy", logits=logits)
+    checks.tensor("cross_entropy", "target", target)
     checks.at_least_one_dimension("cross_entropy", "logits", logits)
     if target.shape != logits.shape[:-1]:
         wanted = tuple(logits.shape[:-1])
@@ -92,6 +91,7 @@ def loss_option_samples(device: torch.device, rows: int, classes: int) -> Iterat
     yield "none", {"reduction": "none"}, "every token has its own upstream gradient"
     yield "class_weight", {"class_weight": weight}, "the mean divides by the summed weights"
     yield "label_smoothing", {"label_smoothing": 0.1}, "the whole row enters the loss"
+    yield "label_smoothing_whole", {"label_smoothing": 1.0}, "nothing but the smoothed part is left"
     yield "z_loss", {"z_loss": 1e-2}, "the log-sum-exp enters the loss"
     yield "softcap", {"softcap": 3.0}, "tanh and its derivative"
     yield "normalizer", {"normalizer": torch.tensor(37.0, device=device)}, "an external count on the device (num_items_in_batch)"
@@ -129,6 +129,12 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("all_ignored", (n(4, 30), all_ignored), why="the mean of nothing is 0, not NaN")
     yield Sample("empty", (n(0, 30), integers(device, 30, 0)), why="no rows: the loss is 0 and nothing is launched")
     yield Sample("peaked", (n(4, 60, scale=20), integers(device, 60, 4)), why="softmax close to one class")
+    yield Sample("common_offset", (n(4, 60) + 3e4, integers(device, 60, 4)), why="what logits have in common cancels")
+    options = {"label_smoothing": 0.1, "weight": torch.rand(60, device=device) + 0.5, "return_metrics": True}
+    logits = n(4, 60) - 3e4
+    yield Sample("common_offset_smoothed", (logits, integers(device, 60, 4)), options, why="also in what a row adds", frozen=("weight",))
+    equal = torch.full((3, 40), 3e4, device=device, dtype=dtype)
+    yield Sample("equal_logits", (equal, integers(device, 40, 3)), why="the loss is the logarithm of the number of classes")
     masked = n(4, 60)
     masked[:, 40:] = -torch.inf
     yield Sample("infinite_logits", (masked, integers(device, 40, 4)), why="masked classes have probability 0 and gradient 0")
@@ -159,8 +165,18 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield Misuse(
         "reduction", (x, t), {"reduction": "avg"}, OptionError, "cross_entropy: reduction must be one of 'mean', 'sum', 'none', got 'avg'"
     )
-    yield Misuse("smoothing", (x, t), {"label_smoothing": 1.0}, OptionError, "cross_entropy: label_smoothing must be in [0, 1), got 1.0")
-    yield Misuse("softcap", (x, t), {"softcap": 0.0}, OptionError, "cross_entropy: softcap must be > 0, got 0.0")
+    for name, options, message in (
+        ("smoothing", {"label_smoothing": 1.5}, "label_smoothing must be a finite number in [0, 1], got 1.5"),
+        ("smoothing_nan", {"label_smoothing": float("nan")}, "label_smoothing must be a finite number in [0, 1], got nan"),
+        ("z_loss_nan", {"z_loss": float("nan")}, "z_loss must be a finite number ≥ 0, got nan"),
+        ("softcap_infinite", {"softcap": float("inf")}, "softcap must be a finite number > 0, got inf"),
+        ("ignore_index", {"ignore_index": -1.5}, "ignore_index must be an integer, got -1.5"),
+    ):
+        yield Misuse(name, (x, t), options, OptionError, f"cross_entropy: {message}")
+    yield Misuse("target_list", (x, [0, 1, 2]), {}, DtypeError, "cross_entropy: target must be a tensor, got list")
+    yield Misuse("no_logits", (None, t), {}, DtypeError, "cross_entropy: logits must be a tensor, got NoneType")
+    yield Misuse("weight_list", (x, t), {"weight": [1.0] * 8}, DtypeError, "cross_entropy: weight must be a tensor, got list")
+    yield Misuse("softcap", (x, t), {"softcap": 0.0}, OptionError, "cross_entropy: softcap must be a finite number > 0, got 0.0")
     yield Misuse(
         "normalizer",
         (x, t),
@@ -211,13 +227,6 @@ def work(logits: Tensor, target: Tensor, **options: Any) -> Work:
     return Work(size, 3 * size)
 
 
-def _statistics(logits: Tensor, metrics: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Memory for the log-sum-exp of each row, and where metrics are asked for its arg-max and entropy."""
-    rows = logits.shape[0]
-    lse = logits.new_empty(rows, dtype=accumulator(logits.dtype))
-    return (lse, logits.new_empty(rows, dtype=torch.int64), torch.empty_like(lse)) if metrics else (lse, None, None)
-
-
 class Losses(NamedTuple):
     """The differentiable functions of a backend: losses of rows, their sum or mean, and that with the rows' results."""
 
@@ -235,46 +244,45 @@ def losses(passes: RowPasses, kernel: Callable[..., Kernel]) -> Losses:
         return RowOptions(ignore_index, label_smoothing, z_loss, softcap, 1.0, class_weight)
 
     def allocate(logits: Tensor, target: Tensor, *options: Any) -> Outputs:
-        lse, prediction, entropy = _statistics(logits, options[-1])
-        return torch.empty_like(lse), lse, prediction, entropy
+        return row_results(logits, options[-1])
 
     def launch(*args: Any) -> None:
-        loss, lse, prediction, entropy, logits, target, *options, _ = args
+        loss, statistics, prediction, entropy, logits, target, *options, _ = args
         if logits.shape[0]:
-            passes.losses(logits, target, RowResults(loss, lse, prediction, entropy), options_of(*options), None, False)
+            passes.losses(logits, target, RowResults(loss, statistics, prediction, entropy), options_of(*options), None, False)
 
     def allocate_backward(grad_loss: Tensor, logits: Tensor, *rest: Any) -> Outputs:
         return (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),)
 
-    def launch_backward(grad_logits: Tensor, grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, *rest: Any) -> None:
+    def launch_backward(grad_logits: Tensor, grad_loss: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, *rest: Any) -> None:
         *options, _ = rest
         if logits.shape[0]:
-            passes.gradients(logits, target, lse, grad_loss, options_of(*options), grad_logits)
+            passes.gradients(logits, target, statistics, grad_loss, options_of(*options), grad_logits)
 
     def allocate_total(logits: Tensor, target: Tensor, divide: Tensor | None, *rest: Any) -> Outputs:
         *_, mean, metrics = rest
-        lse, prediction, entropy = _statistics(logits, metrics)
-        return lse.new_empty(()), lse, prediction, entropy, lse.new_empty(()) if mean else None
+        statistics, prediction, entropy = row_results(logits, metrics)[1:]
+        return statistics.new_empty(()), statistics, prediction, entropy, statistics.new_empty(()) if mean else None
 
     def launch_total(*args: Any) -> None:
-        total, lse, prediction, entropy, inverse, logits, target, divide, *rest, mean, _ = args
-        options, rows = options_of(*rest), torch.empty_like(lse)
+        total, statistics, prediction, entropy, inverse, logits, target, divide, *rest, mean, _ = args
+        options, rows = options_of(*rest), statistics.new_empty(statistics.shape[0])
         if logits.shape[0]:
-            passes.losses(logits, target, RowResults(rows, lse, prediction, entropy), options, None, False)
+            passes.losses(logits, target, RowResults(rows, statistics, prediction, entropy), options, None, False)
         if mean:
             passes.mean(rows, target, options, divide, total, inverse)
         else:
             torch.sum(rows, dim=0, out=total)
 
     def launch_total_backward(
-        grad_logits: Tensor, grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, inverse: Tensor | None, *rest: Any
+        grad_logits: Tensor, grad_loss: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, inverse: Tensor | None, *rest: Any
     ) -> None:
         factor = grad_loss if inverse is None else grad_loss * inverse
-        launch_backward(grad_logits, factor.expand(lse.shape), logits, target, lse, *rest)
+        launch_backward(grad_logits, factor.expand(statistics.shape[0]), logits, target, statistics, *rest)
 
     scalars = "Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss, float? softcap"
-    results = "(Tensor loss, Tensor lse, Tensor? prediction, Tensor? entropy"
-    backward = f"Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, {scalars}, bool[1] needs"
+    results = "(Tensor loss, Tensor statistics, Tensor? prediction, Tensor? entropy"
+    backward = f"Tensor grad_loss, Tensor logits, Tensor target, Tensor statistics, {scalars}, bool[1] needs"
     rows = differentiable(
         kernel(f"cross_entropy(Tensor logits, Tensor target, {scalars}, bool metrics) -> {results})", allocate, launch),
         kernel(f"cross_entropy_backward({backward}) -> (Tensor grad_logits)", allocate_backward, launch_backward),
@@ -285,7 +293,7 @@ def losses(passes: RowPasses, kernel: Callable[..., Kernel]) -> Losses:
         allocate_total,
         launch_total,
     )
-    backward = backward.replace("Tensor lse,", "Tensor lse, Tensor? inverse,")
+    backward = backward.replace("Tensor statistics,", "Tensor statistics, Tensor? inverse,")
     derivative = kernel(f"cross_entropy_total_backward({backward}) -> (Tensor grad_logits)", allocate_backward, launch_total_backward)
     return Losses(rows, differentiable(forward, derivative), differentiable(forward, derivative, public=5))
 
@@ -310,23 +318,25 @@ def reduced(
         flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     options = (weight, ignore_index, label_smoothing, z_loss, softcap)
     if reduction == "none":
-        loss, lse, prediction, entropy = functions.rows(flat, labels, *options, return_metrics)
+        loss, statistics, prediction, entropy = functions.rows(flat, labels, *options, return_metrics)
         loss = loss.reshape(target.shape)
-        return (loss, metrics_of(target, ignore_index, z_loss, lse, prediction, entropy, reduction, None)) if return_metrics else loss
+        return (
+            (loss, metrics_of(target, ignore_index, z_loss, statistics, prediction, entropy, reduction, None)) if return_metrics else loss
+        )
     divide: Tensor | None = None
     if normalizer is not None and reduction == "mean":
         divide = denominator(labels, weight, ignore_index, normalizer, accumulator(flat.dtype))
     if not return_metrics:
         return functions.total(flat, labels, divide, *options, reduction == "mean", False)
-    loss, lse, prediction, entropy, inverse = functions.told(flat, labels, divide, *options, reduction == "mean", True)
-    return loss, metrics_of(target, ignore_index, z_loss, lse, prediction, entropy, reduction, inverse)
+    loss, statistics, prediction, entropy, inverse = functions.told(flat, labels, divide, *options, reduction == "mean", True)
+    return loss, metrics_of(target, ignore_index, z_loss, statistics, prediction, entropy, reduction, inverse)
 
 
 def metrics_of(
     target: Tensor,
     ignore_index: int,
     z_loss: float,
-    lse: Tensor,
+    statistics: Tensor,
     prediction: Tensor,
     entropy: Tensor,
     reduction: str,
@@ -336,11 +346,13 @@ def metrics_of(
     """The metrics of a batch from the per-row results of a pass."""
     labels = target.reshape(-1)
     counted = labels != ignore_index
-    penalty = z_loss * lse.square()
+    lse = statistics.sum(-1)
+    # In this order 0 · lse² is 0 even where the square overflows.
+    penalty = z_loss * lse * lse
     if token_weight is not None:
         penalty = penalty * token_weight.reshape(-1)
     penalty = torch.where(counted, penalty, 0.0)
-    hit = (counted & (prediction == labels)).to(lse.dtype)
+    hit = (counted & (prediction == labels)).to(statistics.dtype)
     if reduction == "none":
         return LossMetrics(*(t.reshape(target.shape) for t in (penalty, hit, prediction, entropy)))
     count = counted.sum().clamp(min=1)

@@ -44,6 +44,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("frozen_input", (n(6, 96), n(96), n(96)), frozen=("x",), why="only the affine gradients")
     yield Sample("large_mean", (n(4, 96) + 50, n(96), n(96)), why="the variance is taken about the mean, not as a difference of squares")
     yield Sample("large_eps", (n(4, 48, scale=0.01), n(48), n(48), 0.1), why="eps dominates the variance")
+    yield Sample(
+        "huge_values", (n(4, 64, scale=3e4 if dtype == torch.float16 else 1e18), n(64), n(64)), why="the cube of their inverse underflows"
+    )
     yield Sample("strided_rows", (n(5, 160)[:, :80], n(80), n(80)), why="rows are read through their stride")
     yield Sample("transposed", (n(40, 6).t(), n(40), n(40)), why="the last dimension is not contiguous")
     affine = [normal(device, torch.float32, 72) for _ in range(2)]
@@ -64,7 +67,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         "bias_shape", (z(2, 8), z(8), z(1, 8)), {}, ShapeError, "layer_norm: bias must have shape (8,) to match x (2, 8), got (1, 8)"
     )
     yield Misuse("integers", (z(2, 4, dtype=torch.int32),), {}, DtypeError, "layer_norm: x must have a floating dtype, got torch.int32")
-    yield Misuse("eps_negative", (z(2, 4), None, None, -1e-5), {}, OptionError, "layer_norm: eps must be > 0, got -1e-05")
+    yield Misuse("eps_negative", (z(2, 4), None, None, -1e-5), {}, OptionError, "layer_norm: eps must be a finite number > 0, got -1e-05")
     elsewhere = torch.zeros(4, device="meta")
     yield Misuse("device", (z(2, 4), z(4), elsewhere), {}, DeviceError, f"layer_norm: bias must be on {z(1).device} like x, got meta")
 
@@ -109,7 +112,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     wide = accumulator(x.dtype)
     row = x.to(wide)
     centred = row - row.mean(-1, keepdim=True)
-    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    # Not · rsqrt(…), whose derivative cubes it: from |x| = 1e15 on that underflows in float32, and a term of the gradient is lost.
+    y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(wide)
     if bias is not None:

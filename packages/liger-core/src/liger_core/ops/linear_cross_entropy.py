@@ -14,8 +14,8 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Product, Sample, Work, Workload, op
-from liger_core.ops._chunked_loss import Chunk, autocast_inputs, chunk_code, chunked
-from liger_core.ops._inputs import CLASSES, ROWS, integers, normal, workload
+from liger_core.ops._chunked_loss import Chunk, autocast_dtype, autocast_inputs, chunk_code, chunked
+from liger_core.ops._inputs import CLASSES, ROWS, accumulator, integers, normal, workload
 from liger_core.ops._softmax_loss import RowPasses, TorchPasses, denominator
 from liger_core.ops.cross_entropy import check_loss_options, loss_option_samples, metrics_of, targets_with_ignored
 
@@ -37,20 +37,23 @@ def check_head(
     main_grad: Tensor | None,
 ) -> None:
     """The checks of an op that multiplies hidden by weight, a chunk of rows at a time, and looks at one target a row."""
-    checks.floating(name, hidden=hidden, weight=weight, bias=bias)
+    checks.tensor(name, "target", target)
+    checks.floating(name, 2, hidden=hidden, weight=weight, bias=bias)
     checks.at_least_one_dimension(name, "hidden", hidden)
+    if hidden.shape[-1] == 0:
+        checks.fail(ShapeError, name, f"hidden must have a width of at least 1, got {checks.shape(hidden)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         wanted = f"(classes, {hidden.shape[-1]})"
         checks.fail(ShapeError, name, f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}")
     check_rows(name, "target", target, hidden)
     checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
     checks.same_device(name, "hidden", hidden, target=target, main_grad=main_grad)
-    if not torch.is_autocast_enabled(hidden.device.type):
+    if autocast_dtype(hidden.device.type) is None:
         checks.same_dtype(name, "hidden", hidden, weight=weight, bias=bias)
     checks.constant(name, main_grad=main_grad)
-    if accumulate_dtype is not None and not accumulate_dtype.is_floating_point:
+    if accumulate_dtype is not None and not (isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point):
         checks.fail(DtypeError, name, f"accumulate_dtype must be a floating dtype, got {accumulate_dtype}")
-    if chunk is not None and chunk != "report" and not (isinstance(chunk, int) and chunk > 0):
+    if chunk is not None and chunk != "report" and not (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0):
         checks.fail(OptionError, name, f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}")
     if budget is not None:
         row = weight.shape[0] * hidden.element_size()
@@ -110,6 +113,7 @@ def check(
     if token_weight is not None:
         checks.floating(name, token_weight=token_weight)
         check_rows(name, "token_weight", token_weight, hidden)
+    checks.finite(name, "logit_scale", logit_scale)
     checks.same_device(name, "hidden", hidden, class_weight=class_weight, token_weight=token_weight)
     check_loss_options(name, target, weight.shape[0], class_weight, label_smoothing, z_loss, softcap, reduction, normalizer, "class_weight")
     checks.constant(name, token_weight=token_weight)
@@ -143,6 +147,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     bias = normal(device, dtype, 50)
     yield sample("bias", (*call((7,), 24, 50), some(50, 7)), {"bias": bias, "chunk": 3}, why="the head has a bias, with a gradient")
     yield sample("logit_scale", (*call((7,), 24, 50), some(50, 7)), {"logit_scale": 0.25}, why="scaled logits (Granite, Cohere)")
+    # As many classes as no block has: masked lanes must not count.
+    for name, scale in (("negative_scale", -0.5), ("zero_scale", 0.0)):
+        yield sample(name, (*call((7,), 24, 50), some(50, 7)), {"logit_scale": scale}, why="the lowest logits become the highest")
     yield sample(
         "scale_softcap", (*call((7,), 24, 50), some(50, 7)), {"logit_scale": 2.0, "softcap": 5.0}, why="the scale comes before the cap"
     )
@@ -150,6 +157,10 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample(
         "token_weight", (*call((7,), 24, 50), some(50, 7)), {"token_weight": token_weight, "chunk": 3}, why="each token has its weight"
     )
+    for low in (torch.float16, torch.bfloat16):
+        options = {"token_weight": torch.rand(7, device=device).to(low), "normalizer": 1e8}
+        why = "token weights are divided by the normalizer in float32"
+        yield sample(f"token_weight_{str(low).removeprefix('torch.')}", (*call((7,), 24, 50), some(50, 7)), options, why=why)
     options = {"token_weight": token_weight, "reduction": "none"}
     yield sample("token_weight_none", (*call((7,), 24, 50), some(50, 7)), options, why="token weights without reduction")
     ignored = {"ignore_index": 3, "chunk": 4}
@@ -187,12 +198,13 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     name = "linear_cross_entropy"
     x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
 
-    def misuse(case: str, args: tuple[Tensor, ...], options: dict[str, Any], error: Any, message: str) -> Misuse:
+    def misuse(case: str, args: tuple[Any, ...], options: dict[str, Any], error: Any, message: str) -> Misuse:
         return Misuse(case, args, options, error, f"{name}: {message}")
 
     yield misuse(
         "weight_shape", (x, w[:, :7], t), {}, ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
     )
+    yield misuse("no_width", (x[:, :0], w[:, :0], t), {}, ShapeError, "hidden must have a width of at least 1, got (3, 0)")
     yield misuse("target_shape", (x, w, t[:2]), {}, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
     yield misuse("bias_shape", (x, w, t), {"bias": x[0]}, ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)")
     options: dict[str, Any] = {"token_weight": torch.ones(2, device=device)}
@@ -200,6 +212,12 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
     yield misuse("dtypes", (x, w.bfloat16(), t), {}, DtypeError, message)
     yield misuse("target_dtype", (x, w, t.float()), {}, DtypeError, "target must have dtype torch.int64, got torch.float32")
+    yield misuse(
+        "chunk_bool", (x, w, t), {"chunk": True}, OptionError, "chunk must be a positive number of rows, 'report' or None, got True"
+    )
+    yield misuse("logit_scale", (x, w, t), {"logit_scale": float("nan")}, OptionError, "logit_scale must be a finite number, got nan")
+    yield misuse("target_none", (x, w, None), {}, DtypeError, "target must be a tensor, got NoneType")
+    yield misuse("weight_none", (x, None, t), {}, DtypeError, "weight must be a tensor, got NoneType")
     yield misuse("chunk", (x, w, t), {"chunk": 0}, OptionError, "chunk must be a positive number of rows, 'report' or None, got 0")
     options = {"accumulate_dtype": torch.int32}
     yield misuse("accumulate_dtype", (x, w, t), options, DtypeError, "accumulate_dtype must be a floating dtype, got torch.int32")
@@ -214,8 +232,8 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("main_grad_shape", (x, w, t), {"main_grad": torch.zeros(10, 7, device=device)}, ShapeError, message)
     options = {"main_grad": torch.zeros(10, 8, device=device, dtype=torch.float64)}
     yield misuse("main_grad_dtype", (x, w, t), options, DtypeError, "main_grad must have dtype torch.float32, got torch.float64")
-    yield misuse("normalizer", (x, w, t), {"normalizer": 0.0}, OptionError, "normalizer must be > 0, got 0.0")
-    yield misuse("z_loss", (x, w, t), {"z_loss": -1.0}, OptionError, "z_loss must be ≥ 0, got -1.0")
+    yield misuse("normalizer", (x, w, t), {"normalizer": 0.0}, OptionError, "normalizer must be a finite number > 0, got 0.0")
+    yield misuse("z_loss", (x, w, t), {"z_loss": -1.0}, OptionError, "z_loss must be a finite number ≥ 0, got -1.0")
     elsewhere = torch.zeros(10, 8, device="meta")
     yield misuse("device", (x, elsewhere, t), {}, DeviceError, f"weight must be on {x.device} like hidden, got meta")
     if device.type == "cpu":
@@ -301,7 +319,9 @@ def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any
     ) -> Any:
         hidden, weight, bias = autocast_inputs(hidden, weight, bias)
         flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-        factor = None if token_weight is None else token_weight.reshape(-1)
+        # A scalar does not widen what it multiplies: token_weight / normalizer in float16 would be 0 for long batches.
+        wide = accumulator(flat.dtype)
+        factor = None if token_weight is None else token_weight.reshape(-1).to(wide)
         options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale)
         row_options = (*options, accumulate_dtype, chunk_code(chunk), budget or 0, pack, return_metrics)
         divide: Tensor | None = None
@@ -312,7 +332,6 @@ def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any
             loss = loss.reshape(target.shape)
         else:
             if reduction == "mean":
-                wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
                 divide = denominator(labels, class_weight, ignore_index, normalizer, wide)
             loss, lse, prediction, entropy = total(flat, weight, labels, bias, class_weight, factor, divide, main_grad, *row_options)
         if not return_metrics:

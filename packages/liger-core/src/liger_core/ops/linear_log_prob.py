@@ -14,8 +14,8 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, 
 from liger_core.kernels import Kernel, Outputs, differentiable, reference_kernel
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._chunked_loss import CHUNKS, GRADIENTS, Chunk, ChunkLoop, autocast_inputs, chunk_code
-from liger_core.ops._inputs import accumulator, integers, normal
-from liger_core.ops._softmax_loss import EntropyTerm, RowPasses, TorchPasses
+from liger_core.ops._inputs import integers, normal
+from liger_core.ops._softmax_loss import EntropyTerm, RowPasses, TorchPasses, row_results
 from liger_core.ops.cross_entropy import check_loss_options, targets_with_ignored
 from liger_core.ops.linear_cross_entropy import check_head, head_series, head_workload
 from liger_core.ops.linear_cross_entropy import work as head_work
@@ -41,6 +41,7 @@ def check(
     name = "linear_log_prob"
     check_head(name, hidden, weight, target, bias, accumulate_dtype, chunk, budget, main_grad)
     checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
+    checks.finite(name, "logit_scale", logit_scale)
     check_loss_options(name, target, weight.shape[0], None, 0.0, 0.0, softcap, "none", None, "class_weight")
     checks.targets(name, target, weight.shape[0], ignore_index)
 
@@ -64,6 +65,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("several_blocks", call((3,), 16, 9000), {"return_entropy": True}, why="a row of logits is longer than one block")
     yield Sample("bias", call((7,), 24, 50), biased(50), why="the head has a bias, with a gradient")
     yield Sample("logit_scale", call((7,), 24, 50), {"logit_scale": 0.25}, why="scaled logits (Granite, Cohere)")
+    yield Sample("negative_scale", call((7,), 24, 50), {"logit_scale": -0.5}, why="the lowest logits become the highest")
     yield Sample("temperature", call((7,), 24, 50), {"temperature": 0.7}, why="logits divided by a temperature, as they were sampled")
     order = {"logit_scale": 2.0, "softcap": 5.0, "temperature": 0.7}
     yield Sample("scale_softcap_temperature", call((7,), 24, 50), order, why="first the scale, then the cap, last the temperature")
@@ -111,9 +113,12 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
     yield misuse("dtypes", (x, w.bfloat16(), t), {}, DtypeError, message)
     yield misuse("target_dtype", (x, w, t.float()), {}, DtypeError, "target must have dtype torch.int64, got torch.float32")
-    message = "temperature must be > 0, since the logits are divided by it, got 0.0"
+    message = "temperature must be a finite number > 0, since the logits are divided by it, got 0.0"
     yield misuse("temperature", (x, w, t), {"temperature": 0.0}, OptionError, message)
-    yield misuse("softcap", (x, w, t), {"softcap": -1.0}, OptionError, "softcap must be > 0, got -1.0")
+    yield misuse("softcap", (x, w, t), {"softcap": -1.0}, OptionError, "softcap must be a finite number > 0, got -1.0")
+    message = "temperature must be a finite number > 0, since the logits are divided by it, got nan"
+    yield misuse("temperature_nan", (x, w, t), {"temperature": float("nan")}, OptionError, message)
+    yield misuse("logit_scale", (x, w, t), {"logit_scale": float("inf")}, OptionError, "logit_scale must be a finite number, got inf")
     yield misuse("chunk", (x, w, t), {"chunk": 0}, OptionError, "chunk must be a positive number of rows, 'report' or None, got 0")
     yield misuse("budget", (x, w, t), {"budget": 39}, OptionError, "budget must hold at least one row of logits, 40 bytes, got 39")
     options = {"accumulate_dtype": torch.int32}
@@ -149,16 +154,16 @@ def per_token(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[...,
 
     def allocate(hidden: Tensor, *rest: Any) -> Outputs:
         *_, with_entropy = rest
-        log_prob = torch.empty(hidden.shape[0], dtype=accumulator(hidden.dtype), device=hidden.device)
-        return log_prob, torch.empty_like(log_prob) if with_entropy else None, torch.empty_like(log_prob)
+        log_prob, statistics, *_ = row_results(hidden, False)
+        return log_prob, torch.empty_like(log_prob) if with_entropy else None, statistics
 
     def launch(
-        log_prob: Tensor, entropy: Tensor | None, lse: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+        log_prob: Tensor, entropy: Tensor | None, statistics: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
         main_grad: Tensor | None, ignore_index: int, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None,
         chunk: int, budget: int, pack: bool, with_entropy: bool,
     ) -> None:  # fmt: skip
         loop.rows(
-            log_prob, lse, None, entropy, hidden, weight, target, bias, None, main_grad, ignore_index, 0.0, 0.0, softcap, logit_scale,
+            log_prob, statistics, None, entropy, hidden, weight, target, bias, None, main_grad, ignore_index, 0.0, 0.0, softcap, logit_scale,
             accumulate_dtype, chunk, budget, pack, with_entropy,
         )  # fmt: skip
         # The sum makes the -0.0 of an ignored row a 0.0.
@@ -167,17 +172,17 @@ def per_token(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[...,
     def launch_backward(
         grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_log_prob: Tensor | None,
         grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, entropy: Tensor | None,
-        lse: Tensor, ignore_index: int, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int,
+        statistics: Tensor, ignore_index: int, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int,
         budget: int, pack: bool, main_grad: Tensor | None, needs: list[bool],
     ) -> None:  # fmt: skip
         # The gradient at an ignored token may be infinite, as that of a ratio to a log-probability of -∞; it counts for nothing.
         counted = target != ignore_index
-        grad_loss = torch.zeros_like(lse) if grad_log_prob is None else torch.where(counted, -grad_log_prob, 0.0)
+        grad_loss = statistics.new_zeros(statistics.shape[0]) if grad_log_prob is None else torch.where(counted, -grad_log_prob, 0.0)
         term = None
         if grad_entropy is not None and entropy is not None:
             term = EntropyTerm(torch.where(counted, grad_entropy, 0.0), entropy)
         loop.rows_backward(
-            grad_hidden, grad_weight, grad_bias, grad_loss, hidden, weight, target, bias, None, lse, ignore_index, 0.0, 0.0, softcap,
+            grad_hidden, grad_weight, grad_bias, grad_loss, hidden, weight, target, bias, None, statistics, ignore_index, 0.0, 0.0, softcap,
             logit_scale, accumulate_dtype, chunk, budget, pack, main_grad, needs, term,
         )  # fmt: skip
 
@@ -189,12 +194,12 @@ def per_token(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[...,
 
     return differentiable(
         kernel(
-            f"linear_log_prob({INPUTS}, Tensor? main_grad, {OPTIONS}, bool with_entropy) -> (Tensor log_prob, Tensor? entropy, Tensor lse)",
+            f"linear_log_prob({INPUTS}, Tensor? main_grad, {OPTIONS}, bool with_entropy) -> (Tensor log_prob, Tensor? entropy, Tensor statistics)",
             allocate,
             launch,
         ),
         kernel(
-            f"linear_log_prob_backward(Tensor? grad_log_prob, Tensor? grad_entropy, {INPUTS}, Tensor? entropy, Tensor lse, {OPTIONS}, "
+            f"linear_log_prob_backward(Tensor? grad_log_prob, Tensor? grad_entropy, {INPUTS}, Tensor? entropy, Tensor statistics, {OPTIONS}, "
             f"Tensor? main_grad, bool[3] needs) -> {GRADIENTS}",
             allocate_backward,
             launch_backward,
@@ -283,7 +288,7 @@ def linear_log_prob(
     returns           log_prob (...), float32 (float64 for float64), or (log_prob, entropy)
 
     Both results have a gradient, whatever arrives from upstream; over x it is 1 - p at the target and -p elsewhere for log_prob, and
-    -p · (log p + entropy) for entropy. Kept until then are the inputs, lse and entropy; the logits are computed again, and only
+    -p · (log p + entropy) for entropy. Kept until then are the inputs, two numbers a row and entropy; the logits are recomputed, and only
     gradients asked for. Without gradients only the product with weight is computed.
 
     So preference and policy losses (DPO, ORPO, SimPO, KTO, GRPO, PPO) are plain arithmetic on log_prob. DPO, chosen answers first:

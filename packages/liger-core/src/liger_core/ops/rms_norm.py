@@ -28,6 +28,8 @@ def check_scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_
     checks.vector(op, "weight", weight, x.shape[-1], "x", x)
     checks.positive(op, "eps", eps)
     checks.choice(op, "cast", cast, ("input", "float32"))
+    if weight_offset != 0.0:
+        checks.finite(op, "weight_offset", weight_offset)
     if weight is None and weight_offset != 0.0:
         checks.fail(OptionError, op, f"weight_offset must be 0 without a weight, got {weight_offset}")
 
@@ -51,6 +53,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("frozen_weight", (n(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
     yield Sample("frozen_input", (n(6, 96), n(96)), frozen=("x",), why="only the weight gradient")
     yield Sample("large_eps", (n(4, 48, scale=0.01), n(48)), {"eps": 0.1}, why="eps dominates the mean square")
+    yield Sample(
+        "huge_values", (n(4, 64, scale=3e4 if dtype == torch.float16 else 1e18), n(64)), why="the cube of their inverse underflows"
+    )
     yield Sample("strided_rows", (n(5, 160)[:, :80], n(80)), why="rows are read through their stride")
     yield Sample("transposed", (n(40, 6).t(), n(40)), why="the last dimension is not contiguous")
     yield Sample("float32_weight", (n(5, 72), normal(device, torch.float32, 72)), why="the weight has another dtype than x")
@@ -72,7 +77,10 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     )
     yield Misuse("scalar", (z(),), {}, ShapeError, "rms_norm: x must have at least one dimension, got a scalar")
     yield Misuse("integers", (z(2, 4, dtype=torch.int64),), {}, DtypeError, "rms_norm: x must have a floating dtype, got torch.int64")
-    yield Misuse("eps_zero", (z(2, 4), z(4), 0.0), {}, OptionError, "rms_norm: eps must be > 0, got 0.0")
+    yield Misuse("eps_zero", (z(2, 4), z(4), 0.0), {}, OptionError, "rms_norm: eps must be a finite number > 0, got 0.0")
+    yield Misuse("eps_text", (z(2, 4), z(4), "a"), {}, OptionError, "rms_norm: eps must be a finite number > 0, got 'a'")
+    yield Misuse("no_tensor", (None,), {}, DtypeError, "rms_norm: x must be a tensor, got NoneType")
+    yield Misuse("weight_list", (z(2, 4), [1.0] * 4), {}, DtypeError, "rms_norm: weight must be a tensor, got list")
     yield Misuse("cast", (z(2, 4), z(4)), {"cast": "bf16"}, OptionError, "rms_norm: cast must be one of 'input', 'float32', got 'bf16'")
     yield Misuse("offset", (z(2, 4),), {"weight_offset": 1.0}, OptionError, "rms_norm: weight_offset must be 0 without a weight, got 1.0")
     elsewhere = torch.zeros(4, device="meta")
@@ -120,7 +128,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weig
     """
     wide = accumulator(x.dtype)
     row = x.to(wide)
-    normed = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
+    # Not · rsqrt(…), whose derivative cubes it: from |x| = 1e15 on that underflows in float32, and a term of the gradient is lost.
+    normed = row / torch.sqrt(row.square().mean(-1, keepdim=True) + eps)
     if cast == "input":
         normed = normed.to(x.dtype)
     if weight is None:

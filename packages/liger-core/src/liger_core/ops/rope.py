@@ -16,17 +16,15 @@ from liger_core.ops._inputs import ROWS, accumulator, normal
 
 
 def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> None:
-    checks.floating("rope", q=q, k=k, cos=cos, sin=sin)
+    checks.floating("rope", 4, q=q, k=k, cos=cos, sin=sin)
     for name, tensor in (("q", q), ("k", k)):
         if tensor.dim() != 4:
             checks.fail(ShapeError, "rope", f"{name} must have shape (batch, heads, tokens, width), got {checks.shape(tensor)}")
-    batch, heads, tokens, width = q.shape
-    of_batch, of_heads, of_tokens, of_width = k.shape
+    batch, _, tokens, width = q.shape
+    of_batch, _, of_tokens, of_width = k.shape
     if of_batch != batch or of_tokens != tokens or of_width != width:
         wanted = f"({batch}, heads, {tokens}, {width})"
         checks.fail(ShapeError, "rope", f"k must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(k)}")
-    if of_heads == 0 or heads % of_heads:
-        checks.fail(ShapeError, "rope", f"q must have a multiple of the heads of k, got {heads} heads in q and {of_heads} in k")
     dimensions = cos.dim()
     rotary = cos.size(-1) if dimensions else 0
     if dimensions not in (2, 3) or cos.size(-2) != tokens or (dimensions == 3 and cos.size(0) not in (1, batch)):
@@ -40,6 +38,7 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
     checks.same_dtype("rope", "cos", cos, sin=sin)
     if inplace:
         for name, tensor in (("q", q), ("k", k)):
+            checks.without_overlap("rope", name, tensor)
             if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
                 checks.fail(
                     OptionError,
@@ -94,6 +93,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("one_token", n(2, 3, 1, 12), n(2, 1, 1, 12), *one, why="one token, rotary width not a power of two")
     long = angles(device, dtype, 37, 6)
     yield sample("many_tokens", n(1, 2, 37, 6), n(1, 1, 37, 6), *long, why="several tokens per program, tokens not a multiple of them")
+    yield sample("unrelated_heads", n(2, 5, 5, 16), n(2, 3, 5, 16), cos, sin, why="the heads of q and k need not divide each other")
+    yield sample("no_query_heads", n(2, 0, 5, 16), n(2, 3, 5, 16), cos, sin, why="without queries the keys turn all the same")
+    yield sample("no_key_heads", n(2, 3, 5, 16), n(2, 0, 5, 16), cos, sin, why="without keys the queries turn all the same")
     yield sample("empty", n(0, 2, 5, 16), n(0, 2, 5, 16), cos, sin, why="no batch: nothing is launched")
 
 
@@ -111,9 +113,6 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         {},
         ShapeError,
         "rope: k must have shape (2, heads, 5, 16) to match q (2, 4, 5, 16), got (2, 2, 6, 16)",
-    )
-    yield Misuse(
-        "heads", (q, z(2, 3, 5, 16), t, t), {}, ShapeError, "rope: q must have a multiple of the heads of k, got 4 heads in q and 3 in k"
     )
     yield Misuse(
         "cos_tokens",
@@ -139,6 +138,13 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     )
     elsewhere = torch.zeros(5, 16, device="meta")
     yield Misuse("device", (q, k, elsewhere, t), {}, DeviceError, f"rope: cos must be on {q.device} like q, got meta")
+    yield Misuse(
+        "inplace_expanded",
+        (z(1, 4, 5, 16).expand(2, 4, 5, 16), k, t, t),
+        {"inplace": True},
+        OptionError,
+        "rope: inplace=True needs q with memory for every element, got an expanded tensor; pass q.contiguous()",
+    )
     leaf = z(2, 4, 5, 16).requires_grad_()
     yield Misuse(
         "inplace_leaf",
@@ -184,12 +190,13 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
         rotate(x) = (-x[1], x[0], -x[3], x[2], …)                 interleaved=True
 
     q        (batch, heads, tokens, width)       any floating dtype and strides
-    k        (batch, key_heads, tokens, width)   dtype of q; heads must be a multiple of key_heads
+    k        (batch, key_heads, tokens, width)   dtype of q; any number of heads
     cos, sin (tokens, R), (1, tokens, R) or (batch, tokens, R); R even, at most width; any floating dtype
-    inplace  overwrite q and k and return them; the mutation is declared to autograd
+    inplace  overwrite q and k and return them; the mutation is declared to autograd. Neither may be an expanded tensor
     returns  q and k rotated, shapes, dtypes and (where dense) strides of the inputs; computed in float32 (float64 for float64)
 
-    Raises ShapeError for shapes that do not match, DtypeError if q and k differ, OptionError for inplace on a leaf with gradient.
+    Raises ShapeError for shapes that do not match, DtypeError if q and k differ, OptionError for inplace on a leaf that requires a
+    gradient or on an expanded tensor.
     Su et al. 2021, arXiv:2104.09864.
     """
     wide = accumulator(q.dtype)

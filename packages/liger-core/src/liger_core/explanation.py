@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call would run, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_core.errors import Unsupported
+from liger_core.op import Op
+from liger_core.plugins import Registry, registry
+from liger_core.selection import AUTO, in_words, ranking, selected
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which implementation a call gets, and why; `str()` is one line for people."""
+
+    op: str
+    backend: str
+    reason: str
+    candidates: dict[str, str]
+
+    def __str__(self) -> str:
+        others = "".join(f"\n  {name}: {verdict}" for name, verdict in self.candidates.items())
+        return f"{self.op}: {self.backend} ({self.reason}){others}"
+
+
+def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which implementation the call `op(*args, **kwargs)` would run, and why, without running it.
+
+    Raises what the call itself would raise for wrong arguments.
+    """
+    op.check(*args, **kwargs)
+    found = registry()
+    first = args[0] if args else kwargs[op.first]
+    device = first.device.type
+    if found.ops.get(op.name) is not op:
+        return Explanation(op.name, "reference", "no plugin that is loaded offers this op", {})
+    name, source = selected(op)
+    verdicts = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
+    candidates = {b: verdict.words for b, verdict in verdicts.items()} | {b: f"not loaded: {why}" for b, why in found.left_out.items()}
+    if name != AUTO:
+        ends = "" if verdicts[name].runs is not False else ", so the call raises BackendError"
+        return Explanation(op.name, name, f"selected by {source}; {candidates[name]}{ends}{_compiled(found, op, name, first)}", candidates)
+    tried = [*ranking(found, op).get(device, []), "reference"]
+    declined = [b for b in tried if verdicts[b].runs is False]
+    best, *after = (b for b in tried if b not in declined)
+    why = "; ".join(f"{b!r} {candidates[b]}" for b in declined) if declined else f"highest priority on {device} tensors"
+    if verdicts[best].runs is None:
+        why += f"; if it declines, {in_words(after[0])} is tried next"
+    return Explanation(op.name, best, f"auto ({source}): {why}{_compiled(found, op, best, first)}", candidates)
+
+
+def _compiled(found: Registry, op: Op[..., Any], backend: str, first: Any) -> str:
+    most = found.backends[backend].handed_over.get(op)
+    return f"; a compiled region gets the reference up to {most:,} elements" if most is not None and first.numel() <= most else ""
+
+
+class _Verdict(NamedTuple):
+    """Whether a backend would run a call, None where only the call itself shows it, and the same in words."""
+
+    runs: bool | None
+    words: str
+
+
+def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: Any, kwargs: Any) -> _Verdict:
+    backend = found.backends[name]
+    if name in found.unavailable:
+        return _Verdict(False, f"unavailable: {found.unavailable[name]}")
+    if op.name not in found.implementations[name]:
+        return _Verdict(False, f"does not implement {op.name}")
+    if name == "reference":
+        return _Verdict(True, "can run")
+    if device not in backend.device_types:
+        return _Verdict(False, f"runs on {' and '.join(backend.device_types)} tensors, got a {device} tensor")
+    if not backend.supports_fake_tensors:
+        return _Verdict(None, "can run unless it declines, which only the call itself shows")
+    return _on_fakes(found.implementations[name][op.name], args, kwargs)
+
+
+def _on_fakes(implementation: Callable[..., Any], args: Any, kwargs: Any) -> _Verdict:
+    """Call the implementation on fake tensors: it declines before any work, and fakes do none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_map_only
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))
+        # What cannot run on fakes got past the place where it would have declined.
+        with suppress(Exception):
+            try:
+                implementation(*fake_args, **fake_kwargs)
+            except Unsupported as reason:
+                return _Verdict(False, f"declines: {reason}")
+    return _Verdict(True, "can run")

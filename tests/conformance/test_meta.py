@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors on the meta device: shapes and dtypes of outputs and gradients without any values."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from conformance.cases import Case
+from conformance.running import Trial, run
+from liger_core.plugins import registry
+
+
+def test_meta_tensors_give_the_shapes_and_dtypes_of_real_ones(form_case: Case) -> None:
+    if "meta" not in registry().backends[form_case.backend].device_types:
+        pytest.skip(f"{form_case.backend} does not take meta tensors")
+    trial = Trial(form_case)
+    nowhere = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in trial.arguments.items()}
+    cotangents = {n: v.to("meta") for n, v in trial.reference.cotangents.items()}
+    got = run(form_case.call, nowhere, trial.names, cotangents)
+    for values, real in ((got.outputs, trial.reference.outputs), (got.gradients, trial.reference.gradients)):
+        assert {n: t is not None and (t.shape, t.dtype, t.device.type) for n, t in values.items()} == {
+            n: t is not None and (t.shape, t.dtype, "meta") for n, t in real.items()
+        }

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `liger` itself: what it prints of versions, plugins and the selection, and what a broken plugin leaves of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from liger_core.commands import main
+
+pytestmark = [pytest.mark.usefixtures("fresh_selection"), pytest.mark.filterwarnings("ignore:plugin|command:RuntimeWarning")]
+
+Install = Callable[..., Path]
+COMMAND = """
+    from liger_core import hookimpl
+
+    @hookimpl
+    def liger_commands(app):
+        @app.command()
+        def NAME():
+            print("hello")
+        AND_THEN
+"""
+DRIFTED = """
+    import liger_core
+
+    @liger_core.hookimpl
+    def liger_backends():
+        return [liger_core.Backend("third", ("cpu",), 50, {liger_core.rms_norm: lambda x, weight: x})]
+"""
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it wrote, as one line each."""
+
+    code: int
+    out: str
+    err: str
+
+
+Liger = Callable[..., Done]
+
+
+@pytest.fixture
+def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Liger:
+    """Run the `liger` command in this process."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["liger", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return Done(int(ended.value.code or 0), " ".join(out.split()), " ".join(err.split()))
+
+    return run
+
+
+def test_version_prints_the_packages_without_importing_them() -> None:
+    code = "import sys; from liger_core.commands import main; sys.argv = ['liger', '--version']\ntry: main()\nfinally: print({'triton', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    *lines, imported = done.stdout.splitlines()
+    assert lines[0] == f"liger-core {importlib.metadata.version('liger-core')}"
+    assert [line.split()[0] for line in lines] == [
+        "liger-core",
+        "liger-triton",
+        "liger-hf",
+        "liger-bench",
+        "torch",
+        "triton",
+        "transformers",
+    ]
+    assert imported == "set()"
+
+
+def test_version_says_what_is_not_installed(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "transformers":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert liger("--version").out.endswith(" transformers not installed")
+
+
+def test_doctor_prints_the_diagnosis_and_the_error_of_a_wrong_variable(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_BACKEND", "tritn")
+    done = liger("doctor")
+    assert done.code == 1
+    assert re.search(r"torch \d.*devices: .*backend.*reference.*liger-core.*LIGER_BACKEND: tritn", done.out)
+    assert re.search(
+        r"error: LIGER_BACKEND=tritn: no backend named 'tritn'; installed: reference, triton\. Did you mean 'triton'\?", done.out
+    )
+
+
+def test_the_diagnosis_is_one_json_object_also_with_a_wrong_variable(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_BACKEND", "tritn")
+    report = json.loads(liger("doctor", "--json").out)
+    assert report["selection_error"].startswith("LIGER_BACKEND=tritn: no backend named 'tritn'")
+    assert report["selected"] == {}
+    assert report["versions"]["liger-core"]
+
+
+def test_any_other_command_names_the_wrong_variable(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_BACKEND", "tritn")
+    done = liger("ops")
+    assert done.code == 2
+    assert done.err.startswith("BackendError: LIGER_BACKEND=tritn: no backend named 'tritn'")
+
+
+def test_doctor_is_content_with_a_sound_installation(liger: Liger) -> None:
+    done = liger("doctor", "--json")
+    report = json.loads(done.out)
+    assert done.code == 0
+    assert (report["failed_plugins"], report["selection_error"], report["notes"]) == ({}, None, [])
+    assert report["selected"]["rms_norm"] == "auto"
+
+
+def test_doctor_lists_a_backend_that_was_left_out(liger: Liger, install: Install) -> None:
+    install("drifted", DRIFTED)
+    done = liger("doctor")
+    assert done.code == 1
+    assert "error: plugin 'drifted' of liger-drifted: backend 'third': rms_norm must have the signature of its reference" in done.out
+
+
+def test_doctor_notes_a_disabled_plugin_that_is_not_installed(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("liger_bench")
+    monkeypatch.setenv("LIGER_DISABLE_PLUGINS", "bnch")
+    done = liger("doctor")
+    assert done.code == 0
+    assert re.search(r"note: LIGER_DISABLE_PLUGINS: no plugin named 'bnch'; installed: .*bench.*\. Did you mean 'bench'\?", done.out)
+    assert "is disabled" not in done.out
+
+
+def test_a_plugin_adds_a_command(liger: Liger, install: Install) -> None:
+    install("greeting", COMMAND.replace("NAME", "greet").replace("AND_THEN", ""))
+    assert liger("greet") == Done(0, "hello", "")
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        pytest.param(
+            COMMAND.replace("NAME", "greet").replace("AND_THEN", "1 / 0"),
+            "its hook liger_commands failed: ZeroDivisionError: division by zero",
+            id="raises",
+        ),
+        pytest.param(
+            COMMAND.replace("NAME", "greet").replace("AND_THEN", "raise SystemExit(3)"),
+            "its hook liger_commands failed: SystemExit: 3",
+            id="exits",
+        ),
+        pytest.param(
+            COMMAND.replace("NAME()", "greet(value: '1 / 0')").replace("AND_THEN", ""),
+            "building its commands failed: ZeroDivisionError: division by zero",
+            id="cannot_be_built",
+        ),
+        pytest.param("raise SystemExit(3)", "importing wrong_plugin failed: SystemExit: 3", id="exits_at_import"),
+    ],
+)
+def test_a_plugin_whose_commands_fail_loses_these_alone(liger: Liger, install: Install, source: str, fault: str) -> None:
+    install("good", COMMAND.replace("NAME", "welcome").replace("AND_THEN", ""))
+    install("wrong", source)
+    fault = f"plugin 'wrong' of liger-wrong: {fault}"
+    with pytest.warns(
+        RuntimeWarning, match=f"^{re.escape(fault)}. Ignoring (its commands|the plugin); set LIGER_DISABLE_PLUGINS=wrong to "
+    ):
+        assert liger("welcome") == Done(0, "hello", "")
+    done = liger("doctor", "--json")
+    assert done.code == 1
+    assert json.loads(done.out)["failed_plugins"] == {"wrong": [fault]}
+    assert liger("greet").code == 2
+
+
+def test_a_command_of_this_project_cannot_be_replaced(liger: Liger, install: Install) -> None:
+    install("wrong", COMMAND.replace("NAME", "doctor").replace("AND_THEN", ""))
+    done = liger("doctor", "--json")
+    assert json.loads(done.out)["failed_plugins"] == {
+        "wrong": ["command 'doctor' must be offered once, got it from plugin 'core' of liger-core and plugin 'wrong' of liger-wrong"]
+    }
+
+
+def test_of_two_commands_of_one_name_neither_is_there_and_both_are_blamed(liger: Liger, install: Install) -> None:
+    for name in ("two", "one"):
+        install(name, COMMAND.replace("NAME", "greet").replace("AND_THEN", ""))
+    fault = "command 'greet' must be offered once, got it from plugin 'one' of liger-one and plugin 'two' of liger-two"
+    assert json.loads(liger("doctor", "--json").out)["failed_plugins"] == {"one": [fault], "two": [fault]}
+    assert liger("greet").code == 2
+
+
+def test_a_sentence_in_brackets_is_no_markup(liger: Liger, install: Install) -> None:
+    install("wrong", "raise OSError('[bold] is missing')")
+    assert "OSError: [bold] is missing" in liger("doctor").out
