@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from liger_core.kernels import Kernel
 
 # Bytes on each side of a tensor, more than the longest block of a kernel reaches past a row. As floats they are NaN.
-GUARD, PATTERN = 1 << 16, 255
+GUARD, PATTERN = 1 << 15, 255
 # A value that no kernel computes by accident.
 SENTINEL = -7_777_777
 NEW = (

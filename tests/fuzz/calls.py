@@ -33,7 +33,7 @@ from fuzz.drawing import (
 
 # Elements of the largest tensor of a call, and rows that programs of their own walk.
 ELEMENTS, ROWS = 20_000, 300
-# A program takes several rows of so many columns.
+# The norms' programs take many rows of so many columns.
 SHORT = 17
 
 
@@ -43,7 +43,7 @@ class Limits:
 
     dtypes    those of its tensors
     elements  of the largest tensor
-    rows      that programs of their own may walk; many times as many where a row is short
+    rows      that programs of their own may walk; more where a program takes several
     """
 
     dtypes: Sequence[str]
@@ -64,7 +64,7 @@ def add_rms_norm(draw: Draw, limits: Limits) -> Example:
 
 
 def _norm(draw: Draw, limits: Limits, *, summed: bool) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits)
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
     arguments: dict[str, Any] = {"x": floats(draw, shape, dtype)}
     shared = {}
     if summed:
@@ -79,7 +79,7 @@ def _norm(draw: Draw, limits: Limits, *, summed: bool) -> Example:
 
 
 def layer_norm(draw: Draw, limits: Limits) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits)
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
     weight, bias = _vector(draw, limits, shape[-1]), _vector(draw, limits, shape[-1])
     arguments = {"x": floats(draw, shape, dtype), "weight": weight, "bias": bias, "eps": draw(EPS)}
     return example(draw, arguments, ("x", "weight", "bias"))
@@ -94,7 +94,7 @@ def geglu(draw: Draw, limits: Limits) -> Example:
 
 
 def _gated(draw: Draw, limits: Limits, **options: Any) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits)
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
     arguments: dict[str, Any] = {**options, "overwrite": draw(weighted((3, (False,)), (1, (True,))))}
     shared = {}
     if draw(weighted((2, (True,)), (1, (False,)))):
@@ -230,10 +230,10 @@ def _classes(draw: Draw, limits: Limits) -> int:
     return size(draw, limits.elements, draw(weighted((4, (SIZES,)), (1, (WIDE,)))), least=1)
 
 
-def _rows(draw: Draw, limits: Limits) -> tuple[int, ...]:
-    """(..., width)."""
+def _rows(draw: Draw, limits: Limits, short: int) -> tuple[int, ...]:
+    """(..., width), with up to `short` rows where they are short."""
     width = size(draw, limits.elements, draw(weighted((4, (SIZES,)), (1, (WIDE,)))))
-    rows = limits.rows if width > SHORT else 16 * limits.rows
+    rows = limits.rows if width > SHORT else short
     return (*leading(draw, max(1, min(rows, limits.elements // max(1, width)))), width)
 
 

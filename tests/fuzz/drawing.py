@@ -17,7 +17,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 # Failing examples shrink to the first sizes; then come primes, powers of two and their neighbors.
-SMALL = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 0, 31, 32, 33, 61, 63, 64, 65)
+SMALL = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 32, 33, 61, 63, 64, 65)
 SIZES = (*SMALL, 100, 127, 128, 129, 251, 256, 257, 509, 512, 513, 600, 1021, 1024, 1025)
 WIDE = (2047, 2048, 2049, 4095, 4096, 4097, 5120, 7919, 8192, 8193, 16384, 16411)
 # Strides of a tensor, see `arranged`; in the first ones every element has memory of its own, so that it can be written.
@@ -166,7 +166,9 @@ def moderate(draw: Draw, shape: tuple[int, ...], dtype: str, scale: float = 1.0)
 
 
 def size(draw: Draw, most: int, sizes: Sequence[int] = SIZES, least: int = 0) -> int:
-    return int(draw(st.sampled_from([s for s in sizes if least <= s <= most])))
+    """One of the sizes, 0 in one call out of twenty."""
+    some = [s for s in sizes if max(1, least) <= s <= most]
+    return int(draw(st.sampled_from(some if least else some * -(-19 // len(some)) + [0])))
 
 
 def leading(draw: Draw, most: int) -> tuple[int, ...]:
