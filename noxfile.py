@@ -73,7 +73,7 @@ def tests(session: nox.Session) -> None:
     """All tests on the CPU: plain PyTorch, then the Triton kernels in their interpreter. For instance: -- -k rope."""
     pytest(session, "tests")
     if sys.platform == "linux":
-        pytest(session, "tests/conformance", "tests/ops", "--backend", "triton", env=INTERPRETED)
+        pytest(session, "tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton", env=INTERPRETED)
 
 
 @nox.session(venv_backend="none")
@@ -81,6 +81,22 @@ def tests(session: nox.Session) -> None:
 def parity(session: nox.Session, backend: str) -> None:
     """One backend on the CPU against the definitions in float64, and the facts of every op."""
     pytest(session, "tests/conformance", "tests/ops", "--backend", backend, env=INTERPRETED if backend == "triton" else {})
+
+
+@nox.session(venv_backend="none")
+def fuzz(session: nox.Session) -> None:
+    """Random calls of every op against formulas in float64, 1000 of each on every backend. A release takes more of them.
+
+    For instance: -- --examples 10000 --backend reference; -- --seed 7 -k rope; -- --device cuda --examples 10000, compiled.
+    """
+    number = [] if "--examples" in session.posargs else ["--examples", "1000"]
+    if "cuda" in session.posargs:
+        session.run(here(session), "-m", "pytest", "tests/fuzz", *number, *session.posargs, external=True)
+        return
+    chosen = next((b for a, b in zip(session.posargs, session.posargs[1:], strict=False) if a == "--backend"), None)
+    for backend in [chosen] if chosen else ["reference", "triton"] if sys.platform == "linux" else ["reference"]:
+        env = INTERPRETED if backend == "triton" else {}
+        pytest(session, "tests/fuzz", *number, *([] if chosen else ["--backend", backend]), env=env)
 
 
 @nox.session(venv_backend="none")

@@ -28,11 +28,25 @@ ACCURACY = "tests/conformance/test_accuracy.py"
 DEFINITION = "tests/conformance/test_definition.py"
 TRACING = "tests/conformance/test_tracing.py"
 SMALL = "float32 and (one_block or odd_width)"
+# Rows in tiles of several, rows of one block, and rows that are walked in tiles.
+NORMS = "sliced and rms_norm and (one_block or whole_row or wide)"
 
 
 def kernel(name: str, file: str, old: str, new: str, which: str, seen: str = "test_outputs_and_gradients_are_as_accurate") -> Mutant:
     """A bug in a Triton kernel that the accuracy of the samples `which` must show."""
     return Mutant(name, f"{TRITON}/{file}", old, new, (ACCURACY, "--backend", "triton", "-k", f"accurate and ({which})"), seen, True)
+
+
+def stride(name: str, file: str, old: str, new: str, which: str) -> Mutant:
+    """A Triton kernel, or its launcher, that reads an upstream gradient with other strides than its own."""
+    selected = (ACCURACY, "--backend", "triton", "-k", f"strides and {which}")
+    return Mutant(f"triton: {name}", f"{TRITON}/{file}", old, new, selected, "test_upstream_gradients_are_read_through_their_strides", True)
+
+
+def shared_stride(name: str, file: str, old: str, new: str) -> Mutant:
+    """The same in the losses' code that every backend shares."""
+    selected = (ACCURACY, "--backend", "reference", "-k", "strides and sliced and linear and (none or one_token or entropy)")
+    return Mutant(name, f"{CORE}/ops/{file}", old, new, selected, "test_upstream_gradients_are_read_through_their_strides")
 
 
 def loss(name: str, file: str, old: str, new: str, test: str, seen: str) -> Mutant:
@@ -409,5 +423,155 @@ MUTANTS = (
         'mask=mask, other=float("-inf"), eviction_policy',
         "mask=mask, other=0.0, eviction_policy",
         "float32 and cross_entropy and odd",
+    ),
+    # Upstream gradients that are not dense.
+    stride(
+        "grad_y of the norms read as if dense", "_norm.py", "    grad_y, grad_stride = rows(grad_y)\n", "    grad_stride = width\n", NORMS
+    ),
+    stride(
+        "grad_y read as if dense where programs take several rows",
+        "_norm.py",
+        "tl.load(grad_y + row[:, None] * grad_stride",
+        "tl.load(grad_y + row[:, None] * width",
+        NORMS,
+    ),
+    stride(
+        "grad_y read as if dense where programs take one row",
+        "_norm.py",
+        "read(grad_y + row * grad_stride",
+        "read(grad_y + row * width",
+        NORMS,
+    ),
+    stride(
+        "grad_y of wide rows read as if dense",
+        "_norm_wide.py",
+        "grad_x, grad_stride, summed_stride, x_stride, width, offset,\n            BLOCK",
+        "grad_x, width, summed_stride, x_stride, width, offset,\n            BLOCK",
+        NORMS,
+    ),
+    stride(
+        "columns of wide rows added as if grad_y were dense",
+        "_norm_wide.py",
+        "part, grad_stride, x_stride, rows, width,\n        ROWS",
+        "part, width, x_stride, rows, width,\n        ROWS",
+        NORMS,
+    ),
+    stride(
+        "columns of few rows added as if grad_y were dense",
+        "_norm_sum.py",
+        "tl.load(grad_y + row[:, None] * grad_stride",
+        "tl.load(grad_y + row[:, None] * width",
+        NORMS,
+    ),
+    stride(
+        "gradient of the sum read with the strides of the other, several rows",
+        "_norm.py",
+        "tl.load(grad_summed + row[:, None] * summed_stride",
+        "tl.load(grad_summed + row[:, None] * grad_stride",
+        NORMS,
+    ),
+    stride(
+        "gradient of the sum read with the strides of the other, one row",
+        "_norm.py",
+        "read(grad_summed + row * summed_stride",
+        "read(grad_summed + row * grad_stride",
+        NORMS,
+    ),
+    stride(
+        "gradient of the sum read with the strides of the other, wide rows",
+        "_norm_wide.py",
+        "tl.load(grad_summed + row * summed_stride",
+        "tl.load(grad_summed + row * grad_stride",
+        NORMS,
+    ),
+    stride(
+        "upstream gradient of the gated units read as if dense",
+        "_gated.py",
+        "grad_y.stride(0), first.stride(0)",
+        "width, first.stride(0)",
+        "swiglu and float32 and one_block",
+    ),
+    stride(
+        "transposed upstream gradient of the gated units read as if its columns were adjacent",
+        "_gated.py",
+        "    grad_y = rows_of(grad_y)\n",
+        "    grad_y = grad_y.reshape(-1, grad_y.shape[-1])\n",
+        "swiglu and float32 and frozen_up",
+    ),
+    stride(
+        "upstream gradients of rope read as if dense",
+        "rope.py",
+        "*x1.stride()[:3], *x2.stride()[:3], *out1",
+        "*(out1 if backward else x1).stride()[:3], *(out2 if backward else x2).stride()[:3], *out1",
+        "rope and float32 and plain",
+    ),
+    stride(
+        "per-token gradient of the loss read as if dense",
+        "_softmax_loss.py",
+        "out.stride(0), row_factor.stride(0), width",
+        "out.stride(0), min(row_factor.stride(0), 1), width",
+        "cross_entropy and float32 and none",
+    ),
+    shared_stride(
+        "per-token gradient of linear_cross_entropy read as if dense",
+        "_chunked_loss.py",
+        "_Packed(hidden, target, grad_loss / largest, lse",
+        "_Packed(hidden, target, grad_loss.as_strided(lse.shape, (1,)) / largest, lse",
+    ),
+    shared_stride(
+        "gradient of log_prob read as if dense",
+        "linear_log_prob.py",
+        "torch.where(counted, -grad_log_prob, 0.0)",
+        "torch.where(counted, -grad_log_prob.as_strided(lse.shape, (1,)), 0.0)",
+    ),
+    shared_stride(
+        "gradient of the entropy read as if dense",
+        "linear_log_prob.py",
+        "torch.where(counted, grad_entropy, 0.0)",
+        "torch.where(counted, grad_entropy.as_strided(lse.shape, (1,)), 0.0)",
+    ),
+    # What nobody asked for, extreme inputs, memory that belongs to others.
+    Mutant(
+        "triton: every gradient of the gated units is computed, whatever is asked for",
+        f"{TRITON}/_gated.py",
+        "t.new_empty(t.shape) if need and t is not None",
+        "t.new_empty(t.shape) if t is not None",
+        (ACCURACY, "--backend", "triton", "-k", "nobody_asked_for and (swiglu or layer_norm)"),
+        "grad_up must be None where nobody asked for it",
+        interpreted=True,
+    ),
+    Mutant(
+        "every gradient is asked for",
+        f"{CORE}/kernels.py",
+        "[given[first] or given[last] for first, last in targets]",
+        "[True for _ in targets]",
+        (ACCURACY, "--backend", "triton", "-k", "nobody_asked_for and (swiglu or layer_norm)"),
+        "one gradient must be asked for",
+        interpreted=True,
+    ),
+    Mutant(
+        "triton: a sigmoid that overflows",
+        f"{TRITON}/_gated.py",
+        "sigmoid = tl.sigmoid(gate)",
+        "sigmoid = tl.exp(gate) / (1.0 + tl.exp(gate))",
+        (ACCURACY, "--backend", "triton", "-k", "shifted and swiglu and raised"),
+        "test_small_large_and_shifted_inputs_keep_the_accuracy",
+        interpreted=True,
+    ),
+    kernel(
+        "triton: the forward of the gated units stores without a mask",
+        "_gated.py",
+        "tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask)",
+        "tl.store(y + row * width + column, value.to(y.dtype.element_ty))",
+        f"swiglu and {SMALL}",
+        "liger_triton::swiglu wrote outside its tensors: y (",
+    ),
+    kernel(
+        "triton: column sums of the norms are stored without a mask",
+        "_norm_sum.py",
+        "tl.store(gradient + column, total.to(gradient.dtype.element_ty), mask=column < width)",
+        "tl.store(gradient + column, total.to(gradient.dtype.element_ty))",
+        f"rms_norm and {SMALL}",
+        "rms_norm_backward wrote outside its tensors: grad_weight (100,)",
     ),
 )
