@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from liger_bench import machine
 from liger_bench.demo.settings import settings_for
 from liger_bench.progress import progress_bar
 from liger_core.errors import DtypeError
 from liger_core.selection import use
+from liger_core.tables import Cell, Column, output, print_table
 
 
 def demo(
@@ -72,14 +72,12 @@ def _without_infinities(value: Any) -> Any:
 
 
 def _print(result: dict[str, Any], out: Path) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A file has no width of its own, and 80 columns would break the table.
-        console.width = 110
+    console = output()
     mib, tokens = "{:,.0f} MiB", "{:,.0f}"
     tokens_a_step = f"{result['batch']} × {result['sequence']} tokens a step"
     title = f"{result['steps']} steps of {tokens_a_step}, {result['parameters'] / 1e6:,.1f} M parameters, {result['dtype']} on {result['device']}"
-    table = Table("", "Transformers", f"with Liger ({result['backend']})", "Liger ÷ plain", title=title, title_justify="left")
+    columns = [Column(""), Column("Transformers", number=True), Column(f"with Liger ({result['backend']})", number=True)]
+    rows: list[list[Cell]] = []
     for label, name, suffix, form in (
         ("final loss", "loss", "", "{:.5f}"),
         ("tokens per second", "tokens_per_second", "", tokens),
@@ -88,13 +86,13 @@ def _print(result: dict[str, Any], out: Path) -> None:
     ):
         scale = 2**20 if form == mib else 1
         plain, liger = (result[f"{name}_{who}{suffix}"] / scale for who in ("hf", "liger"))
-        table.add_row(label, form.format(plain), form.format(liger), "" if name == "loss" else f"{liger / plain:.2f}")
+        rows.append([label, form.format(plain), form.format(liger), "" if name == "loss" else f"{liger / plain:.2f}"])
     bound = f"allowed {result['loss_difference_bound']:.1e}"
     if result["loss_noise"] is not None:
         bound += f", plain with reordered sums {result['loss_noise']:.1e}"
-    verdict = "" if result["passed"] else " [red]too large[/red]"
-    table.add_row("largest loss difference", "", f"{result['max_loss_difference']:.1e}{verdict}", bound)
-    for column in table.columns[1:3]:
-        column.justify = "right"
-    console.print(table)
+    difference = Text(f"{result['max_loss_difference']:.1e}")
+    if not result["passed"]:
+        difference.append(" too large", "red")
+    rows.append(["largest loss difference", "", difference, bound])
+    print_table(console, [*columns, Column("Liger ÷ plain", prose=True)], rows, title=title)
     console.print(f"Pictures and figures: {out}/loss.png, {out}/memory.png, {out}/result.json")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from liger_bench import machine
 from liger_bench.demo.settings import LARGE, SIZES
@@ -19,8 +19,20 @@ from liger_bench.distributed.job import COLUMNS, IDENTITY, IMPLEMENTATIONS, PLAI
 from liger_bench.distributed.run import measured
 from liger_bench.distributed.strategies import STRATEGIES
 from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
-from liger_bench.printing import ratio, wide_console
+from liger_bench.printing import AllColumns, ratio
 from liger_core.errors import DeviceError, DtypeError, OptionError
+from liger_core.tables import Cell, Column, output, print_table
+
+FIGURES = (
+    Column("tokens/s", "of all ranks together", number=True),
+    Column("÷ hf", "ratio to plain Transformers under the same strategy", number=True),
+    Column("peak GiB", "of the rank that holds the most", number=True),
+    Column("GiB ÷ hf", number=True),
+    Column("first loss", number=True, detail=True),
+    Column("last loss", number=True),
+    Column("difference", "largest difference to a loss of plain Transformers", number=True),
+    Column("allowed", "for that difference", number=True),
+)
 
 
 def distributed(
@@ -36,6 +48,7 @@ def distributed(
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on GPUs).")] = None,
     patience: Annotated[float, typer.Option(min=1, help="Seconds after which a training that has not ended is given up.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    all_columns: AllColumns = False,
     out: Annotated[Path | None, typer.Option(help="Folder whose distributed.csv and distributed.json the rows are appended to.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Leave out what --out has already of this commit, machine and versions.")
@@ -77,7 +90,7 @@ def distributed(
     if as_json:
         print(json.dumps({"rows": [row.columns() for row in rows]}))
     else:
-        _print(rows)
+        _print(rows, all_columns)
     print_failures(found)
     if any(row.failed or row.agrees is False for row in rows):
         raise typer.Exit(1)
@@ -99,17 +112,15 @@ def _deepspeed() -> str:
         return ""
 
 
-def _print(rows: list[Row]) -> None:
-    console = wide_console()
-    head = ("tokens/s", "÷ hf", "peak GiB of a rank", "÷ hf", "first loss", "last loss", "largest difference", "allowed")
-    table = Table("strategy", "implementation", *head)
-    for column in table.columns[2:]:
-        column.justify = "right"
+def _print(rows: list[Row], all_columns: bool) -> None:
+    console = output()
     plain = {row.strategy: row for row in rows if row.implementation == PLAIN}
+    lines: list[list[Cell]] = []
     for row in rows:
-        name = row.strategy if row.implementation == IMPLEMENTATIONS[0] else ""
-        table.add_row(name, row.implementation, *_cells(row, plain.get(row.strategy)))
-    console.print(table)
+        if row.implementation == IMPLEMENTATIONS[0]:
+            lines.append([Text(row.strategy, "bold"), *[""] * len(FIGURES)])
+        lines.append([f"  {row.implementation}", *_cells(row, plain.get(row.strategy))])
+    print_table(console, [Column("implementation"), *FIGURES], lines, all_columns=all_columns)
     for row in rows:
         if row.reason:
             console.print(f"{row.strategy} {row.implementation}: {row.reason}", markup=False)

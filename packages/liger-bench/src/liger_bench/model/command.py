@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from liger_bench import machine
 from liger_bench.demo.settings import LARGE, SIZES
@@ -20,11 +20,12 @@ from liger_bench.memory import bytes_of
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import COLUMNS, IDENTITY, Job, Row, row_of
 from liger_bench.model.run import Measured, measured
-from liger_bench.model.table import HEAD, cells, title
-from liger_bench.printing import wide_console
+from liger_bench.model.table import FIGURES, cells, title
+from liger_bench.printing import AllColumns
 from liger_bench.report.records import with_derived
 from liger_bench.report.targets import TARGETS, Verdict, judged, read_targets
 from liger_core.errors import DeviceError, OptionError
+from liger_core.tables import Cell, Column, output, print_table
 
 # (batch, sequence) of each model, small to large. The capped ones are sized for --memory-limit 24GiB.
 SHAPES = {"tiny": [(2, 64)], "small": [(4, 384)], "1b": [(1, 1024), (4, 1024), (8, 1024)], "8b": [(64, 512), (128, 512)]}
@@ -50,6 +51,7 @@ def model(
     ] = 1,
     profile: Annotated[bool, typer.Option("--profile", help="Also list the longest kernels of a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    all_columns: AllColumns = False,
     csv: Annotated[Path | None, typer.Option(help="File to append the rows to.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder whose model.csv and model.json the rows are appended to.")] = None,
     resume: Annotated[
@@ -87,7 +89,7 @@ def model(
     if as_json:
         print(json.dumps(_object(rows, found, verdicts)))
     else:
-        _print(rows, found, verdicts)
+        _print(rows, found, verdicts, all_columns)
     print_failures(found)
     if any(row.failed for row in rows):
         raise typer.Exit(1)
@@ -134,17 +136,17 @@ def _doing(job: Job, doing: str) -> str:
     return f"{doing} {job.model} {job.shape} {job.implementation}"
 
 
-def _print(rows: list[Row], found: list[Measured], verdicts: list[Verdict]) -> None:
-    console = wide_console()
-    table = Table("model", "implementation", *HEAD)
-    for column in table.columns[2:]:
-        column.justify = "right"
+def _print(rows: list[Row], found: list[Measured], verdicts: list[Verdict], all_columns: bool) -> None:
+    console = output()
     columns = [row.columns() for row in rows]
+    lines: list[list[Cell]] = []
     before = ""
     for row in columns:
-        table.add_row(title(row) if title(row) != before else "", row["implementation"], *cells(row, columns))
-        before = title(row)
-    console.print(table)
+        if title(row) != before:
+            before = title(row)
+            lines.append([Text(before, "bold"), *[""] * len(FIGURES)])
+        lines.append([f"  {row['implementation']}", *cells(row, columns)])
+    print_table(console, [Column("implementation"), *FIGURES], lines, all_columns=all_columns)
     for row in columns:
         if row["reason"]:
             console.print(f"{title(row)} {row['implementation']}: {row['reason']}", markup=False)
@@ -157,17 +159,16 @@ def _print(rows: list[Row], found: list[Measured], verdicts: list[Verdict]) -> N
             _print_kernels(console, result)
     if rows:
         first = rows[-1]
-        console.print(f"{first.dtype} on {first.machine}\n{first.versions}; commit {first.commit}; {first.date}")
+        console.print(f"{first.dtype} on {first.machine}\n{first.versions}; commit {first.commit}; {first.date}", markup=False)
 
 
 def _print_kernels(console: Console, result: Measured) -> None:
     row = result.row
     step = f"{row.step_seconds * 1e3:.2f} ms" if row.step_seconds else "–"
     title = f"{row.model} {row.shape} {row.implementation}: the longest kernels of a step of {step}"
-    table = Table("kernel", "calls", "ms", "share", title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for kernel in result.kernels:
-        calls = "" if kernel["calls"] is None else f"{kernel['calls']:g}"
-        table.add_row(kernel["name"][:90], calls, f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}")
-    console.print(table, markup=False)
+    columns = [Column("kernel", prose=True), *(Column(name, number=True) for name in ("calls", "ms", "share"))]
+    lines = [
+        [kernel["name"][:90], "" if kernel["calls"] is None else f"{kernel['calls']:g}", f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}"]
+        for kernel in result.kernels
+    ]
+    print_table(console, columns, lines, title=title)
