@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from liger_bench.train.combinations import ZERO
 from liger_bench.train.setup import Setup
 from liger_bench.train.shapes import SHAPES, shape
 from liger_core.errors import OptionError, nearest
+from liger_hf.hub import hub_is_reachable
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 LOSS = "linear_cross_entropy"
@@ -139,19 +139,6 @@ def _patched(model: nn.Module, wanted: str, notes: list[str]) -> str:
 
 def _left_without_being_told(row: Any) -> bool:
     return row.verdict == "left" and row.reason != "not asked for"
-
-
-@cache
-def hub_is_reachable() -> bool:
-    """Asked once, for seconds: the libraries ask again and again, for most of a minute."""
-    import httpx
-    from huggingface_hub import constants
-
-    try:
-        httpx.head(constants.ENDPOINT, timeout=5)
-    except httpx.HTTPError:
-        return False
-    return True
 
 
 def _is_alone(name: str) -> bool:
