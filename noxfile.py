@@ -29,9 +29,9 @@ CAPPED = ["--shape", "16x1024", "--shape", "128x1024", "--shape", "4x8192", "--s
 RELEASE = [
     ["--peers", "--backend", "triton", "--seconds", "0.1"],
     ["scaling", "--backend", "triton", "--seconds", "0.05"],
-    ["model", "--model", "1b", "--together", "5"],
-    ["model", "--model", "8b"],
-    ["model", "--model", "1b", "--memory-limit", "24GiB", *CAPPED, "--steps", "2", "--seconds", "1"],
+    ["model", "--model", "llama-3.2-1b", "--together", "5"],
+    ["model", "--model", "llama-3-8b"],
+    ["model", "--model", "llama-3.2-1b", "--memory-limit", "24GiB", *CAPPED, "--steps", "2", "--seconds", "1"],
 ]
 # The two sweeps of the report that this project began with, as on its card; then larger ones on the whole card.
 SEED = ["--model", "llama-3.2-1b", "--precision", "fp16", "--shard", "zero3", "--offload", "parameters", "--memory-limit", "24GiB"]

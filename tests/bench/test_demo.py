@@ -91,7 +91,11 @@ def test_result_file_holds_what_was_printed(tiny_demo: Finished) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
-        ("--model", "7b", "demo: --model must be one of tiny, small, 1b, 8b, got '7b'"),
+        (
+            "--model",
+            "7b",
+            "demo: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'",
+        ),
         ("--device", "tpu", "demo: --device must be auto, cpu or cuda, got 'tpu'"),
         ("--dtype", "int8", "demo: --dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ("--steps", "0", "Invalid value for '--steps'"),

@@ -19,15 +19,14 @@ from liger_bench.progress import progress_bar
 from liger_core.errors import DtypeError
 from liger_core.selection import use
 from liger_core.tables import Cell, Column, output, print_table
+from liger_hf.presets import NAMES
 
 
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
     size: Annotated[
         str,
-        typer.Option(
-            "--model", "--size", help="tiny, small (11 M parameters), 1b or 8b (the shapes of Llama 3.2 1B and Llama 3 8B, for a GPU)."
-        ),
+        typer.Option("--model", "--size", help=f"{NAMES}; random weights. All but tiny and small (11 M parameters) are for a GPU."),
     ] = "small",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str | None, typer.Option(help='A backend, or as in LIGER_BACKEND: "triton,rope=reference".')] = None,

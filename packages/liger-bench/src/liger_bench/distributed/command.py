@@ -14,7 +14,6 @@ import typer
 from rich.text import Text
 
 from liger_bench import machine
-from liger_bench.demo.settings import LARGE, SIZES
 from liger_bench.distributed.job import COLUMNS, IDENTITY, IMPLEMENTATIONS, PLAIN, WARM_UP, Job, Row, row_of
 from liger_bench.distributed.run import measured
 from liger_bench.distributed.strategies import STRATEGIES
@@ -22,6 +21,7 @@ from liger_bench.measurements import Files, all_measured, check_known, print_fai
 from liger_bench.printing import AllColumns, ratio
 from liger_core.errors import DeviceError, DtypeError, OptionError
 from liger_core.tables import Cell, Column, output, print_table
+from liger_hf.presets import LARGE, NAMES, checked_preset
 
 FIGURES = (
     Column("tokens/s", "of all ranks together", number=True),
@@ -39,7 +39,7 @@ def distributed(
     strategies: Annotated[
         list[str] | None, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}; repeatable; all by default.")
     ] = None,
-    size: Annotated[str | None, typer.Option("--model", help=f"{', '.join(SIZES)}; 1b on GPUs, tiny on the CPU.")] = None,
+    size: Annotated[str | None, typer.Option("--model", help=f"{NAMES}; llama-3.2-1b on GPUs, tiny on the CPU.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes; one per GPU, two on the CPU.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences a rank and step; 8 on GPUs, 2 on the CPU.")] = None,
     sequence: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence; 1024 on GPUs, 64 on the CPU.")] = None,
@@ -54,7 +54,7 @@ def distributed(
         bool, typer.Option("--resume", help="Leave out what --out has already of this commit, machine and versions.")
     ] = False,
 ) -> None:
-    """Train a Llama on every GPU (NCCL), or on processes of the CPU (gloo), by DDP, FSDP2 and DeepSpeed ZeRO, plain and with Liger.
+    """Train a model on every GPU (NCCL), or on processes of the CPU (gloo), by DDP, FSDP2 and DeepSpeed ZeRO, plain and with Liger.
 
     Random weights and tokens, gradient checkpointing, AdamW. Exit code 1 if a training fails or if losses differ by more than rounding explains.
     """
@@ -65,9 +65,8 @@ def distributed(
     if resume and out is None:
         raise OptionError("bench distributed: --resume needs --out, the folder of the run to go on with")
     on_gpus = place.type == "cuda"
-    size = size or ("1b" if on_gpus else "tiny")
+    size = checked_preset("bench distributed", size or ("llama-3.2-1b" if on_gpus else "tiny"))
     check_known("bench distributed", "--strategy", strategies or [], STRATEGIES)
-    check_known("bench distributed", "--model", [size], SIZES)
     shape = (batch or (8 if on_gpus else 2), sequence or (1024 if on_gpus else 64))
     jobs = [
         Job(size, *shape, strategy, implementation, _ranks(ranks, on_gpus), place.type, precision, steps, 1e-4 if size in LARGE else 1e-3)

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 
 from liger_bench import machine
-from liger_bench.demo.settings import LARGE, SIZES
 from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
 from liger_bench.memory import bytes_of
 from liger_bench.model.implementations import IMPLEMENTATIONS
@@ -26,16 +25,25 @@ from liger_bench.report.records import with_derived
 from liger_bench.report.targets import TARGETS, Verdict, judged, read_targets
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Cell, Column, output, print_table
+from liger_hf.presets import NAMES, checked_preset
 
 # (batch, sequence) of each model, small to large. The capped ones are sized for --memory-limit 24GiB.
-SHAPES = {"tiny": [(2, 64)], "small": [(4, 384)], "1b": [(1, 1024), (4, 1024), (8, 1024)], "8b": [(64, 512), (128, 512)]}
-CAPPED = {"1b": [(16, 1024), (128, 1024), (4, 8192), (4, 32768)]}
+SHAPES = {
+    "tiny": [(2, 64)],
+    "small": [(4, 384)],
+    "llama-3.2-1b": [(1, 1024), (4, 1024), (8, 1024)],
+    "llama-3-8b": [(64, 512), (128, 512)],
+}
+CAPPED = {"llama-3.2-1b": [(16, 1024), (128, 1024), (4, 8192), (4, 32768)]}
+OTHERS = [(8, 1024)]
+# Those that are measured on a GPU unless others are named.
+DEFAULT = ("llama-3.2-1b", "llama-3-8b")
 LONGEST_KERNELS = 25
 
 
 def model(
     models: Annotated[
-        list[str] | None, typer.Option("--model", help=f"{', '.join(SIZES)}; repeatable; 1b and 8b on a GPU, tiny on the CPU.")
+        list[str] | None, typer.Option("--model", help=f"{NAMES}; repeatable; {' and '.join(DEFAULT)} on a GPU, tiny on the CPU.")
     ] = None,
     shapes: Annotated[list[str] | None, typer.Option("--shape", help="batch x sequence, for instance 8x1024; repeatable.")] = None,
     implementations: Annotated[
@@ -59,7 +67,7 @@ def model(
     ] = False,
     targets: Annotated[Path | None, typer.Option(help="Targets to compare with; benchmarks/targets.json if it is there.")] = None,
 ) -> None:
-    """Measure forward and backward of whole Llama models, each implementation in a process of its own.
+    """Measure forward and backward of whole models, each implementation in a process of its own.
 
     Random weights and tokens, gradient checkpointing, no optimizer. Memory that runs out is a result; exit code 1 if anything else fails.
     """
@@ -71,10 +79,10 @@ def model(
     if resume and out is None:
         raise OptionError("bench model: --resume needs --out, the folder of the run to go on with")
     check_known("bench model", "--implementation", implementations or [], IMPLEMENTATIONS)
-    check_known("bench model", "--model", models or [], SIZES)
+    names = [checked_preset("bench model", name) for name in models or (DEFAULT if place.type == "cuda" else ["tiny"])]
     jobs = [
         Job(name, *shape, implementation, place.type, precision, limit, steps, seconds, LONGEST_KERNELS if profile else 0)
-        for name in models or (list(LARGE) if place.type == "cuda" else ["tiny"])
+        for name in names
         for shape in _shapes(shapes, name, limit)
         for implementation in implementations or IMPLEMENTATIONS
     ]
@@ -117,7 +125,8 @@ def _object(rows: list[Row], found: list[Measured], verdicts: list[Verdict]) -> 
 
 def _shapes(given: list[str] | None, model: str, limit: int | None) -> list[tuple[int, int]]:
     if not given:
-        return CAPPED.get(model, SHAPES[model]) if limit else SHAPES[model]
+        usual = SHAPES.get(model, OTHERS)
+        return CAPPED.get(model, usual) if limit else usual
     found = []
     for shape in given:
         sizes = re.fullmatch(r"([1-9][0-9]*)\s*[x×]\s*([1-9][0-9]*)", shape)

@@ -17,6 +17,7 @@ from liger_bench.train.setup import DEFAULTS, Setup
 from liger_bench.train.shapes import SHAPES
 from liger_bench.train.techniques import TECHNIQUES, chosen
 from liger_core.errors import OptionError
+from liger_hf.presets import preset_name
 
 
 def _values(option: str) -> str:
@@ -62,7 +63,7 @@ def plan(
         return
     limit = _limit(memory_limit, device)
     setup = Setup(
-        model=model or "",
+        model=preset_name(model or ""),
         batch=batch,
         sequence=sequence,
         liger=liger,

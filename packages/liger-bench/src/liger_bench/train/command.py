@@ -28,6 +28,7 @@ from liger_bench.train.sweep import STEPS as SWEEP_STEPS
 from liger_bench.train.sweep import sweep
 from liger_bench.train.techniques import TECHNIQUES
 from liger_core.errors import DeviceError, LigerError, OptionError
+from liger_hf.presets import preset_name
 
 # The first batch that is tried for --batch auto.
 LARGEST_BATCH = 128
@@ -101,7 +102,7 @@ def train(
     told = {"liger": Setup.liger if sweeping else liger, "precision": precision, "checkpoint": checkpoint}
     chosen, notes = _defaults(told, device, place)
     setup = Setup(
-        model=model,
+        model=preset_name(model),
         batch=_batch(batch),
         sequence=sequence,
         data=data,

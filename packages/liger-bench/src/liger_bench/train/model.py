@@ -15,8 +15,9 @@ from liger_bench.train import checkpointing
 from liger_bench.train.combinations import ZERO
 from liger_bench.train.setup import Setup
 from liger_bench.train.shapes import SHAPES, shape
-from liger_core.errors import OptionError, nearest
+from liger_core.errors import OptionError
 from liger_hf.hub import hub_is_reachable
+from liger_hf.presets import NAMES, did_you_mean
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 LOSS = "linear_cross_entropy"
@@ -151,6 +152,6 @@ def _not_found(name: str, problem: Exception) -> OptionError:
     if not Path(name).exists() and not hub_is_reachable():
         reason = "no such folder, and the hub cannot be reached"
     return OptionError(
-        f"train: --model must be {', '.join(SHAPES)}, a folder with a config.json and weights, or a name on the hub, "
-        f"got {name!r}: {reason}.{nearest(name, SHAPES)}"
+        f"train: --model must be {NAMES}, a folder with a config.json and weights, or a name on the hub, "
+        f"got {name!r}: {reason}.{did_you_mean(name)}"
     )
