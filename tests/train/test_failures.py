@@ -270,6 +270,7 @@ SHARDED = """
 import sys
 from dataclasses import replace
 from pathlib import Path
+from liger_bench.ending import end
 from liger_bench.train import zero
 from liger_bench.train.run import run
 from liger_bench.train.setup import Setup
@@ -281,6 +282,7 @@ run(replace(setup, steps=2), folder=folder)
 row = run(setup, folder=folder, resume=True)
 assert row.losses == run(setup).losses, row
 assert len(row.losses) == 4
+end()
 """
 
 

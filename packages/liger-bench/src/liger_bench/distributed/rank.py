@@ -19,7 +19,7 @@ from liger_bench.distributed.job import LIGER, REORDERED, WARM_UP, Job
 from liger_bench.model.process import DONE, Answer, failure
 
 # A rank that waits for one that failed gives up, instead of half an hour later.
-TIMEOUT = timedelta(minutes=2)
+TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)

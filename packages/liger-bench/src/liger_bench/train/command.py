@@ -152,9 +152,10 @@ def train(
         # First what was measured is shown: the disk may be full.
         print(json.dumps({"rows": [row.columns()]})) if as_json else _print(row, said=notes)
         files.append([row.columns()])
-    ranks.leave(failed=ended_badly)
-    if ended_badly or row.interrupted:
-        raise typer.Exit(INTERRUPTED if row.interrupted else 1)
+    code = ranks.FAILED if ended_badly else INTERRUPTED if row.interrupted else 0
+    ranks.leave(code)
+    if code:
+        raise typer.Exit(code)
 
 
 def _defaults(told: dict[str, str | None], device: str, found: torch.device) -> tuple[dict[str, str], list[str]]:
