@@ -118,10 +118,14 @@ def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     adapters = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, adapters)
+    notes.append(note_of_adapters(setup))
+    return model
+
+
+def note_of_adapters(setup: Setup) -> str:
     frozen = "4 bits" if setup.adapter == "qlora" else str(weights_dtype(setup)).removeprefix("torch.")
     own = frozen if setup.shard in ZERO else "float32"
-    notes.append(f"Adapters of rank {RANK} beside every linear layer are trained, in {own}; the frozen weights are in {frozen}.")
-    return model
+    return f"Adapters of rank {RANK} beside every linear layer are trained, in {own}; the frozen weights are in {frozen}."
 
 
 def _patched(model: nn.Module, wanted: str, notes: list[str]) -> str:
