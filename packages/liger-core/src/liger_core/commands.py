@@ -17,6 +17,7 @@ from liger_core import selection
 from liger_core.errors import LigerError
 from liger_core.plugins import registry
 from liger_core.tables import Column, output, print_table
+from liger_core.versions import complaints
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
@@ -50,6 +51,7 @@ def doctor(as_json: AsJson = False) -> None:
         "versions": {
             name: _version(name) for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "torch", "triton", "transformers")
         },
+        "untested_versions": complaints(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
         "backends": {
             name: {
@@ -108,6 +110,8 @@ def _print_report(report: dict[str, Any]) -> None:
     console = output()
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     console.print(f"Python {report['python']} on {report['platform']}\n{versions}\ndevices: {', '.join(report['devices'])}")
+    for said in report["untested_versions"]:
+        console.print(f"[yellow]untested versions[/yellow]: {said}")
     columns = [Column("backend"), Column("devices", prose=True), Column("priority", number=True), Column("ops", number=True)]
     columns += [Column("from", prose=True), Column("state", prose=True)]
     rows = [

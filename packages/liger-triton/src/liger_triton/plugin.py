@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from liger_core import Backend, Op, add_rms_norm, geglu, hookimpl, layer_norm, rms_norm, rope, swiglu
+from liger_core.versions import warn_if_untested
 
 # In a compiled model the host starts a kernel that Inductor made in a few microseconds, and a custom op in tens of them, which shows where the
 # device waits for the host. A Llama of 1B on one H200: with 1 × 1024 tokens all custom ops give 0.77 of what Hugging Face's compiled model
@@ -38,6 +39,7 @@ def liger_backends() -> list[Backend]:
 def _implementations() -> Mapping[Op[..., Any], Callable[..., Any]]:
     from liger_triton.table import TABLE
 
+    warn_if_untested("liger-triton")
     return TABLE
 
 
