@@ -99,3 +99,16 @@ def test_the_doctor_names_untested_versions() -> None:
     (sentence,) = json.loads(said["--json",])["untested_versions"]
     assert sentence.startswith("Liger is tested with torch<2,>=1, got ")
     assert f"untested versions: {sentence}" in said[()]
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"), [("3.6.0", "2.3.5", True), ("3.6.0", "2.4.6", False), ("3.7.1", "2.4.6", True), ("3.9.0", "2.4.0", True)]
+)
+def test_an_interpreter_that_numpy_breaks_is_unavailable_and_says_why(triton: str, numpy: str, works: bool) -> None:
+    from liger_triton.plugin import _interpreter_problem
+
+    problem = _interpreter_problem(triton, numpy)
+    assert (problem is None) == works
+    assert (
+        works or problem == "the interpreter of Triton 3.6.0 cannot run loops with numpy 2.4.6; pip install 'numpy<2.4', or a newer Triton"
+    )
