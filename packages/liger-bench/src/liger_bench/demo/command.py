@@ -44,11 +44,13 @@ def demo(
             "demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss scaling"
         )
     settings = settings_for(size, place, precision, steps, batch, sequence)
-    # These bring Transformers and matplotlib, which the other commands do without.
-    from liger_bench.demo import pictures
-    from liger_bench.demo.run import run
-
     with use(backend) if backend else contextlib.nullcontext(), contextlib.redirect_stdout(sys.stderr), progress_bar() as bar:
+        loading = bar.add_task("loading Transformers", total=None)
+        # The other commands do without it, and without matplotlib.
+        from liger_bench.demo import pictures
+        from liger_bench.demo.run import run
+
+        bar.remove_task(loading)
         result = run(settings, bar)
     out.mkdir(parents=True, exist_ok=True)
     (out / "result.json").write_text(json.dumps(_without_infinities(result), indent=2) + "\n")
@@ -85,7 +87,9 @@ def _print(result: dict[str, Any], out: Path) -> None:
     ):
         scale = 2**20 if form == mib else 1
         plain, liger = (result[f"{name}_{who}{suffix}"] / scale for who in ("hf", "liger"))
-        rows.append([label, form.format(plain), form.format(liger), "" if name == "loss" else f"{liger / plain:.2f}"])
+        # Results of an earlier version do not say how clear the speed is.
+        unclear = " (unclear)" if name == "tokens_per_second" and not result.get("speed_is_clear", True) else ""
+        rows.append([label, form.format(plain), form.format(liger), "" if name == "loss" else f"{liger / plain:.2f}{unclear}"])
     bound = f"allowed {result['loss_difference_bound']:.1e}"
     if result["loss_noise"] is not None:
         bound += f", plain with reordered sums {result['loss_noise']:.1e}"
@@ -94,4 +98,11 @@ def _print(result: dict[str, Any], out: Path) -> None:
         difference.append(" too large", "red")
     rows.append(["largest loss difference", "", difference, bound])
     print_table(console, [*columns, Column("Liger ÷ plain", prose=True)], rows, title=title)
+    if not result.get("speed_is_clear", True):
+        slowest, fastest = (limit(result["step_seconds_hf"] + result["step_seconds_liger"]) for limit in (max, min))
+        console.print(
+            f"Steps took between {fastest:.2f} and {slowest:.2f} s: other processes used the machine, and the ratio of the speeds says little."
+        )
+    if result["device"] == "cpu":
+        console.print("On a CPU Liger saves memory, not time; the kernels that save both are for GPUs.")
     console.print(f"Pictures and figures: {out}/loss.png, {out}/memory.png, {out}/result.json")
