@@ -297,7 +297,10 @@ def test_every_implementation_of_the_peers_says_how_to_install_it(monkeypatch: p
             ("--implementation", "ligr"),
             "must be one of hf, hf-compiled, liger-kernel, liger, liger-compiled, got 'ligr'. Did you mean 'liger'?",
         ),
-        (("--model", "7b"), "bench model: --model must be one of tiny, small, 1b, 8b, got '7b'"),
+        (
+            ("--model", "7b"),
+            "bench model: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'",
+        ),
         (("--shape", "8,1024"), "bench model: --shape must be batch x sequence like 8x1024, with at least two tokens, got '8,1024'"),
         (("--memory-limit", "24 apples"), "bench model: --memory-limit must be a size like 24GiB or 512MB, got '24 apples'"),
         (("--resume",), "bench model: --resume needs --out, the folder of the run to go on with"),

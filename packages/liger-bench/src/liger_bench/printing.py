@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
 from rich.console import Console
+
+from liger_core.tables import output
+
+AllColumns = Annotated[bool, typer.Option("--all-columns", help="Print every column, even if the table gets wider than 100 characters.")]
 
 
 def wide_console() -> Console:
-    """Standard output. A file has no width of its own, and 80 columns would break every cell and sentence."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 150
-    return console
+    """Standard output."""
+    return output()
 
 
 def ratio(value: float | None, base: float | None) -> str:

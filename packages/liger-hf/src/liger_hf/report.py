@@ -100,7 +100,7 @@ class Report:
 
     def table(self) -> Table:
         """For a terminal: `rich.print(report.table())`."""
-        table = Table(title=self._title(), title_justify="left")
+        table = Table(title=self.title(), title_justify="left")
         for heading in ("modules", "count", "class", "op", "backend", "verdict", "reason"):
             table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
         for row in self.rows:
@@ -113,7 +113,8 @@ class Report:
             table.caption = Text("\n".join(self.notes))
         return table
 
-    def _title(self) -> str:
+    def title(self) -> str:
+        """How many modules of the model each op replaces."""
         planned = any(row.verdict == REPLACEABLE for row in self.rows)
         counts = ", ".join(f"{count} × {op}" for op, count in (self.replaceable if planned else self.replaced).items())
         return f"{self.model}: {counts or 'nothing'} {'can be replaced' if planned else 'replaced'}"
@@ -124,4 +125,4 @@ class Report:
         cells += [("–", "0", "–", op, "", f"{LEFT}: {reason}") for op, reason in self.absent.items()]
         widths = [max(len(row[i]) for row in cells) for i in range(5)]
         lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in cells]
-        return "\n".join([self._title(), *lines, *self.notes])
+        return "\n".join([self.title(), *lines, *self.notes])

@@ -6,11 +6,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from liger_core import Backend, Op, add_rms_norm, geglu, hookimpl, layer_norm, rms_norm, rope, swiglu
+from liger_core.versions import warn_if_untested
 
 # In a compiled model the host starts a kernel that Inductor made in a few microseconds, and a custom op in tens of them, which shows where the
 # device waits for the host. A Llama of 1B on one H200: with 1 × 1024 tokens all custom ops give 0.77 of what Hugging Face's compiled model
@@ -38,12 +41,21 @@ def liger_backends() -> list[Backend]:
 def _implementations() -> Mapping[Op[..., Any], Callable[..., Any]]:
     from liger_triton.table import TABLE
 
+    warn_if_untested("liger-triton")
     return TABLE
 
 
 def _unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install triton; Linux only)"
-    if INTERPRETED or torch.cuda.is_available():
+    if INTERPRETED:
+        return _interpreter_problem(metadata.version("triton"), metadata.version("numpy"))
+    if torch.cuda.is_available():
         return None
     return "no CUDA GPU; set TRITON_INTERPRET=1 before the start to run the kernels in Triton's slow CPU interpreter"
+
+
+def _interpreter_problem(triton: str, numpy: str) -> str | None:
+    if Version(triton) < Version("3.7") and Version(numpy) >= Version("2.4"):
+        return f"the interpreter of Triton {triton} cannot run loops with numpy {numpy}; pip install 'numpy<2.4', or a newer Triton"
+    return None

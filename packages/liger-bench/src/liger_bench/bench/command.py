@@ -21,6 +21,7 @@ from liger_bench.bench.measure import PASSES, ROUNDS, Bench
 from liger_bench.bench.rows import HEADER, Row, measured
 from liger_bench.bench.table import print_rows
 from liger_bench.measurements import Files
+from liger_bench.printing import AllColumns
 from liger_bench.progress import progress_bar
 from liger_core.errors import BackendError, OptionError, nearest
 from liger_core.op import Op, Workload
@@ -93,6 +94,7 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         quick: Quick = False,
         seconds: Seconds = SECONDS,
         as_json: AsJson = False,
+        all_columns: AllColumns = False,
         csv: Csv = None,
         out: Out = None,
         resume: Resume = False,
@@ -113,7 +115,7 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         if as_json:
             print(json.dumps({"device": place.type, "rows": [row.columns() for row in rows], "unavailable": absent}))
         else:
-            print_rows(rows, absent)
+            print_rows(rows, absent, all_columns=all_columns)
         if any(row.failed for row in rows):
             raise typer.Exit(1)
 

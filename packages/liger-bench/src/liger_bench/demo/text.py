@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from liger_bench.demo.settings import VOCABULARY
 from liger_core.errors import OptionError
+from liger_hf.presets import VOCABULARY
 
 # Tests and installed packages are no part of the library proper; the other two are tables rather than text.
 SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"})

@@ -12,6 +12,7 @@ from liger_bench.train.combinations import ZERO
 from liger_bench.train.setup import Setup
 from liger_bench.train.technique import Technique
 from liger_bench.train.techniques import LIST, NUMBER, TECHNIQUES
+from liger_core.errors import OptionError
 
 Predict = Callable[[Setup], Prediction]
 # What depends on the memory that there is, on the user, or on the machine, and not on the plan.
@@ -72,8 +73,18 @@ def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternati
                 continue
             change: dict[str, Any] = {option: value}
             changed = replace(setup, **change)
-            problem = problem_of(changed)
-            yield Alternative(technique, None if problem else foresee(changed), problem)
+            yield _alternative(technique, changed, foresee)
+
+
+def _alternative(technique: Technique, changed: Setup, foresee: Predict) -> Alternative:
+    problem = problem_of(changed)
+    if problem:
+        return Alternative(technique, None, problem)
+    try:
+        return Alternative(technique, foresee(changed))
+    except OptionError as error:
+        # Only the model shows that a library is missing.
+        return Alternative(technique, None, str(error).removeprefix("plan: "))
 
 
 def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[Item]:

@@ -13,10 +13,10 @@ from liger_bench.plan.step import forward_and_backward, predict
 from liger_bench.results import read_json
 from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
+from liger_hf.presets import preset_name
 
 RESULTS = "train.json"
-# Names of `liger bench model`, and what they are to `liger train`; what it compiles, and peers, are not predicted.
-MODELS = {"1b": "llama-3.2-1b", "8b": "llama-3-8b"}
+# What `liger bench model` compiles, and peers, are not predicted.
 LIGER = {"hf": "none", "liger": "all"}
 # Errors of a prediction beyond which a comparison has failed.
 ALLOWED = 0.1
@@ -91,7 +91,7 @@ def _benchmarked(row: dict[str, Any]) -> Setup:
     """`liger bench model` checkpoints every layer, and its weights are in the dtype that it computes in."""
     precision = "fp32" if row["dtype"] == "float32" else "bf16-pure"
     return Setup(
-        MODELS.get(row["model"], row["model"]),
+        preset_name(row["model"]),
         row["batch"],
         row["sequence"],
         liger=LIGER[row["implementation"]],

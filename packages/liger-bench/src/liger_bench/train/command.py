@@ -28,6 +28,7 @@ from liger_bench.train.sweep import STEPS as SWEEP_STEPS
 from liger_bench.train.sweep import sweep
 from liger_bench.train.techniques import TECHNIQUES
 from liger_core.errors import DeviceError, LigerError, OptionError
+from liger_hf.presets import preset_name
 
 # The first batch that is tried for --batch auto.
 LARGEST_BATCH = 128
@@ -101,7 +102,7 @@ def train(
     told = {"liger": Setup.liger if sweeping else liger, "precision": precision, "checkpoint": checkpoint}
     chosen, notes = _defaults(told, device, place)
     setup = Setup(
-        model=model,
+        model=preset_name(model),
         batch=_batch(batch),
         sequence=sequence,
         data=data,
@@ -151,9 +152,10 @@ def train(
         # First what was measured is shown: the disk may be full.
         print(json.dumps({"rows": [row.columns()]})) if as_json else _print(row, said=notes)
         files.append([row.columns()])
-    ranks.leave(failed=ended_badly)
-    if ended_badly or row.interrupted:
-        raise typer.Exit(INTERRUPTED if row.interrupted else 1)
+    code = ranks.FAILED if ended_badly else INTERRUPTED if row.interrupted else 0
+    ranks.leave(code)
+    if code:
+        raise typer.Exit(code)
 
 
 def _defaults(told: dict[str, str | None], device: str, found: torch.device) -> tuple[dict[str, str], list[str]]:
@@ -194,8 +196,11 @@ def _check_sweep(liger: str | None, output: Path | None, deterministic: bool) ->
 
 def _trained(setup: Setup, search: bool, options: dict[str, Any], extras: Extras) -> Row:
     with contextlib.redirect_stdout(sys.stderr), progress_bar() as bar, contextlib.ExitStack() as stack:
-        # This brings Transformers, which the other commands do without, and DeepSpeed, which tells its device on standard output.
+        loading = bar.add_task("loading Transformers", total=None)
+        # The other commands do without it, and without DeepSpeed, which prints its device to standard output.
         from liger_bench.train.run import largest_batch, run
+
+        bar.remove_task(loading)
 
         options["bar"] = bar if ranks.first() else None
         options["observers"] = observers(setup, extras, stack) if ranks.first() else []

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_bench.demo.settings import VOCABULARY
 from liger_bench.demo.text import library, trained_tokenizer
-from liger_bench.train.model import hub_is_reachable
 from liger_bench.train.setup import LIBRARY, Setup
 from liger_core.errors import OptionError
+from liger_hf.hub import hub_is_reachable
+from liger_hf.presets import VOCABULARY
 
 # Of longer texts this much, or what the steps read: about six characters make a token at most.
 CHARACTERS, CHARACTERS_OF_A_TOKEN = 4_000_000, 6

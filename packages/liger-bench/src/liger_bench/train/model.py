@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ from liger_bench.train import checkpointing
 from liger_bench.train.combinations import ZERO
 from liger_bench.train.setup import Setup
 from liger_bench.train.shapes import SHAPES, shape
-from liger_core.errors import OptionError, nearest
+from liger_core.errors import OptionError
+from liger_hf.hub import hub_is_reachable
+from liger_hf.presets import NAMES, did_you_mean
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 LOSS = "linear_cross_entropy"
@@ -117,10 +118,14 @@ def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     adapters = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, adapters)
+    notes.append(note_of_adapters(setup))
+    return model
+
+
+def note_of_adapters(setup: Setup) -> str:
     frozen = "4 bits" if setup.adapter == "qlora" else str(weights_dtype(setup)).removeprefix("torch.")
     own = frozen if setup.shard in ZERO else "float32"
-    notes.append(f"Adapters of rank {RANK} beside every linear layer are trained, in {own}; the frozen weights are in {frozen}.")
-    return model
+    return f"Adapters of rank {RANK} beside every linear layer are trained, in {own}; the frozen weights are in {frozen}."
 
 
 def _patched(model: nn.Module, wanted: str, notes: list[str]) -> str:
@@ -141,19 +146,6 @@ def _left_without_being_told(row: Any) -> bool:
     return row.verdict == "left" and row.reason != "not asked for"
 
 
-@cache
-def hub_is_reachable() -> bool:
-    """Asked once, for seconds: the libraries ask again and again, for most of a minute."""
-    import httpx
-    from huggingface_hub import constants
-
-    try:
-        httpx.head(constants.ENDPOINT, timeout=5)
-    except httpx.HTTPError:
-        return False
-    return True
-
-
 def _is_alone(name: str) -> bool:
     """Whether only what is on this machine can be had: a folder, or what an earlier download has left."""
     return Path(name).exists() or not hub_is_reachable()
@@ -164,6 +156,6 @@ def _not_found(name: str, problem: Exception) -> OptionError:
     if not Path(name).exists() and not hub_is_reachable():
         reason = "no such folder, and the hub cannot be reached"
     return OptionError(
-        f"train: --model must be {', '.join(SHAPES)}, a folder with a config.json and weights, or a name on the hub, "
-        f"got {name!r}: {reason}.{nearest(name, SHAPES)}"
+        f"train: --model must be {NAMES}, a folder with a config.json and weights, or a name on the hub, "
+        f"got {name!r}: {reason}.{did_you_mean(name)}"
     )
