@@ -41,9 +41,10 @@ def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_plan_as_json_holds_everything(plan: Plan, tmp_path: Path) -> None:
-    code, output, _ = plan(*TINY, "--memory-limit", "160MiB", "--out", str(tmp_path), "--json")
+    code, output, said = plan(*TINY, "--memory-limit", "160MiB", "--out", str(tmp_path), "--json")
     found: dict[str, Any] = json.loads(output)
     assert code == 0
+    assert "predicting " in said
     assert found["fits"] is True
     assert found["prediction"]["peak_bytes"] == predict(Setup("tiny", 2, 64)).peak_bytes
     assert found["largest_batch"] > 2

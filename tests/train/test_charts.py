@@ -264,6 +264,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_report_is_one_file_with_every_picture_in_it(liger: InProcess, folder: Path) -> None:
     code, errors = liger("report", str(folder), "--docs", str(folder / "docs" / "page.md"))
     assert code == 0, errors
+    assert "drawing timeline-" in errors
     html, text = (folder / "report.html").read_text(), (folder / "docs" / "page.md").read_text()
     sources = re.findall(r'src="([^"]*)"', html)
     assert len(sources) == 7

@@ -28,21 +28,22 @@ from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
 
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
-# What the command does, but that it dies in the middle of its sixth step, as by kill -9.
+# What the command does, but that it dies in the middle of its sixth step, as by kill -9, and hurries with its log.
 KILLED = """
-import os, signal, sys
-from pathlib import Path
+import os, signal, time
 from transformers import TrainerCallback
+from liger_bench import progress
 from liger_bench.train import command
-from liger_bench.train.run import run
 from liger_core.commands import main
 
 class Killer(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if state.global_step == 5:
+            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
 
-command._trained = lambda setup, search, options, extras: run(setup, observers=[Killer()], **options)
+progress.NEXT_LINE = 0.01
+command.observers = lambda setup, extras, stack: [Killer()]
 main()
 """
 
@@ -103,6 +104,7 @@ def test_a_killed_training_goes_on_with_the_losses_of_one_that_was_not(
     arguments = [*small.command().split()[1:], "--output", str(tmp_path / "saved"), "--save-every", "2", "--out", str(tmp_path / "rows")]
     killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert f"step 5/6 · loss {whole[4]:.4f} · " in killed.stderr
     assert liger(*arguments, "--resume")[0] == 0
     (row,) = json.loads((tmp_path / "rows" / "train.json").read_text())
     assert row["losses"] == whole

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -138,12 +139,13 @@ def test_a_sweep_of_something_else_is_refused(options: list[str], sentence: str)
     assert sentence in str(raised.value)
 
 
-def test_a_sweep_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[int] = []
 
-    def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:
+    def measured(wanted: list[Setup], where: dict[str, str], phase: Callable[[Setup], object], **_: Any) -> Any:
         for setup in wanted:
             asked.append(setup.batch)
+            phase(setup)
             if asked == [1, 2]:
                 raise KeyboardInterrupt
             yield Measured(row_of(setup, where, {"tokens_per_second": 1.0}))
@@ -151,6 +153,7 @@ def test_a_sweep_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sweep, "measured", measured)
     with pytest.raises(KeyboardInterrupt):
         sweep.sweep(TINY, ["batch=1,2"], "all", out=tmp_path)
+    assert "1/2 · tiny 2 × 1024 all · " in capsys.readouterr().err
     rows = sweep.sweep(TINY, ["batch=1,2,3"], "all", out=tmp_path, resume=True)
     assert asked == [1, 2, 2, 3]
     assert [row.batch for row in rows] == [1, 2, 3]

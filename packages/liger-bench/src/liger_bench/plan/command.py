@@ -82,16 +82,16 @@ def plan(
 
 
 def _plan(setup: Setup, limit: int | None, techniques: bool, out: Path | None, as_json: bool) -> None:
-    from liger_bench.plan.advice import problem_of
-    from liger_bench.plan.chart import picture
-    from liger_bench.plan.planning import planned
-    from liger_bench.plan.tables import print_plan
-
-    problem = problem_of(setup)
-    if problem:
-        raise OptionError(f"plan: {problem}")
     with progress_bar() as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task("loading Transformers", total=None)
+        from liger_bench.plan.advice import problem_of
+        from liger_bench.plan.chart import picture
+        from liger_bench.plan.planning import planned
+        from liger_bench.plan.tables import print_plan
+
+        problem = problem_of(setup)
+        if problem:
+            raise OptionError(f"plan: {problem}")
         found = planned(setup, limit, techniques, lambda doing: bar.update(task, description=doing))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

@@ -194,8 +194,11 @@ def _check_sweep(liger: str | None, output: Path | None, deterministic: bool) ->
 
 def _trained(setup: Setup, search: bool, options: dict[str, Any], extras: Extras) -> Row:
     with contextlib.redirect_stdout(sys.stderr), progress_bar() as bar, contextlib.ExitStack() as stack:
-        # This brings Transformers, which the other commands do without, and DeepSpeed, which tells its device on standard output.
+        loading = bar.add_task("loading Transformers", total=None)
+        # The other commands do without it, and without DeepSpeed, which prints its device to standard output.
         from liger_bench.train.run import largest_batch, run
+
+        bar.remove_task(loading)
 
         options["bar"] = bar if ranks.first() else None
         options["observers"] = observers(setup, extras, stack) if ranks.first() else []

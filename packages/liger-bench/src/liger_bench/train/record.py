@@ -100,7 +100,7 @@ class Recorder(TrainerCallback):
         # On a GPU the step before, which has ended meanwhile, so that the next one is enqueued while this one runs.
         ends_at_once = self.interruption.asked and not dist.is_initialized()
         self._settle(1 if self.device.type == "cuda" and not ends_at_once else 0)
-        self.tell(state.global_step, self._figures())
+        self._tell_figures()
         if self.interrupted and state.global_step < state.max_steps:
             control.should_training_stop = True
             control.should_save = True
@@ -112,6 +112,7 @@ class Recorder(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.settle()
         self._ended = True
+        self._tell_figures()
 
     def settle(self) -> None:
         """Wait for the steps that are still running."""
@@ -191,8 +192,13 @@ class Recorder(TrainerCallback):
         """Tokens of a step, of all ranks."""
         return self.setup.batch * self.setup.sequence * self.setup.accumulation * self.setup.ranks
 
+    def _tell_figures(self) -> None:
+        """Those of the last step that has ended, which on a GPU is not the last one that was enqueued."""
+        if self.losses:
+            self.tell(len(self.losses), self._figures())
+
     def _figures(self) -> str:
-        words = [f"loss {self.losses[-1]:.4f}"] if self.losses else []
+        words = [f"loss {self.losses[-1]:.4f}"]
         if self.timed:
             words.append(f"{self._tokens() / self.timed[-1]:,.0f} tokens/s")
         peak = self._peaks()[0]

@@ -160,12 +160,13 @@ class _Training:
         self.interruption = Interruption()
         self.recorder = Recorder(setup, device, self.interruption, self._tell)
         self.known: dict[str, Any] = {}
-        self.task = bar.add_task("preparing", total=setup.steps) if bar else None
+        self.task = bar.add_task("preparing", total=setup.steps, unit="step") if bar else None
 
     def train(self, folder: Path | None, resume: bool, save_every: int, observers: Sequence[TrainerCallback]) -> None:
         with _place(folder) as place, _with_a_place_on_the_disk(self.setup) as setup, _quiet():
             # Before the model: DeepSpeed splits weights as soon as they are made, while these are alive.
             arguments = self._arguments(setup, place, folder, save_every)
+            self._tell(None, "reading the text")
             vocabulary = config_of(self.setup).get_text_config().vocab_size
             data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in SHAPES)
             self.notes.extend(data.notes)
@@ -176,6 +177,7 @@ class _Training:
                 self.known = before.told["known"]
                 self.notes.append(f"All {before.step} steps were taken before; {before.folder} is the trained model.")
                 return
+            self._tell(None, "loading the model")
             built = build(self.setup, self.device)
             self.notes.extend(built.notes)
             self.known = _counts(built.model) | {"replaced": built.replaced}
@@ -243,9 +245,9 @@ class _Training:
         self.notes.append(sentence)
         self.recorder.time_anew()
 
-    def _tell(self, step: int, figures: str) -> None:
+    def _tell(self, step: int | None, doing: str) -> None:
         if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, completed=step, description=figures)
+            self.bar.update(self.task, completed=step, description=doing)
 
 
 class _Trainer(Trainer):
