@@ -101,7 +101,7 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         precision = machine.named_dtype("bench", dtype, place)
         if resume and out is None:
             raise OptionError("bench: --resume needs --out, the folder of the run to go on with")
-        files = Files.named("results", HEADER, out, csv)
+        files = Files("results", HEADER, out, csv)
         wanted = list(peers.FILES) if all_peers else some_peers or []
         shape = (names or [], backends or [], wanted, passes or list(default_passes), patterns or [], quick, scaling)
         asked = Asked(*shape, files, resume)

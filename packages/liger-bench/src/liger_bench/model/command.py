@@ -76,7 +76,7 @@ def model(
         for shape in _shapes(shapes, name, limit)
         for implementation in implementations or IMPLEMENTATIONS
     ]
-    files = Files.named("model", COLUMNS, out, csv)
+    files = Files("model", COLUMNS, out, csv)
     files.check()
     where = machine.describe(place)
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]

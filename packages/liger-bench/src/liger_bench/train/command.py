@@ -135,7 +135,7 @@ def train(
         raise OptionError("train: --gpus and --skip-larger are for --sweep; without it give CUDA_VISIBLE_DEVICES")
     extras = Extras(out, snapshot, profile)
     check(setup, extras)
-    files = Files.named("train", COLUMNS, out, csv)
+    files = Files("train", COLUMNS, out, csv)
     files.check()
     if ranks.first():
         _say(notes)

@@ -127,7 +127,7 @@ def sweep(
         # Told with the machine, and what the trainings get.
         torch.set_num_threads(threads(len(chosen)))
     where = machine.describe(machine.measurable_device("train", base.device))
-    files = Files.named("train", COLUMNS, out, csv)
+    files = Files("train", COLUMNS, out, csv)
     files.check()
     before = rows_as(Row, files.read()) if resume else []
     good = [row for row in before if not row.failed and not row.interrupted and (skip or _tried(row))]
