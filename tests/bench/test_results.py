@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from liger_bench import results
-from liger_bench.results import append_csv, append_json, check_csv, read_json
-from liger_bench.writable import LOCK, locked
+from liger_bench.results import LOCK, append_csv, append_json, check_csv, read_json
 from liger_core.errors import OptionError
 
 HEADER = ["name", "losses", "note"]
@@ -106,7 +106,7 @@ def test_a_device_without_room_is_a_sentence() -> None:
 APPENDING = """
 import sys
 from pathlib import Path
-from liger_bench.results import append_csv, append_json
+from liger_bench.results import LOCK, append_csv, append_json
 
 folder, name = Path(sys.argv[1]), sys.argv[2]
 print("ready", flush=True)
@@ -137,7 +137,7 @@ def test_two_processes_append_to_one_file_and_no_row_is_lost(tmp_path: Path) -> 
 
 def test_a_file_that_another_process_keeps_locked_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "PATIENCE", 0.05)
-    with locked(tmp_path, 0.0), pytest.raises(OptionError, match="must not be locked by another process for longer than 0 s; wait or"):
+    with FileLock(tmp_path / LOCK), pytest.raises(OptionError, match="must not be locked by another process for longer than 0 s; wait or"):
         append_json(ROWS, tmp_path / "rows.json")
 
 

@@ -49,7 +49,7 @@ def test_a_plan_as_json_holds_everything(plan: Plan, tmp_path: Path) -> None:
     assert found["prediction"]["peak_bytes"] == predict(Setup("tiny", 2, 64)).peak_bytes
     assert found["largest_batch"] > 2
     assert found["command"].startswith("liger train --model tiny")
-    assert shlex.split(found["command"])[-2:] == ["--memory-limit", str(160 << 20)]
+    assert shlex.split(found["command"])[-2:] == ["--memory-limit", "160MiB"]
     assert [formula["name"] for formula in found["formulas"]] == ["static", "checkpoints", "logits"]
     assert {"lora", "adamw-8bit", "none"} <= {row["value"] for row in found["techniques"]}
     assert json.loads((tmp_path / "plan.json").read_text()) == found
@@ -78,6 +78,7 @@ def test_without_a_limit_no_verdict_is_given(plan: Plan) -> None:
         (("--model", "tiny", "--device", "tpu"), "plan: --device must be cuda or cpu, got 'tpu'"),
         (("--model", "tiny", "--optimizer", "adamww"), "Did you mean 'adamw'?"),
         (("--model", "tiny", "--memory-limit", "much"), "must be a size like 24GiB"),
+        (("--model", "tiny", "--memory-limit", "24"), "must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?"),
         (("--compare", "nothing.json"), "plan: --compare must name rows of `liger train` or `liger bench model`, nothing.json has none"),
         (("--model", "tiny", "--offload", "parameters"), "plan: --offload parameters needs --shard zero3 or fsdp2"),
     ],

@@ -131,6 +131,7 @@ def test_values_have_the_type_of_their_option(option: str, value: list[Any]) -> 
         (["batch=0"], "--sweep batch must have positive numbers, got '0'"),
         (["batch=1", "batch=2"], "must name each option once, got batch twice"),
         (["liger=none,all"], "give --strategies"),
+        ([""], "must be an option and its values"),
     ],
 )
 def test_a_sweep_of_something_else_is_refused(options: list[str], sentence: str) -> None:
@@ -214,6 +215,11 @@ def test_a_training_is_not_compared_with_one_that_ran_out_of_memory(capsys: pyte
         (("--sweep", "batch=1,2", "--snapshot"), "--snapshot and --profile need --out"),
         (("--gpus", "0"), "--gpus and --skip-larger are for --sweep"),
         (("--profile",), "--snapshot and --profile need --out"),
+        (("--strategies", ""), "--strategies must name values of --liger, like none,all, got ''"),
+        (("--sweep", "learning-rate=1e-4,nan"), "--learning-rate must be a positive number, got nan"),
+        (("--sweep", "seed=1,99999999999"), "--seed must be from 0 to 4294967295, got 99999999999"),
+        (("--sweep", "memory-limit=24"), "--sweep memory_limit must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?"),
+        (("--sweep", "batch=1", "--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library"),
         (("--snapshot", "--profile", "--out", "results"), "need the same profiler on the CPU"),
         (("--sweep", "precision=fp32,fp17"), "fp17"),
     ],

@@ -18,6 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from liger_core.errors import OptionError
 
+MOST_BYTES = 1 << 60
+
 
 def peak_bytes(function: Callable[[], object], device: torch.device, *, collect: bool = True) -> int:
     """The most memory that function() holds at any time, beyond what was held when it began.
@@ -41,14 +43,18 @@ def peak_bytes(function: Callable[[], object], device: torch.device, *, collect:
 
 
 def bytes_of(option: str, size: str) -> int:
-    """The bytes that a size like "24GiB", "512 MB" or "1e9" says.
+    """The bytes that a size like "24GiB", "512 MB" or "1e9 B" says.
 
-    Raises OptionError for anything else.
+    Raises OptionError for anything else, and for a number without a unit, which could mean bytes or GiB.
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
-        raise OptionError(f"{option} must be a size like 24GiB or 512MB, got {size!r}")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
+    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)\s*(?:([kmgt])(i?)b?|b)\s*", size, re.IGNORECASE)
+    if found is None:
+        unit = f", which needs a unit: {size.strip()}GiB?" if size.strip().replace(".", "", 1).isdecimal() else ""
+        raise OptionError(f"{option} must be a size like 24GiB or 512MB, got {size!r}{unit}")
+    count = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index((found[2] or " ").lower()))
+    if not 0 < count < MOST_BYTES:
+        raise OptionError(f"{option} must be a size like 24GiB or 512MB, more than nothing and less than 1 EiB, got {size!r}")
+    return count
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:

@@ -12,12 +12,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from filelock import Timeout
+from filelock import FileLock, Timeout
 from rich.console import Console
 
-from liger_bench.writable import locked
 from liger_core.errors import OptionError
 
+# In the folder of the files. Never removed: processes that wait for it would end up with different files of this name.
+LOCK = ".liger.lock"
 # Seconds. An append takes milliseconds.
 PATIENCE = 60.0
 
@@ -114,7 +115,7 @@ def _alone(path: Path) -> Iterator[None]:
         with _writable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                stack.enter_context(locked(path.parent, PATIENCE))
+                stack.enter_context(FileLock(path.parent / LOCK, timeout=PATIENCE))
             except Timeout:
                 raise OptionError(
                     f"results: {path} must not be locked by another process for longer than {PATIENCE:.0f} s; wait or give another folder"

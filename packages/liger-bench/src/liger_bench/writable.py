@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders and files that a command will write to: checked before anything is loaded, and locked against other processes."""
+"""Folders and files that a command will write to, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock
-
 from liger_core.errors import OptionError
-
-# In the folder that it locks. Never removed: processes that wait for it would end up with different files of this name.
-LOCK = ".liger.lock"
 
 
 def check_folder(option: str, folder: Path) -> None:
@@ -32,17 +27,6 @@ def check_file(option: str, path: Path) -> None:
             with path.open("ab"):
                 return
     check_folder(option, path.parent)
-
-
-@contextmanager
-def locked(folder: Path, seconds: float) -> Iterator[Path]:
-    """Keep out other processes that lock this folder, after waiting for them so long; gives the file of the lock.
-
-    Raises filelock.Timeout. The lock is the operating system's, so it ends with the process, however that ends.
-    """
-    file = folder / LOCK
-    with FileLock(file, timeout=seconds):
-        yield file
 
 
 @contextmanager

@@ -38,7 +38,7 @@ SomePeers = Annotated[list[str] | None, typer.Option("--peer", help=f"A peer to 
 Passes = Annotated[list[str] | None, typer.Option("--pass", help=f"A pass to measure; repeatable; {', '.join(PASSES)}.")]
 Patterns = Annotated[list[str] | None, typer.Option("--workload", help="A workload by name, or several by a pattern; repeatable.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Only the small workloads, briefly.")]
-Seconds = Annotated[float, typer.Option(help="How long each pass of an implementation is timed.")]
+Seconds = Annotated[float, typer.Option(min=0, help="How long each pass of an implementation is timed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Csv = Annotated[Path | None, typer.Option(help="File to append the rows to.")]
 Out = Annotated[Path | None, typer.Option(help="Folder whose results.csv and results.json the rows are appended to.")]

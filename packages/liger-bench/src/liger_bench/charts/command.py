@@ -18,6 +18,7 @@ from liger_bench.progress import progress_bar
 from liger_bench.report.records import Record
 from liger_bench.train.row import SETUP
 from liger_bench.train.setup import Setup
+from liger_bench.writable import check_file
 from liger_core.errors import LigerError
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ def report(
 ) -> None:
     """Draw the seed's figures from trainings and write one page; every figure in it comes from the results."""
     rows, html = read(results), html or results[0] / "report.html"
+    for option, path in (("--html", html), ("--docs", docs)):
+        if path is not None:
+            check_file(f"report: {option}", path)
     command = " ".join(["liger report", *(folder.as_posix() for folder in results)])
     with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="liger-report-") as folder:
         task = bar.add_task("loading matplotlib", total=None)
@@ -49,7 +53,6 @@ def report(
         base = Path(folder) if docs is None else docs.parent
         place = _Place(base, lambda name: bar.update(task, description=f"drawing {name}"))
         text, count = _written(rows, timelines, place, command)
-        html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(as_html(text, base), encoding="utf-8")
     if docs is not None:
         docs.write_text(text, encoding="utf-8")

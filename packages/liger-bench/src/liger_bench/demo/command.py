@@ -17,6 +17,7 @@ from rich.table import Table
 from liger_bench import machine
 from liger_bench.demo.settings import settings_for
 from liger_bench.progress import progress_bar
+from liger_bench.writable import check_folder
 from liger_core.errors import DtypeError
 from liger_core.selection import use
 
@@ -45,13 +46,13 @@ def demo(
             "demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss scaling"
         )
     settings = settings_for(size, place, precision, steps, batch, sequence)
+    check_folder("demo: --out", out)
     # These bring Transformers and matplotlib, which the other commands do without.
     from liger_bench.demo import pictures
     from liger_bench.demo.run import run
 
     with use(backend) if backend else contextlib.nullcontext(), contextlib.redirect_stdout(sys.stderr), progress_bar() as bar:
         result = run(settings, bar)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "result.json").write_text(json.dumps(_without_infinities(result), indent=2) + "\n")
     pictures.draw(result, out)
     if as_json:

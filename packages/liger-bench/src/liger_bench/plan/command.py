@@ -13,9 +13,10 @@ import typer
 
 from liger_bench.memory import bytes_of
 from liger_bench.progress import progress_bar
-from liger_bench.train.setup import DEFAULTS, Setup
+from liger_bench.train.setup import DEFAULTS, Setup, check_values
 from liger_bench.train.shapes import SHAPES
 from liger_bench.train.techniques import TECHNIQUES, chosen
+from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
 
 
@@ -77,7 +78,10 @@ def plan(
         device=device,
         memory_limit=limit,
     )
+    check_values(setup, "plan")
     chosen(setup)
+    if out is not None:
+        check_folder("plan: --out", out)
     _plan(setup, limit, techniques, out, as_json)
 
 
@@ -94,7 +98,6 @@ def _plan(setup: Setup, limit: int | None, techniques: bool, out: Path | None, a
             raise OptionError(f"plan: {problem}")
         found = planned(setup, limit, techniques, lambda doing: bar.update(task, description=doing))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "plan.json").write_text(json.dumps(found.columns(), indent=1) + "\n")
         picture(found.bars, limit, out / "plan.png", f"{setup.model}, {setup.batch} × {setup.sequence} tokens")
     print(json.dumps(found.columns())) if as_json else print_plan(found)
@@ -115,6 +118,8 @@ def _compare(results: list[Path], out: Path | None, as_json: bool) -> None:
     from liger_bench.plan.tables import compared_page, print_compared, worst
 
     rows = [row for path in results for row in rows_in(path)]
+    if out is not None:
+        check_folder("plan: --out", out)
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=len(rows))
         found = []
@@ -122,7 +127,6 @@ def _compare(results: list[Path], out: Path | None, as_json: bool) -> None:
             found.append(one)
             bar.advance(task)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         command = shlex.join(["liger", "plan", *(word for path in results for word in ("--compare", str(path))), "--out", str(out)])
         (out / "plan-compared.md").write_text(compared_page(found, command))
     if as_json:

@@ -19,7 +19,8 @@ from liger_bench.measurements import Files
 from liger_bench.memory import bytes_of
 from liger_bench.printing import wide_console
 from liger_bench.progress import progress_bar
-from liger_bench.train import ranks
+from liger_bench.train import ranks, techniques
+from liger_bench.train.data import check_source
 from liger_bench.train.places import Extras, check, observers
 from liger_bench.train.row import COLUMNS, Row
 from liger_bench.train.setup import DEFAULTS, LIBRARY, Setup
@@ -93,7 +94,7 @@ def train(
     Under torchrun (-m liger_core train …) on several GPUs. Exit code 1 if memory runs out or anything else fails, 130 after Ctrl-C.
     """
     place = machine.measurable_device("train", device)
-    sweeping = bool(sweeps or strategies)
+    sweeping = bool(sweeps) or strategies is not None
     if resume and output is None and not sweeping:
         raise OptionError("train: --resume needs --output, the folder of the checkpoints to go on from")
     if save_every and output is None:
@@ -114,7 +115,7 @@ def train(
         ranks=ranks.count(),
         device=place.type,
         memory_limit=None if memory_limit is None else bytes_of("train: --memory-limit", memory_limit),
-        steps=steps or (SWEEP_STEPS if sweeping else Setup.steps),
+        steps=(SWEEP_STEPS if sweeping else Setup.steps) if steps is None else steps,
         learning_rate=learning_rate,
         seed=seed,
         nvme_folder=nvme_folder,
@@ -135,8 +136,10 @@ def train(
         raise OptionError("train: --gpus and --skip-larger are for --sweep; without it give CUDA_VISIBLE_DEVICES")
     extras = Extras(out, snapshot, profile)
     check(setup, extras)
+    techniques.check(setup)
     files = Files("train", COLUMNS, out, csv)
     files.check()
+    check_source(setup.data)
     if ranks.first():
         _say(notes)
     options = {"folder": output, "resume": resume, "save_every": save_every, "deterministic": deterministic, "notes": notes}

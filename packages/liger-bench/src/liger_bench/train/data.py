@@ -40,6 +40,15 @@ class Data:
     notes: list[str]
 
 
+def check_source(source: str) -> None:
+    """Raise OptionError if there is nothing to read there."""
+    path = Path(source).expanduser()
+    if source != LIBRARY and not path.is_dir() and not path.is_file():
+        raise OptionError(
+            f"train: --data must be a file, a folder, a dataset saved by datasets, or {LIBRARY}, got {source}, which is not there"
+        )
+
+
 def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     """The data of a setup for a model with so many embeddings, which may come with a tokenizer of its own.
 
@@ -73,14 +82,11 @@ def _documents(source: str, notes: list[str]) -> Iterator[str]:
     if source == LIBRARY:
         yield from library(CHARACTERS)
         return
+    check_source(source)
     path = Path(source).expanduser()
     if path.is_dir():
         yield from _dataset(path, notes) if _is_dataset(path) else _folder(path, notes)
         return
-    if not path.is_file():
-        raise OptionError(
-            f"train: --data must be a file, a folder, a dataset saved by datasets, or {LIBRARY}, got {source}, which is not there"
-        )
     yield _text(path) or _no_text(path)
 
 

@@ -3,12 +3,25 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass, fields
+
+from liger_core.errors import OptionError
 
 # The text that every machine has: the sources of Python's standard library.
 LIBRARY = "library"
 # What `liger train` takes on a device for an option that is not given, where that is not the default of the field.
+MOST = 2**31 - 1
+# Transformers seeds NumPy, too, which takes 32 bits.
+LIMITS = {
+    "batch": (1, MOST),
+    "sequence": (2, 2**24),
+    "accumulation": (1, MOST),
+    "ranks": (1, MOST),
+    "steps": (1, MOST),
+    "seed": (0, 2**32 - 1),
+}
 DEFAULTS = {"cuda": {"precision": "bf16", "checkpoint": "full"}, "cpu": {"precision": "fp32", "checkpoint": "none"}}
 
 
@@ -61,4 +74,20 @@ class Setup:
 
 def _size(size: int) -> str:
     """What the option takes for so many bytes."""
-    return f"{size >> 30}GiB" if size % 2**30 == 0 else str(size)
+    return next((f"{size >> bits}{unit}" for bits, unit in ((30, "GiB"), (20, "MiB")) if size % (1 << bits) == 0), f"{size}B")
+
+
+def check_values(setup: Setup, command: str = "train") -> None:
+    """Raise OptionError for a number that no training can have, or a name that is empty."""
+    for name, (low, high) in LIMITS.items():
+        value = getattr(setup, name)
+        if not low <= value <= high:
+            raise OptionError(f"{command}: --{name} must be from {low} to {high}, got {value}")
+    if setup.batch * setup.sequence > MOST:
+        raise OptionError(f"{command}: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}")
+    if not 0 < setup.learning_rate < math.inf:
+        raise OptionError(f"{command}: --learning-rate must be a positive number, got {setup.learning_rate}")
+    for name in ("model", "data", "nvme_folder"):
+        if (word := getattr(setup, name)) is not None and not word.strip():
+            option = name.replace("_", "-")
+            raise OptionError(f"{command}: --{option} must not be empty, as it is when it is a shell variable that is not set")

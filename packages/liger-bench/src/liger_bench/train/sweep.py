@@ -24,6 +24,7 @@ from liger_bench.model.process import Answer
 from liger_bench.printing import ratio, wide_console
 from liger_bench.train import techniques
 from liger_bench.train.cells import STRATEGIES, cells, hopeless, strategies_of, swept
+from liger_bench.train.data import check_source
 from liger_bench.train.places import Extras, Measured, Place, check, finished, launched, threads, train
 from liger_bench.train.row import COLUMNS, IDENTITY, SETUP, Row, row_of
 from liger_bench.train.setup import Setup
@@ -117,11 +118,12 @@ def sweep(
         raise OptionError("train: --sweep with --resume needs --out, the folder of the sweep to go on with")
     extras = Extras(out, snapshot, profile)
     check(base, extras)
-    setups = cells(base, swept(options), strategies_of(strategies) if strategies else list(STRATEGIES))
+    setups = cells(base, swept(options), strategies_of(strategies) if strategies is not None else list(STRATEGIES))
     if settle:
         setups = [replace(each, steps=each.steps + SETTLING) if each.checkpoint == "auto" else each for each in setups]
     for setup in setups:
         techniques.check(setup)
+        check_source(setup.data)
     chosen = _gpus(gpus, base)
     if len(chosen) > 1:
         # Told with the machine, and what the trainings get.

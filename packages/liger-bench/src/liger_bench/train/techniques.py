@@ -7,7 +7,7 @@ import importlib.util
 from typing import Any
 
 from liger_bench.train import combinations
-from liger_bench.train.setup import Setup
+from liger_bench.train.setup import Setup, check_values
 from liger_bench.train.technique import Technique
 from liger_core.errors import DeviceError, OptionError, nearest
 
@@ -383,15 +383,11 @@ def chosen(setup: Setup) -> list[Technique]:
 
 
 def check(setup: Setup) -> None:
-    """Whether every technique of a setup is known, installed, possible on its device and together with the others.
+    """Whether every value of a setup can be, and every technique is known, installed, possible on its device and together with the others.
 
     Raises OptionError or DeviceError with what to do; nothing large is loaded before.
     """
-    for name in ("batch", "accumulation", "steps", "ranks"):
-        if getattr(setup, name) < 1:
-            raise OptionError(f"train: --{name} must be at least 1, got {getattr(setup, name)}")
-    if setup.sequence < 2:
-        raise OptionError(f"train: --sequence must be at least 2, got {setup.sequence}")
+    check_values(setup)
     for technique in chosen(setup):
         given = f"--{technique.option} {getattr(setup, technique.option)}"
         if setup.device not in technique.devices:
