@@ -19,7 +19,7 @@ from liger_bench.measurements import Files
 from liger_bench.memory import bytes_of
 from liger_bench.printing import wide_console
 from liger_bench.progress import progress_bar
-from liger_bench.train import ranks, techniques
+from liger_bench.train import ranks, saved, techniques
 from liger_bench.train.data import check_source
 from liger_bench.train.places import Extras, check, observers
 from liger_bench.train.row import COLUMNS, Row
@@ -141,6 +141,8 @@ def train(
     files.check()
     check_source(setup.data)
     if ranks.first():
+        if output is not None:
+            saved.check_output(output, resume)
         _say(notes)
     options = {"folder": output, "resume": resume, "save_every": save_every, "deterministic": deterministic, "notes": notes}
     try:

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from liger_bench import machine
 from liger_bench.demo.text import Sequences
 from liger_bench.model.process import failure
-from liger_bench.train import saved, spending, techniques
+from liger_bench.train import ranks, saved, spending, techniques
 from liger_bench.train.arguments import training_arguments
 from liger_bench.train.checkpointing import checkpointed_layers
 from liger_bench.train.data import Data, read
@@ -213,8 +213,7 @@ class _Training:
             return None
         found: list[Any] = [None, []]
         if _rank() == 0:
-            if not resume and saved.checkpoints(folder):
-                raise OptionError(f"train: --output must be a folder without checkpoints, got {folder}; --resume goes on from them")
+            saved.check_new(folder, resume)
             found[0] = saved.newest(folder, found[1]) if resume else None
             if resume and found[0] is None:
                 found[1].append(f"There is no checkpoint in {folder} to go on from; the training begins.")
@@ -327,8 +326,8 @@ def _quiet() -> Iterator[None]:
 def _place(folder: Path | None) -> Iterator[Path]:
     """Where the Trainer may write."""
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
+        with saved.held(folder) if ranks.first() else contextlib.nullcontext():
+            yield folder
         return
     with tempfile.TemporaryDirectory(prefix="liger-train-") as temporary:
         yield Path(temporary)

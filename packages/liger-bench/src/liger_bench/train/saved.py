@@ -8,17 +8,26 @@ training had done so far.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import platform
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
 
 SEAL = "liger.json"
+# Held while a run writes to a folder, and says which one does. Never removed, as in results.py.
+LOCK = ".liger.run.lock"
 # The newest one and the one before, should the newest be damaged.
 KEPT = 2
 
@@ -30,6 +39,43 @@ class Saved:
     folder: Path
     step: int
     told: dict[str, Any]
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep other runs from writing to a folder. The lock is the operating system's: it ends with the process, however that ends.
+
+    Raises OptionError if another run holds it.
+    """
+    check_folder("train: --output", folder)
+    path = folder / LOCK
+    try:
+        lock = FileLock(path, timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise OptionError(
+            f"train: --output must be a folder that no other run is writing to, got {folder}, in use by {path.read_text() or 'another process'}; "
+            "give another folder, or end that run"
+        ) from None
+    try:
+        path.write_text(f"process {os.getpid()} on {platform.node()} since {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}")
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.write_text("")
+        lock.release()
+
+
+def check_output(folder: Path, resume: bool) -> None:
+    """Raise OptionError unless a run could write its checkpoints there now."""
+    with held(folder):
+        check_new(folder, resume)
+
+
+def check_new(folder: Path, resume: bool) -> None:
+    """Raise OptionError for checkpoints that a run would overwrite."""
+    if not resume and checkpoints(folder):
+        raise OptionError(f"train: --output must be a folder without checkpoints, got {folder}; --resume goes on from them")
 
 
 def seal(folder: Path, told: dict[str, Any]) -> None:
