@@ -415,6 +415,7 @@ def test_a_full_disk_while_saving_leaves_the_checkpoint_before(
     monkeypatch.undo()
     row = run(small, folder=tmp_path, save_every=2, resume=True)
     assert row.losses == whole
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
     assert row.notes is not None
     assert row.notes[-1] == f"The training went on from step 2, {tmp_path / 'checkpoint-2'}."
 

@@ -277,19 +277,28 @@ class _Trainer(Trainer):
 
 
 class _Sealer(TrainerCallback):
-    """Puts the tokenizer beside a checkpoint that was written, and seals it once all ranks have written theirs."""
+    """Marks a checkpoint that begins, puts the tokenizer beside it, and seals it once all ranks have written theirs."""
 
     def __init__(self, told: Callable[[], dict[str, Any]], tokenizer: Any) -> None:
         self.told, self.tokenizer = told, tokenizer
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Others have decided: the Trainer's own callback, and the recorder, which comes before this one.
+        if control.should_save and _rank() == 0:
+            saved.begin(_checkpoint(args, state))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         told = self.told()
         if dist.is_initialized():
             dist.barrier()
         if _rank() == 0:
-            folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            folder = _checkpoint(args, state)
             self.tokenizer.save_pretrained(folder)
             saved.seal(folder, told)
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
 
 @contextlib.contextmanager
