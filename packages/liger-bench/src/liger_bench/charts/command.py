@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -113,7 +113,8 @@ def _sizes(row: Record) -> Sizes | None:
     from liger_bench.train.model import config_of
 
     try:
-        config = config_of(Setup(**{name: row[name] for name in SETUP})).get_text_config()
+        # Whatever the row says: to draw a picture, no code of a model is run.
+        config = config_of(replace(Setup(**{name: row[name] for name in SETUP}), trust_remote_code=False)).get_text_config()
         return Sizes(config.hidden_size, config.num_hidden_layers, config.vocab_size)
     except (LigerError, AttributeError):
         return None

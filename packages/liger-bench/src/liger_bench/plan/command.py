@@ -38,6 +38,9 @@ def plan(
     offload: Annotated[str, typer.Option(help=f"{_values('offload')}.")] = "none",
     adapter: Annotated[str, typer.Option(help=f"{_values('adapter')}.")] = "none",
     device: Annotated[str, typer.Option(help="cuda or cpu; it need not be there.")] = "cuda",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model. Read it first.")
+    ] = False,
     memory_limit: Annotated[
         str | None, typer.Option(help="The memory to fit in, for instance 24GiB; that of the GPU, if one is here.")
     ] = None,
@@ -59,7 +62,7 @@ def plan(
     if device not in ("cuda", "cpu"):
         raise OptionError(f"plan: --device must be cuda or cpu, got {device!r}")
     if compare:
-        _compare(compare, out, as_json)
+        _compare(compare, out, as_json, trust_remote_code)
         return
     limit = _limit(memory_limit, device)
     setup = Setup(
@@ -77,6 +80,7 @@ def plan(
         ranks=ranks,
         device=device,
         memory_limit=limit,
+        trust_remote_code=trust_remote_code,
     )
     check_values(setup, "plan")
     chosen(setup)
@@ -113,7 +117,7 @@ def _limit(given: str | None, device: str) -> int | None:
     return None
 
 
-def _compare(results: list[Path], out: Path | None, as_json: bool) -> None:
+def _compare(results: list[Path], out: Path | None, as_json: bool, trust_remote_code: bool) -> None:
     from liger_bench.plan.comparison import compared, rows_in
     from liger_bench.plan.tables import compared_page, print_compared, worst
 
@@ -123,7 +127,7 @@ def _compare(results: list[Path], out: Path | None, as_json: bool) -> None:
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=len(rows))
         found = []
-        for one in compared(rows):
+        for one in compared(rows, trust_remote_code=trust_remote_code):
             found.append(one)
             bar.advance(task)
     if out is not None:

@@ -61,6 +61,9 @@ def train(
     nvme_folder: Annotated[str | None, typer.Option(help="Where --offload nvme writes.")] = None,
     adapter: Annotated[str, typer.Option(help=f"{_values('adapter')}.")] = "none",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = AUTO,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model. Read it first.")
+    ] = False,
     memory_limit: Annotated[str | None, typer.Option(help="Act as a smaller GPU, for instance 24GiB.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the checkpoints; the last one is the trained model.")] = None,
     save_every: Annotated[int, typer.Option(min=0, help="Steps from one checkpoint to the next; 0: only one at the end.")] = 0,
@@ -119,6 +122,7 @@ def train(
         learning_rate=learning_rate,
         seed=seed,
         nvme_folder=nvme_folder,
+        trust_remote_code=trust_remote_code,
     )
     if batch == AUTO:
         _check_search(setup, resume)

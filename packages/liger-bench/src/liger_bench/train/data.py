@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_bench.demo.settings import VOCABULARY
 from liger_bench.demo.text import library, trained_tokenizer
-from liger_bench.train.model import hub_is_reachable
+from liger_bench.train.model import has_code_of_its_own, loading_options
 from liger_bench.train.setup import LIBRARY, Setup
 from liger_core.errors import OptionError
 
@@ -60,7 +60,7 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     texts = _up_to(_documents(setup.data, notes), max(CHARACTERS, wanted))
     if not any(texts):
         raise OptionError(f"train: --data must hold text, got {setup.data}, which has none{'; ' + notes[0] if notes else ''}")
-    tokenizer = _tokenizer(setup.model, notes) if own_tokenizer else None
+    tokenizer = _tokenizer(setup, notes) if own_tokenizer else None
     if tokenizer is None:
         tokenizer = _trained(texts, min(vocabulary, VOCABULARY))
     ids = _tokens(tokenizer, texts)
@@ -153,17 +153,17 @@ def _dataset(folder: Path, notes: list[str]) -> Iterator[str]:
         yield row[column] or ""
 
 
-def _tokenizer(model: str, notes: list[str]) -> Any:
+def _tokenizer(setup: Setup, notes: list[str]) -> Any:
     """The one that the model was trained with; None if it comes with none."""
     from transformers import AutoTokenizer
 
-    # Without a hub what an earlier download has left; else the libraries ask for it again and again.
-    is_here = Path(model).exists() or not hub_is_reachable()
     try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=is_here)
+        return AutoTokenizer.from_pretrained(setup.model, **loading_options(setup))
     except (OSError, ValueError, KeyError, ImportError) as problem:
+        if (refused := has_code_of_its_own(setup.model, problem)) is not None:
+            raise refused from problem
         reason = str(problem).strip().split("\n")[0].rstrip(".")
-        notes.append(f"{model} comes with no tokenizer that can be loaded ({reason}), so one was trained on the text.")
+        notes.append(f"{setup.model} comes with no tokenizer that can be loaded ({reason}), so one was trained on the text.")
         return None
 
 

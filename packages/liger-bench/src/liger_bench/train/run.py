@@ -38,7 +38,7 @@ from liger_bench.train.shapes import SHAPES
 from liger_core.errors import DeviceError, LigerError, OptionError
 
 # What may change from one run to the next of the same training.
-MAY_CHANGE = ("steps", "memory_limit", "device", "nvme_folder")
+MAY_CHANGE = ("steps", "memory_limit", "device", "nvme_folder", "trust_remote_code")
 
 PROJECTORS = {
     "galore": ("galore_torch.galore_projector", "GaLoreProjector"),

@@ -38,6 +38,7 @@ class Setup:
     optimizer, shard, offload, adapter    names in train/techniques.py
     memory_limit  bytes; None for all that the device has
     nvme_folder   where offload "nvme" writes
+    trust_remote_code  whether code that comes with the model may run
     """
 
     model: str
@@ -59,6 +60,7 @@ class Setup:
     learning_rate: float = 1e-5
     seed: int = 0
     nvme_folder: str | None = None
+    trust_remote_code: bool = False
 
     def command(self) -> str:
         """The command line that runs it on such a device: every option that is not the default there."""
@@ -66,9 +68,10 @@ class Setup:
         if self.ranks > 1:
             words = ["torchrun", "--nproc-per-node", str(self.ranks), "-m", "liger_core", "train"]
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value != DEFAULTS[self.device].get(field.name, field.default) and field.name != "ranks":
-                words += ["--" + field.name.replace("_", "-"), _size(value) if field.name == "memory_limit" else str(value)]
+            value, option = getattr(self, field.name), "--" + field.name.replace("_", "-")
+            if value == DEFAULTS[self.device].get(field.name, field.default) or field.name == "ranks":
+                continue
+            words += [option] if value is True else [option, _size(value) if field.name == "memory_limit" else str(value)]
         return shlex.join(words)
 
 

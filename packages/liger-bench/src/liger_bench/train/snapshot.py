@@ -156,7 +156,20 @@ def record_of(setup: Setup, line: Timeline, asked: int | None, where: dict[str, 
 
 def name_of(setup: Setup) -> str:
     """A name for the files of a training: model, size and Liger, then whatever decides about memory and is not the default."""
-    skipped = ("model", "batch", "sequence", "liger", "steps", "seed", "learning_rate", "data", "device", "memory_limit", "nvme_folder")
+    skipped = (
+        "model",
+        "batch",
+        "sequence",
+        "liger",
+        "steps",
+        "seed",
+        "learning_rate",
+        "data",
+        "device",
+        "memory_limit",
+        "nvme_folder",
+        "trust_remote_code",
+    )
     words = [setup.model.strip("/").replace("/", "--"), f"{setup.batch}x{setup.sequence}", setup.liger.replace(",", "+")]
     for name, value in asdict(setup).items():
         if name not in skipped and value != getattr(Setup, name):
