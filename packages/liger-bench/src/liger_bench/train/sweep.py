@@ -72,8 +72,8 @@ def measured(
                             continue
                         phase(setup)
                         place.begin(setup, extras)
-                # While one process trains the next one loads, so that a training costs little beyond its steps.
-                for place in places[: len(alone)]:
+                # While one process trains on a GPU the next one loads. On the CPU that would take cores from the steps that are timed.
+                for place in places[: len(alone)] if alone and alone[0].device != "cpu" else []:
                     place.load()
                 for place in finished([place for place in places if place.setup]):
                     result = place.end(where)
