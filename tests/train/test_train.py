@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 from bench.commands import InProcess
 from liger_bench import machine
+from liger_bench.plan.step import predict
 from liger_bench.train import command, spending, techniques
 from liger_bench.train.data import Data, read
 from liger_bench.train.row import IDENTITY, Row, row_of
@@ -52,8 +53,29 @@ def test_a_row_carries_its_setup_and_what_was_measured(row: Row, small: Setup) -
     assert all(getattr(row, name) is not None for name in IDENTITY if name not in ("memory_limit", "nvme_folder"))
 
 
-def test_memory_is_not_told_on_the_cpu(row: Row) -> None:
-    assert (row.peak_bytes, row.peak_reserved_bytes, row.static_bytes) == (None, None, None)
+def test_memory_is_measured_on_the_cpu(row: Row, small: Setup) -> None:
+    assert row.parameters is not None
+    # Weights, and two moments of each.
+    assert row.static_bytes == pytest.approx(3 * 4 * row.parameters, rel=0.01)
+    assert row.peak_bytes == pytest.approx(predict(small).peak_bytes, rel=0.05)
+    assert row.peak_reserved_bytes is None
+
+
+def test_a_single_step_has_a_peak_too(small: Setup, row: Row) -> None:
+    alone = run(replace(small, steps=1)).peak_bytes
+    assert alone is not None
+    assert row.peak_bytes is not None
+    # Without the state of the optimizer, which this step makes when its activations are gone.
+    assert 2 * 4 * (row.parameters or 0) < alone < row.peak_bytes
+
+
+def test_what_a_resumed_training_held_before_counts(small: Setup, row: Row, tmp_path: Path) -> None:
+    run(replace(small, steps=3), folder=tmp_path)
+    (seal,) = tmp_path.glob("checkpoint-3/liger.json")
+    told = json.loads(seal.read_text())
+    assert told["peak_bytes"] == pytest.approx(row.peak_bytes, rel=0.01)
+    seal.write_text(json.dumps(told | {"peak_bytes": 1 << 40}))
+    assert run(small, folder=tmp_path, resume=True).peak_bytes == 1 << 40
 
 
 def test_a_row_carries_what_was_decided(row: Row) -> None:

@@ -17,7 +17,8 @@ class Row(Setup):
     """A setup, and what its training did.
 
     *tokens_per_second   of all ranks; median, 0.2 and 0.8 quantile of the steps after the first two
-    peak_bytes           the most memory that a rank held at once, over the whole training; peak_reserved_bytes with the allocator's own
+    peak_bytes           the most memory that a rank held at once, over the whole training; on the CPU in its second step
+    peak_reserved_bytes  with what the allocator of a GPU keeps
     static_bytes         held between two steps: weights, gradients that stay, optimizer
     losses               of every step that was taken
     checkpointed_layers  how many layers were computed twice

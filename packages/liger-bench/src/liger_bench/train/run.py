@@ -29,12 +29,16 @@ from liger_bench.model.process import failure
 from liger_bench.train import ranks, saved, spending, techniques
 from liger_bench.train.arguments import training_arguments
 from liger_bench.train.checkpointing import checkpointed_layers
+from liger_bench.train.combinations import ZERO
+from liger_bench.train.cpu_memory import CpuMemory
 from liger_bench.train.data import Data, read
 from liger_bench.train.model import build, config_of
+from liger_bench.train.profile import Profile
 from liger_bench.train.record import Interruption, Recorder
 from liger_bench.train.row import Row, row_of
 from liger_bench.train.setup import Setup
 from liger_bench.train.shapes import SHAPES
+from liger_bench.train.snapshot import Snapshot
 from liger_core.errors import DeviceError, LigerError, OptionError
 
 # What may change from one run to the next of the same training.
@@ -72,6 +76,7 @@ def run(
         _check_resumable(setup)
     device = _device(setup)
     training = _Training(setup, device, list(notes), bar, deterministic)
+    training.recorder.memory = _memory(setup, training.notes, observers)
     results: dict[str, Any] = {}
     try:
         with _order_of_sums():
@@ -89,6 +94,19 @@ def run(
     del training
     release(device)
     return row
+
+
+def _memory(setup: Setup, notes: list[str], observers: Sequence[TrainerCallback]) -> CpuMemory | None:
+    """What measures the memory of a training on the CPU, if it can be measured."""
+    if setup.device != "cpu":
+        return None
+    if setup.shard in ZERO:
+        notes.append("Peak memory was not measured: what DeepSpeed holds on the CPU cannot be seen.")
+        return None
+    if any(isinstance(observer, Profile | Snapshot) for observer in observers):
+        notes.append("Peak memory was not measured: --snapshot and --profile need the same profiler.")
+        return None
+    return CpuMemory()
 
 
 def _check_resumable(setup: Setup) -> None:
