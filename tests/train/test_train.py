@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from bench.commands import InProcess
 from liger_bench import machine
@@ -328,6 +328,38 @@ def test_a_model_with_a_tokenizer_is_trained_on_its_own_tokens(small: Setup, mod
     assert data.tokenizer.eos_token == "<end>"
     with pytest.raises(OptionError, match="the tokens must be below 100"):
         read(replace(small, model=str(tmp_path / "model"), data=str(text), batch=1), vocabulary=100, own_tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(small: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a training of one step leaves."""
+    folder = tmp_path_factory.mktemp("trained")
+    run(replace(small, steps=1), folder=folder)
+    return folder / "checkpoint-1"
+
+
+def test_a_saved_tokenizer_pads_a_batch(checkpoint: Path) -> None:
+    batch = AutoTokenizer.from_pretrained(checkpoint)(["A step", "A step reads a batch of sequences"], padding=True)
+    short, long = batch["input_ids"]
+    assert len(short) == len(long)
+    assert batch["attention_mask"][0][-1] == 0
+    assert short[-1] not in long
+
+
+def test_a_saved_model_knows_the_tokens_of_its_tokenizer(checkpoint: Path) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    for config in (model.config, model.generation_config):
+        assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
+    assert tokenizer.decode([0, 1]) == "<|endoftext|><|pad|>"
+
+
+def test_each_text_ends_with_the_token_for_it(small: Setup, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("some words of a text " * 30)
+    ids = data_of(small, tmp_path, batch=1).sequences.flatten().tolist()
+    one = ids[: ids.index(0) + 1]
+    assert len(one) < len(ids)
+    assert ids == (one + one)[: len(ids)]
 
 
 @pytest.mark.slow

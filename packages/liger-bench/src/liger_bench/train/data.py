@@ -25,6 +25,8 @@ CHARACTERS, CHARACTERS_OF_A_TOKEN = 4_000_000, 6
 # Where git looks for a zero, to tell a binary file from a text.
 HEAD = 8000
 NAMED = 3
+# Of a tokenizer that is trained here. What fine-tunes the saved model pads its batches.
+END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,8 @@ def _tokenizer(setup: Setup, notes: list[str]) -> Any:
 def _trained(texts: list[str], vocabulary: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(tokenizer_object=trained_tokenizer(_up_to(texts, CHARACTERS), vocabulary))
+    trained = trained_tokenizer(_up_to(texts, CHARACTERS), vocabulary, (END_OF_TEXT, PADDING))
+    return PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=END_OF_TEXT, pad_token=PADDING)
 
 
 def _tokens(tokenizer: Any, texts: list[str]) -> Tensor:

@@ -197,6 +197,7 @@ class _Training:
                 return
             self._tell(None, "loading the model")
             built = build(self.setup, self.device)
+            _name_tokens(built.model, data.tokenizer)
             self.notes.extend(built.notes)
             self.known = _counts(built.model) | {"replaced": built.replaced}
             sealer = _Sealer(lambda: self._told(built.model, data), data.tokenizer)
@@ -313,6 +314,14 @@ class _Sealer(TrainerCallback):
             folder = _checkpoint(args, state)
             self.tokenizer.save_pretrained(folder)
             saved.seal(folder, told)
+
+
+def _name_tokens(model: Any, tokenizer: Any) -> None:
+    """Tell a model that knows no end of a text, and no padding, those of its tokenizer, so that what is saved can generate."""
+    for config in (model.config, model.generation_config):
+        for name in ("eos_token_id", "pad_token_id"):
+            if config is not None and getattr(config, name, None) is None:
+                setattr(config, name, getattr(tokenizer, name))
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
