@@ -48,6 +48,8 @@ def test_a_plan_as_json_holds_everything(plan: Plan, tmp_path: Path) -> None:
     assert found["fits"] is True
     assert found["prediction"]["peak_bytes"] == predict(Setup("tiny", 2, 64)).peak_bytes
     assert found["largest_batch"] > 2
+    assert found["command"] == found["prediction"]["command"]
+    assert found["checklist"] == []
     assert found["command"].startswith("liger train --model tiny")
     assert shlex.split(found["command"])[-2:] == ["--memory-limit", "160MiB"]
     assert [formula["name"] for formula in found["formulas"]] == ["static", "checkpoints", "logits"]
@@ -63,6 +65,13 @@ def test_what_does_not_fit_is_an_exit_code_and_a_way_out(plan: Plan) -> None:
     assert code == 1
     assert "does not fit" in output
     assert "liger train --model tiny --batch 8 --sequence 256" in output
+
+
+def test_the_command_for_the_cpu_is_one_that_can_be_run(plan: Plan) -> None:
+    _, output, _ = plan(*TINY, "--device", "cpu", "--memory-limit", "1GiB", "--no-techniques", "--json")
+    found = json.loads(output)
+    assert found["memory_limit"] == 1 << 30
+    assert found["command"] == "liger train --model tiny --batch 2 --sequence 64 --device cpu"
 
 
 def test_without_a_limit_no_verdict_is_given(plan: Plan) -> None:

@@ -54,8 +54,8 @@ def plan(
 ) -> None:
     """Predict the memory of a training before anything of it is allocated: by category, and what would make it fit.
 
-    The model is made of fake tensors and takes a step; options are those of `liger train`. Exit code 1 if it does not fit, or if a comparison
-    finds a prediction that is more than 10 % off or wrong about fitting.
+    The model is made of fake tensors and takes a step; options are those of `liger train`. Exit code 1 if this setup does not fit, even if
+    another one that does is found, or if a comparison finds a prediction that is more than 10 % off or wrong about fitting.
     """
     if (model is None) == (not compare):
         raise OptionError("plan: --model or --compare must be given, one of the two")
@@ -79,7 +79,8 @@ def plan(
         accumulation=accumulation,
         ranks=ranks,
         device=device,
-        memory_limit=limit,
+        # What `liger train` could be given: it acts as a smaller GPU, and a whole one needs no limit.
+        memory_limit=limit if memory_limit is not None and device == "cuda" else None,
         trust_remote_code=trust_remote_code,
     )
     check_values(setup, "plan")
