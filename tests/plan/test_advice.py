@@ -63,6 +63,7 @@ def test_on_the_cpu_nothing_is_offered_that_takes_a_gpu(ranks: int) -> None:
     for other in alternatives(setup, predicting(counted)):
         assert "cpu" in other.technique.devices, other
         assert other.technique.option != "offload"
+        assert "paged" not in other.technique.value
     items = list(checklist(setup, 0, predicting(counted)))
     assert {item.title for item in items} >= {"Liger", "GaLore", "8-bit optimizer"}
     assert not [item.title for item in items if "offload" in item.title]

@@ -70,7 +70,7 @@ def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternati
         for value, technique in values.items():
             if value in NO_ALTERNATIVE or value == getattr(setup, option) or (option == "shard" and setup.ranks == 1 and value != "none"):
                 continue
-            if setup.device not in technique.devices or _offloads_to_itself(setup, option):
+            if setup.device not in technique.devices or _stays_where_it_is(setup, option, value):
                 continue
             change: dict[str, Any] = {option: value}
             changed = replace(setup, **change)
@@ -86,7 +86,7 @@ def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[
     for title, changes in CHECKLIST:
         if prediction.fits(limit):
             return
-        if any(_offloads_to_itself(setup, option) for option in changes):
+        if any(_stays_where_it_is(setup, option, value) for option, value in changes.items()):
             continue
         if title in MANY_RANKS and setup.ranks == 1:
             if setup.device != "cpu":
@@ -103,9 +103,9 @@ def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[
         yield Item(title, changes | more, prediction)
 
 
-def _offloads_to_itself(setup: Setup, option: str) -> bool:
-    """The host is the device of a training on the CPU."""
-    return setup.device == "cpu" and option == "offload"
+def _stays_where_it_is(setup: Setup, option: str, value: str) -> bool:
+    """What would go to the host is there already, in a training on the CPU."""
+    return setup.device == "cpu" and (option == "offload" or value.startswith("paged"))
 
 
 def largest_batch(setup: Setup, limit: int, foresee: Predict = predict) -> int:

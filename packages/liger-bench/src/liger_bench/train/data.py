@@ -116,7 +116,7 @@ def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
                 yield text
     if skipped:
         more = f" and {len(skipped) - NAMED} more" if len(skipped) > NAMED else ""
-        notes.append(f"What is no text was skipped in {folder}: {', '.join(skipped[:NAMED])}{more}.")
+        notes.append(f"Files in {folder} that are not text were skipped: {', '.join(skipped[:NAMED])}{more}.")
 
 
 def _text(path: Path) -> str | None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from liger_bench.printing import size
 from liger_bench.train import ranks
 from liger_bench.train.cpu_memory import CpuMemory
 from liger_bench.train.row import WARM_UP
@@ -220,5 +221,5 @@ class Recorder(TrainerCallback):
             words.append(f"{self._tokens() / self.timed[-1]:,.0f} tokens/s")
         peak = self._peaks()[0]
         if peak:
-            words.append(f"peak {peak / 2**30:.2f} GiB")
+            words.append(f"peak {size(peak)}")
         return " · ".join(words)
