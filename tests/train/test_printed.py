@@ -99,7 +99,7 @@ def test_a_plan_fits_a_terminal(printed: Callable[[], str], monkeypatch: pytest.
     assert cells(text, "--optimizer adamw-torchao-4bit")[1:3] == ["2561.14", "+0.00"]
     assert "1.24 B parameters\n" in text
     assert "batch · sequence · vocabulary · 4, three at once = 112 · 24576 ·" in text
-    assert "do not fit, whatever is added from the checklist" in text
+    assert "do not fit with any of these techniques" in text
     offered = [other.technique for other in found.alternatives if other.prediction]
     assert len(offered) > 10
     assert all(f"│ --{technique.option} {technique.value} " in text for technique in offered)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from liger_bench.train import saved
+from liger_core.errors import OptionError
 
 TOLD: dict[str, Any] = {
     "setup": {"model": "tiny"},
@@ -78,6 +79,14 @@ def test_a_seal_that_was_cut_costs_one_checkpoint(folder: Path, length: int) -> 
     seal = folder / "checkpoint-4" / saved.SEAL
     seal.write_text(seal.read_text()[:length])
     assert resumed(folder)[0] == 2
+
+
+def test_a_seal_from_before_there_was_an_option_is_of_a_run_without_it(folder: Path) -> None:
+    found = saved.newest(folder, [])
+    assert found is not None
+    saved.check_same(found, {"model": "tiny", "new_option": False}, "a hash")
+    with pytest.raises(OptionError, match="where it was --model tiny;"):
+        saved.check_same(found, {"model": "small", "new_option": False}, "a hash")
 
 
 def test_an_unfinished_checkpoint_is_removed(folder: Path) -> None:

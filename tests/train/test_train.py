@@ -326,6 +326,21 @@ def test_a_model_with_a_tokenizer_is_trained_on_its_own_tokens(small: Setup, mod
         read(replace(small, model=str(tmp_path / "model"), data=str(text), batch=1), vocabulary=100, own_tokenizer=True)
 
 
+@pytest.mark.parametrize("adapter", ["none", "qlora"])
+def test_a_config_is_enough_to_train_from_random_weights(adapter: str, small: Setup, model: Path, tmp_path: Path) -> None:
+    if adapter == "qlora":
+        pytest.importorskip("bitsandbytes")
+        pytest.importorskip("peft")
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    bare = replace(small, model=str(tmp_path), adapter=adapter, steps=2)
+    with pytest.raises(OptionError, match=r"no file named model\.safetensors.*; --random-weights takes only its config\."):
+        run(bare)
+    one, same, other = (run(replace(bare, random_weights=True, seed=seed)) for seed in (0, 0, 1))
+    assert not one.failed, one.reason
+    assert one.losses == same.losses != other.losses
+    assert replace(bare, random_weights=True).command() == f"{bare.command()} --random-weights"
+
+
 @pytest.fixture(scope="module")
 def checkpoint(small: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a training of one step leaves."""

@@ -36,7 +36,7 @@ def report(
     ] = None,
     docs: Annotated[Path | None, typer.Option(help="Also a page in Markdown; its pictures go to images/training beside it.")] = None,
 ) -> None:
-    """Draw the seed's figures from trainings and write one page; every figure in it comes from the results."""
+    """Write one page with charts and tables of throughput and memory; every figure in it comes from the results of liger train."""
     rows, html = read(results), html or results[0] / "report.html"
     for option, path in (("--html", html), ("--docs", docs)):
         if path is not None:

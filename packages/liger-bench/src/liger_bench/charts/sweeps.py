@@ -21,7 +21,7 @@ AXES = (*SIZES, "ranks")
 # What tells the lines of a picture apart; all other columns are the same in it.
 STRATEGY = ("liger", "checkpoint")
 # A training with another of these takes as long and as much memory.
-FREE = ("steps", "learning_rate", "seed", "nvme_folder", "trust_remote_code")
+FREE = ("steps", "learning_rate", "seed", "nvme_folder", "trust_remote_code", "random_weights")
 DEFAULTS = {field.name: field.default for field in fields(Setup)}
 PLAIN, FUSED, PARTLY = "none", "all", "all-but-loss"
 WORDS = {PLAIN: "Transformers", PARTLY: "Liger but for the loss", FUSED: "Liger"}

@@ -43,9 +43,13 @@ def print_plan(found: Plan) -> None:
     if prediction.fits(found.limit):
         console.print(f"{batch} fit:\n  {found.command}", soft_wrap=True, markup=False)
     elif found.command:
-        console.print(f"{batch} do not fit. The first setup down the checklist that does:\n  {found.command}", soft_wrap=True, markup=False)
+        console.print(
+            f"{batch} do not fit. The first setup that does, adding one technique at a time:\n  {found.command}",
+            soft_wrap=True,
+            markup=False,
+        )
     else:
-        console.print(f"{batch} do not fit, whatever is added from the checklist; make the batch smaller.")
+        console.print(f"{batch} do not fit with any of these techniques; make the batch smaller.")
 
 
 def _print_held(console: Console, found: Plan) -> None:

@@ -17,7 +17,7 @@ STRATEGIES = ("none", "all-but-loss", "all")
 # What a reason begins with if a training was left out.
 NOT_RUN = "not run"
 # Option → type, of all that can vary.
-SWEPT = {field.name: str(field.type) for field in fields(Setup) if field.name not in ("liger", "device", "trust_remote_code")}
+SWEPT = {field.name: str(field.type) for field in fields(Setup) if field.name not in ("liger", "device") and field.type != "bool"}
 
 
 def swept(options: Sequence[str]) -> dict[str, list[Any]]:

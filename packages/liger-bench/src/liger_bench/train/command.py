@@ -60,6 +60,10 @@ def train(
     offload: Annotated[str, typer.Option(help=f"{_values('offload')}; for --shard.")] = "none",
     nvme_folder: Annotated[str | None, typer.Option(help="Where --offload nvme writes.")] = None,
     adapter: Annotated[str, typer.Option(help=f"{_values('adapter')}.")] = "none",
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="Take only the config of a folder or name, and begin with the random weights of --seed."),
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = AUTO,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model. Read it first.")
@@ -123,6 +127,7 @@ def train(
         seed=seed,
         nvme_folder=nvme_folder,
         trust_remote_code=trust_remote_code,
+        random_weights=random_weights,
     )
     if batch == AUTO:
         _check_search(setup, resume)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from dataclasses import dataclass
 from functools import cache
@@ -76,16 +77,18 @@ def _loaded(setup: Setup, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     config, dtype = config_of(setup), weights_dtype(setup)
-    if setup.model in SHAPES:
-        if _comes_in_pieces(setup):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-        with device:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if _is_random(setup):
+        with contextlib.nullcontext() if _comes_in_pieces(setup) else device:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
     place = {} if _comes_in_pieces(setup) else {"device_map": {"": device}}
     try:
         return AutoModelForCausalLM.from_pretrained(setup.model, config=config, dtype=dtype, **loading_options(setup), **place)
     except (OSError, ValueError) as problem:
         raise _not_found(setup.model, problem) from problem
+
+
+def _is_random(setup: Setup) -> bool:
+    return setup.model in SHAPES or setup.random_weights
 
 
 def _comes_in_pieces(setup: Setup) -> bool:
@@ -99,13 +102,13 @@ def _quantized(setup: Setup, device: torch.device) -> Any:
     low = LOW.get(setup.precision, torch.float32)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=low)
     options: dict[str, Any] = {"config": config_of(setup), "dtype": low, "quantization_config": four_bits, "device_map": {"": device}}
-    if setup.model not in SHAPES:
+    if not _is_random(setup):
         try:
             return AutoModelForCausalLM.from_pretrained(setup.model, **loading_options(setup), **options)
         except (OSError, ValueError) as problem:
             raise _not_found(setup.model, problem) from problem
     with device:
-        random = AutoModelForCausalLM.from_config(config_of(setup), dtype=low)
+        random = AutoModelForCausalLM.from_config(config_of(setup), dtype=low, trust_remote_code=setup.trust_remote_code)
     return type(random).from_pretrained(None, state_dict=random.state_dict(), **options)
 
 
@@ -178,6 +181,8 @@ def _not_found(name: str, problem: Exception) -> OptionError:
     reason = str(problem).strip().split("\n")[0].rstrip(".")
     if not Path(name).exists() and not hub_is_reachable():
         reason = "no such folder, and the hub cannot be reached"
+    elif (Path(name) / "config.json").is_file():
+        reason += "; --random-weights takes only its config"
     return OptionError(
         f"train: --model must be {', '.join(SHAPES)}, a folder with a config.json and weights, or a name on the hub, "
         f"got {name!r}: {reason}.{nearest(name, SHAPES)}"

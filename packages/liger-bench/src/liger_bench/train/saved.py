@@ -136,7 +136,8 @@ def checkpoints(folder: Path) -> list[Path]:
 def check_same(saved: Saved, setup: dict[str, Any], text: str) -> None:
     """Raise OptionError if a checkpoint is of another training: one of these options was another, or the text has changed."""
     was = saved.told["setup"]
-    others = [f"--{name.replace('_', '-')} {was.get(name)}" for name in setup if was.get(name) != setup[name]]
+    # A version that did not have an option yet trained as if it were not given.
+    others = [f"--{name.replace('_', '-')} {was[name]}" for name in setup if name in was and was[name] != setup[name]]
     if others:
         raise OptionError(
             f"train: --resume needs the options of the training in {saved.folder.parent}, where it was {', '.join(others)}; "

@@ -39,6 +39,7 @@ class Setup:
     memory_limit  bytes; None for all that the device has
     nvme_folder   where offload "nvme" writes
     trust_remote_code  whether code that comes with the model may run
+    random_weights     take only the config of a folder or name
     """
 
     model: str
@@ -61,6 +62,7 @@ class Setup:
     seed: int = 0
     nvme_folder: str | None = None
     trust_remote_code: bool = False
+    random_weights: bool = False
 
     def command(self) -> str:
         """The command line that runs it on such a device: every option that is not the default there."""

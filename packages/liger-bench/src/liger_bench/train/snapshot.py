@@ -165,6 +165,7 @@ def name_of(setup: Setup) -> str:
         "memory_limit",
         "nvme_folder",
         "trust_remote_code",
+        "random_weights",
     )
     words = [setup.model.strip("/").replace("/", "--"), f"{setup.batch}x{setup.sequence}", setup.liger.replace(",", "+")]
     for name, value in asdict(setup).items():
