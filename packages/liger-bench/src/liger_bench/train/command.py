@@ -186,7 +186,7 @@ def _defaults(told: dict[str, str | None], device: str, found: torch.device) -> 
 
 def _check_search(setup: Setup, resume: bool) -> None:
     if setup.device == "cpu":
-        raise DeviceError("train: --batch auto needs a GPU, since the memory of the host has no limit that could be kept; give a number")
+        raise DeviceError("train: --batch auto needs a GPU, since host memory has no limit that could be kept; give a number")
     if setup.ranks > 1:
         raise OptionError(
             f"train: --batch auto needs one process, got {setup.ranks} ranks, which would not run out of memory together; "
