@@ -92,7 +92,7 @@ def test_a_seal_from_before_there_was_an_option_is_of_a_run_without_it(folder: P
 def test_an_unfinished_checkpoint_is_removed(folder: Path) -> None:
     saved.begin(folder / "checkpoint-6")
     (folder / "checkpoint-6" / "model.safetensors").write_bytes(b"wei")
-    note = "checkpoint-6 was not written to its end and was removed; the training goes on from the checkpoint before it."
+    note = "checkpoint-6 was not written to its end and was removed; resuming from the checkpoint before it."
     assert resumed(folder) == (4, [note])
     assert names(folder) == ["checkpoint-2", "checkpoint-4"]
 

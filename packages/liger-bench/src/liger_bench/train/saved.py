@@ -114,7 +114,7 @@ def newest(folder: Path, notes: list[str]) -> Saved | None:
     for path in reversed(checkpoints(folder)):
         if (path / UNFINISHED).exists() and not (path / SEAL).exists():
             shutil.rmtree(path)
-            notes.append(f"{path.name} was not written to its end and was removed; the training goes on from the checkpoint before it.")
+            notes.append(f"{path.name} was not written to its end and was removed; resuming from the checkpoint before it.")
             continue
         problem, told = _read(path)
         if problem is None:
@@ -123,7 +123,7 @@ def newest(folder: Path, notes: list[str]) -> Saved | None:
             shutil.rmtree(before.pop())
         aside = _free(path.with_name("damaged-" + path.name))
         path.rename(aside)
-        notes.append(f"{path.name} was damaged ({problem}) and is now {aside.name}; the training goes on from the checkpoint before it.")
+        notes.append(f"{path.name} was damaged ({problem}) and is now {aside.name}; resuming from the checkpoint before it.")
     return None
 
 
