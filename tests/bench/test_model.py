@@ -321,12 +321,17 @@ def test_a_results_file_of_another_kind_is_left_alone(liger: InProcess, tmp_path
     assert (tmp_path / "model.json").read_text() == "{"
 
 
-@pytest.mark.parametrize(("size", "count"), [("24GiB", 24 << 30), ("1.5 kb", 1500), ("1e9", 10**9), ("7", 7)])
+@pytest.mark.parametrize(("size", "count"), [("24GiB", 24 << 30), ("1.5 kb", 1500), ("1e9b", 10**9), ("7 B", 7), ("2g", 2 * 10**9)])
 def test_a_size_is_read(size: str, count: int) -> None:
     assert bytes_of("op: --size", size) == count
 
 
-@pytest.mark.parametrize("size", ["", "0", "GiB", "-1", "1 PiB"])
+def test_a_size_without_a_unit_is_asked_for_one() -> None:
+    with pytest.raises(OptionError, match=r"op: --size must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB\?"):
+        bytes_of("op: --size", "24")
+
+
+@pytest.mark.parametrize("size", ["", "0", "0 GiB", "GiB", "-1", "-1GiB", "1 PiB", "1..5GiB", "nan", "infGiB", "1e99GiB", "9e18B"])
 def test_no_size_is_refused(size: str) -> None:
     with pytest.raises(OptionError, match="op: --size must be a size like"):
         bytes_of("op: --size", size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +61,8 @@ class At(TrainerCallback):
             self.do()
 
 
-def raising(error: BaseException) -> Callable[[], None]:
-    def do() -> None:
+def raising(error: BaseException) -> Callable[..., None]:
+    def do(*_: Any) -> None:
         raise error
 
     return do
@@ -94,7 +96,7 @@ def stopped(failed: Path, tmp_path: Path) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != saved.LOCK)
 
 
 @pytest.mark.slow
@@ -197,7 +199,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_taken(
 
 
 def test_without_a_whole_checkpoint_the_training_begins(small: Setup, whole: list[float], stopped: Path) -> None:
-    for path in stopped.iterdir():
+    for path in saved.checkpoints(stopped):
         cut(path)
     row = run(small, folder=stopped, resume=True)
     assert row.losses == whole
@@ -224,6 +226,48 @@ def test_checkpoints_are_not_overwritten_by_another_training(small: Setup, stopp
     with pytest.raises(OptionError, match=r"--output must be a folder without checkpoints, got .*; --resume goes on from them"):
         run(small, folder=stopped)
     assert names(stopped) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_two_runs_do_not_write_to_one_folder(
+    liger: InProcess, small: Setup, whole: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[tuple[int, str]] = []
+
+    def second_run() -> None:
+        with pytest.raises(OptionError, match="must be a folder that no other run is writing to"):
+            run(replace(small, seed=1), folder=tmp_path)
+        # Whatever loads comes after the refusal.
+        monkeypatch.setattr(command, "_trained", raising(AssertionError("this run begins")))
+        refused.extend(
+            liger("train", "--model", "tiny", "--device", "cpu", "--output", str(tmp_path), *more) for more in ([], ["--resume"])
+        )
+
+    assert run(small, folder=tmp_path, save_every=2, observers=[At(3, second_run)]).losses == whole
+    sentence = f"got {tmp_path}, in use by process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d}"
+    assert [(code, sentence in said, "give another folder, or end that run" in said) for code, said in refused] == [(2, True, True)] * 2
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_the_folder_of_a_run_that_was_killed_is_free(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+from liger_bench.train import saved
+with saved.held(Path({str(tmp_path)!r})):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == -signal.SIGKILL
+    assert "process " in (tmp_path / saved.LOCK).read_text()
+    saved.check_output(tmp_path, resume=False)
+    assert (tmp_path / saved.LOCK).read_text() == ""
+
+
+def test_checkpoints_that_would_be_overwritten_are_told_before_anything_is_loaded(
+    liger: InProcess, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_trained", raising(AssertionError("it begins")))
+    code, said = liger("train", "--model", "tiny", "--device", "cpu", "--output", str(stopped))
+    assert (code, "--output must be a folder without checkpoints" in said) == (2, True), said
 
 
 def test_a_training_that_is_done_is_told_again(small: Setup, whole: list[float], stopped: Path) -> None:
@@ -269,6 +313,7 @@ def test_with_a_technique_a_training_goes_on_exactly_too(small: Setup, tmp_path:
 SHARDED = """
 import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from liger_bench.ending import end
 from liger_bench.train import zero
@@ -372,6 +417,7 @@ def test_a_full_disk_while_saving_leaves_the_checkpoint_before(
     monkeypatch.undo()
     row = run(small, folder=tmp_path, save_every=2, resume=True)
     assert row.losses == whole
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
     assert row.notes is not None
     assert row.notes[-1] == f"The training went on from step 2, {tmp_path / 'checkpoint-2'}."
 

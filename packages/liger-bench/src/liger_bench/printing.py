@@ -21,3 +21,21 @@ def wide_console() -> Console:
 def ratio(value: float | None, base: float | None) -> str:
     """A cell: how often the base goes into the value, if both are known."""
     return f"{value / base:.2f}" if value is not None and base else "–"
+
+
+def unit_of(largest: float) -> tuple[int, str]:
+    """The unit of a column of sizes whose largest has so many bytes, and its name; the report and the plan keep two decimals of it."""
+    return next(((1 << bits, name) for bits, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if largest >= 1 << bits), (1, "bytes"))
+
+
+def size(count: float) -> str:
+    """Bytes in words, like 1.24 GiB."""
+    scale, name = unit_of(count)
+    return f"{count / scale:,.2f}".removesuffix(".00") + f" {name}"
+
+
+def amount(count: float) -> str:
+    """A number in words, to three digits, like 33.8 K."""
+    scale, name = next(((10**power, f" {name}") for power, name in ((9, "B"), (6, "M"), (3, "K")) if count >= 10**power), (1, ""))
+    value = count / scale
+    return f"{value:.{max(0, 3 - len(str(int(value)))) if scale > 1 else 0}f}{name}"

@@ -39,7 +39,7 @@ SomePeers = Annotated[list[str] | None, typer.Option("--peer", help=f"A peer to 
 Passes = Annotated[list[str] | None, typer.Option("--pass", help=f"A pass to measure; repeatable; {', '.join(PASSES)}.")]
 Patterns = Annotated[list[str] | None, typer.Option("--workload", help="A workload by name, or several by a pattern; repeatable.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Only the small workloads, briefly.")]
-Seconds = Annotated[float, typer.Option(help="How long each pass of an implementation is timed.")]
+Seconds = Annotated[float, typer.Option(min=0, help="How long each pass of an implementation is timed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Csv = Annotated[Path | None, typer.Option(help="File to append the rows to.")]
 Out = Annotated[Path | None, typer.Option(help="Folder whose results.csv and results.json the rows are appended to.")]
@@ -103,7 +103,7 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         precision = machine.named_dtype("bench", dtype, place)
         if resume and out is None:
             raise OptionError("bench: --resume needs --out, the folder of the run to go on with")
-        files = Files.named("results", HEADER, out, csv)
+        files = Files("results", HEADER, out, csv)
         wanted = list(peers.FILES) if all_peers else some_peers or []
         shape = (names or [], backends or [], wanted, passes or list(default_passes), patterns or [], quick, scaling)
         asked = Asked(*shape, files, resume)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +18,7 @@ from liger_bench.progress import progress_bar
 from liger_bench.report.records import Record
 from liger_bench.train.row import SETUP
 from liger_bench.train.setup import Setup
+from liger_bench.writable import check_file
 from liger_core.errors import LigerError
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ def report(
     ] = None,
     docs: Annotated[Path | None, typer.Option(help="Also a page in Markdown; its pictures go to images/training beside it.")] = None,
 ) -> None:
-    """Draw the seed's figures from trainings and write one page; every figure in it comes from the results."""
+    """Write one page with charts and tables of throughput and memory; every figure in it comes from the results of liger train."""
     rows, html = read(results), html or results[0] / "report.html"
+    for option, path in (("--html", html), ("--docs", docs)):
+        if path is not None:
+            check_file(f"report: {option}", path)
     command = " ".join(["liger report", *(folder.as_posix() for folder in results)])
     with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="liger-report-") as folder:
         task = bar.add_task("loading matplotlib", total=None)
@@ -49,7 +53,6 @@ def report(
         base = Path(folder) if docs is None else docs.parent
         place = _Place(base, lambda name: bar.update(task, description=f"drawing {name}"))
         text, count = _written(rows, timelines, place, command)
-        html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(as_html(text, base), encoding="utf-8")
     if docs is not None:
         docs.write_text(text, encoding="utf-8")
@@ -110,7 +113,8 @@ def _sizes(row: Record) -> Sizes | None:
     from liger_bench.train.model import config_of
 
     try:
-        config = config_of(Setup(**{name: row[name] for name in SETUP})).get_text_config()
+        # Whatever the row says: to draw a picture, no code of a model is run.
+        config = config_of(replace(Setup(**{name: row[name] for name in SETUP}), trust_remote_code=False)).get_text_config()
         return Sizes(config.hidden_size, config.num_hidden_layers, config.vocab_size)
     except (LigerError, AttributeError):
         return None

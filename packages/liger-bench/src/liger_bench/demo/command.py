@@ -16,6 +16,7 @@ from rich.text import Text
 from liger_bench import machine
 from liger_bench.demo.settings import settings_for
 from liger_bench.progress import progress_bar
+from liger_bench.writable import check_folder
 from liger_core.errors import DtypeError
 from liger_core.selection import use
 from liger_core.tables import Cell, Column, output, print_table
@@ -44,6 +45,7 @@ def demo(
             "demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss scaling"
         )
     settings = settings_for(size, place, precision, steps, batch, sequence)
+    check_folder("demo: --out", out)
     with use(backend) if backend else contextlib.nullcontext(), contextlib.redirect_stdout(sys.stderr), progress_bar() as bar:
         loading = bar.add_task("loading Transformers", total=None)
         # The other commands do without it, and without matplotlib.
@@ -52,7 +54,6 @@ def demo(
 
         bar.remove_task(loading)
         result = run(settings, bar)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "result.json").write_text(json.dumps(_without_infinities(result), indent=2) + "\n")
     pictures.draw(result, out)
     if as_json:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,13 +44,15 @@ def library_text(batch: int, sequence: int, limit: int = 4_000_000) -> Text:
     return Text(sequences, ids.numel(), sum(map(len, sources)), len(sources), tokenizer.get_vocab_size())
 
 
-def trained_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
-    """A tokenizer of pairs of bytes, trained on these texts: the same for the same texts, whatever they hold."""
+def trained_tokenizer(texts: list[str], vocabulary: int, special: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level BPE tokenizer, trained on these texts: the same for the same texts, whatever they hold; special tokens come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, min_frequency=2, show_progress=False, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, min_frequency=2, show_progress=False, initial_alphabet=alphabet, special_tokens=list(special)
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 

@@ -73,7 +73,7 @@ def distributed(
         for strategy in strategies or STRATEGIES
         for implementation in IMPLEMENTATIONS
     ]
-    files = Files.named("distributed", COLUMNS, out)
+    files = Files("distributed", COLUMNS, out)
     files.check()
     where = machine.describe(place)
     where["versions"] += _deepspeed()

@@ -22,7 +22,7 @@ from liger_bench.model.run import Measured, measured
 from liger_bench.model.table import FIGURES, cells, title
 from liger_bench.printing import AllColumns
 from liger_bench.report.records import with_derived
-from liger_bench.report.targets import TARGETS, Verdict, judged, read_targets
+from liger_bench.report.targets import TARGETS, Target, Verdict, judged, read_targets
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Cell, Column, output, print_table
 from liger_hf.presets import NAMES, checked_preset
@@ -86,14 +86,15 @@ def model(
         for shape in _shapes(shapes, name, limit)
         for implementation in implementations or IMPLEMENTATIONS
     ]
-    files = Files.named("model", COLUMNS, out, csv)
+    wanted = _targets(targets)
+    files = Files("model", COLUMNS, out, csv)
     files.check()
     where = machine.describe(place)
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
     todo, kept = remaining(jobs, lambda job: row_of(job, where, {}), before, attrgetter(*IDENTITY))
     found = all_measured(len(todo), lambda tell: measured(todo, where, together, lambda job, doing: tell(_doing(job, doing))), files)
     rows = _in_order(jobs, [*kept, *(result.row for result in found)])
-    verdicts = _verdicts(rows, targets)
+    verdicts = _verdicts(rows, wanted)
     if as_json:
         print(json.dumps(_object(rows, found, verdicts)))
     else:
@@ -103,13 +104,14 @@ def model(
         raise typer.Exit(1)
 
 
-def _verdicts(rows: list[Row], path: Path | None) -> list[Verdict]:
+def _targets(path: Path | None) -> list[Target]:
+    path = path or (TARGETS if TARGETS.exists() else None)
+    return read_targets(path) if path else []
+
+
+def _verdicts(rows: list[Row], targets: list[Target]) -> list[Verdict]:
     """What the rows reached of the targets that are about models."""
-    if path is None:
-        path = TARGETS if TARGETS.exists() else None
-    if path is None:
-        return []
-    found = judged(read_targets(path), with_derived([row.columns() for row in rows]), {})
+    found = judged(targets, with_derived([row.columns() for row in rows]), {})
     return [verdict for verdict in found if verdict.value is not None]
 
 

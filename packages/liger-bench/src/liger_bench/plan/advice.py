@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each technique would save, the shortest way down the seed report's checklist that fits, and the largest batch that does."""
+"""What each technique would save, the first setup down the seed report's checklist that fits, and the largest batch that does."""
 
 from __future__ import annotations
 
@@ -66,10 +66,12 @@ MANY_RANKS = ("ZeRO stage 2", "ZeRO stage 3")
 
 
 def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternative]:
-    """Every technique that the setup does not use, alone in the place of what it uses."""
+    """Every technique that the setup does not use and its device allows, alone in the place of what it uses."""
     for option, values in TECHNIQUES.items():
         for value, technique in values.items():
             if value in NO_ALTERNATIVE or value == getattr(setup, option) or (option == "shard" and setup.ranks == 1 and value != "none"):
+                continue
+            if setup.device not in technique.devices or _stays_where_it_is(setup, option, value):
                 continue
             change: dict[str, Any] = {option: value}
             changed = replace(setup, **change)
@@ -95,18 +97,26 @@ def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[
     for title, changes in CHECKLIST:
         if prediction.fits(limit):
             return
+        if any(_stays_where_it_is(setup, option, value) for option, value in changes.items()):
+            continue
         if title in MANY_RANKS and setup.ranks == 1:
-            yield Item(title, changes, None, "there is one GPU")
+            if setup.device != "cpu":
+                yield Item(title, changes, None, "there is only one GPU")
             continue
         # DeepSpeed's stages also offload for one GPU.
         more = {"shard": "zero2"} if changes == {"offload": "optimizer"} and now.shard not in ZERO else {}
         changed = replace(now, **(changes | more))
         problem = problem_of(changed)
         if problem:
-            yield Item(title, changes, None, problem)
+            yield Item(title, changes, None, f"after the items before it, {problem}")
             continue
         now, prediction = changed, foresee(changed)
         yield Item(title, changes | more, prediction)
+
+
+def _stays_where_it_is(setup: Setup, option: str, value: str) -> bool:
+    """What would go to the host is there already, in a training on the CPU."""
+    return setup.device == "cpu" and (option == "offload" or value.startswith("paged"))
 
 
 def largest_batch(setup: Setup, limit: int, foresee: Predict = predict) -> int:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,11 @@ def rows_in(results: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def compared(rows: Sequence[dict[str, Any]], foresee: Predict = predict) -> Iterator[Compared]:
-    """Each row beside its prediction."""
+def compared(rows: Sequence[dict[str, Any]], foresee: Predict = predict, *, trust_remote_code: bool = False) -> Iterator[Compared]:
+    """Each row beside its prediction. Whether code of a model may run is not for the row alone to say."""
     for row in rows:
         setup = _benchmarked(row) if "implementation" in row else _trained(row)
+        setup = replace(setup, trust_remote_code=setup.trust_remote_code and trust_remote_code)
         predicted = forward_and_backward(setup) if "implementation" in row else foresee(setup).peak_bytes
         fitted = not row["out_of_memory"]
         # Unless it was a cap, how much there was is not in a row.

@@ -146,7 +146,7 @@ def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
 def _from_config(setup: Setup, device: torch.device) -> Any:
     """A plan reads no weights."""
     with device:
-        return AutoModelForCausalLM.from_config(config_of(setup), dtype=weights_dtype(setup))
+        return AutoModelForCausalLM.from_config(config_of(setup), dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code)
 
 
 def _swap(old: Tensor, new: Tensor) -> None:
