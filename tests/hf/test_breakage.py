@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -78,8 +77,9 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path) -> N
 
 
 def with_lora(model: Any, **options: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="needs peft")
     torch.manual_seed(5)
-    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
 
 
 def test_lora_on_the_head_is_trained() -> None:
