@@ -19,6 +19,7 @@ from liger_core.selection import AUTO, automatic, selected
 from liger_hf import causal_mask
 from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
+from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
 from liger_hf.rules import RULES, Rule
 from liger_hf.verification import Decision, Found, decide
@@ -153,8 +154,9 @@ def _notes(model: nn.Module) -> list[str]:
             "drop them after each use; freeze them, or offload with FSDP2 or DeepSpeed ZeRO-3."
         )
     for kind in dict.fromkeys(type(module) for module in model.modules()):
-        owner = next(base for base in kind.__mro__ if "forward" in vars(base))
-        source = getattr(vars(owner)["forward"], "__module__", None) or owner.__module__
+        forward = unwrapped(kind.forward)
+        owner = next(base for base in reversed(kind.__mro__) if unwrapped(vars(base).get("forward")) is forward)
+        source = getattr(forward, "__module__", None) or owner.__module__
         if source.partition(".")[0] != owner.__module__.partition(".")[0]:
             notes.append(f"{owner.__name__}.forward was replaced on the class by {source}; that stays, also after undo.")
     return notes
