@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import torch
@@ -59,17 +58,8 @@ def apply(
     # Nothing is installed before everything is decided: an error leaves the model as it was.
     report.patches = [patch.install() for patch in patches]
     if patches:
-        report.patches.append(Patch(model, "liger_report", report).install())
-        report.patches.append(Patch(model, "_replicate_for_data_parallel", MethodType(_replicate_for_data_parallel, model)).install())
+        report.attach(model)
     return report
-
-
-def _replicate_for_data_parallel(self: nn.Module) -> Any:
-    """In the place of the method of this name: a replica would call forwards that are bound to the modules of the first GPU."""
-    raise ModelError(
-        "liger_hf.apply: a patched model must run on several GPUs by one process each, torch.nn.DataParallel copies it within one; "
-        "start with torchrun or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES=0"
-    )
 
 
 def survey(
