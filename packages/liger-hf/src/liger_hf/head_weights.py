@@ -20,11 +20,20 @@ def gathered(head: nn.Module) -> bool:
     return any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") or p.is_meta for p in head.parameters())
 
 
+def brought(head: nn.Module) -> bool:
+    """Hooks on the head itself bring its weights for each call: it is offloaded by accelerate, or sharded by itself."""
+    return _brought_again(head) or hasattr(head, "_get_fsdp_state")
+
+
 def weights_of(head: nn.Module) -> Weights | None:
-    """Those of a call of the head; None where only the head's own hooks know them, which bring them back for each call."""
+    """Those of a call of the head; None where its hooks bring them again for logits that are computed later."""
+    return None if _brought_again(head) else Weights(head)
+
+
+def _brought_again(head: nn.Module) -> bool:
     hook = head.__dict__.get("_hf_hook")
     offloaded = any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,)))
-    return None if offloaded or any(hasattr(p, "ds_id") for p in head.parameters()) else Weights(head)
+    return offloaded or any(hasattr(p, "ds_id") for p in head.parameters())
 
 
 class Weights:

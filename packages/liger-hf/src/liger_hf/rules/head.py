@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from liger_core import linear_cross_entropy
 from liger_hf.causal_loss import MODEL_LOSSES
 from liger_hf.deferred_logits import DeferredLogits
-from liger_hf.head_weights import gathered, weights_of
+from liger_hf.head_weights import brought, gathered, weights_of
 from liger_hf.lazy_logits import Cell, LazyLogits
 from liger_hf.patch import Patch, forward_of, own_forward, replacement, under_autocast
 from liger_hf.projection import LAZY
@@ -150,7 +150,7 @@ def _needs_logits(head: nn.Module) -> bool:
         return True
     # Called again to compute logits: a module in the head always, the head itself if only its hooks have its weights.
     again = [part for part in head.modules() if part is not head] if head._modules else []
-    return any(map(_hooked, [head, *again] if gathered(head) else again))
+    return any(map(_hooked, [head, *again] if gathered(head) or brought(head) else again))
 
 
 # Whose hooks bring weights, and do nothing else to what goes through a module.
