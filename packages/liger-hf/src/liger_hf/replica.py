@@ -17,6 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from liger_core import DeviceError
 
+# What a module computes may depend on how many tokens there are. Besides a few tokens in every dtype, checks run on one, as while
+# generating, and on more than any power of two by which modules tell long inputs from short ones, in float32.
+LENGTHS = (1, 300)
+
 
 def replica(
     module: nn.Module, *, parameters: Mapping[str, Tensor | None] | None = None, children: Mapping[str, nn.Module] | None = None

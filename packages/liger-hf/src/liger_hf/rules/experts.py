@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from liger_hf.patch import MARK, Patch, forward_of
-from liger_hf.replica import Draw, configuration, device_of
+from liger_hf.replica import LENGTHS, Draw, configuration, device_of
 from liger_hf.rules.gated_mlp import PASSED, Unit, hooked, may_pass, passed_over, sized, units
 from liger_hf.verification import Candidate, Case, Found, Results
 
@@ -87,6 +87,9 @@ def _cases(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype
     x, upstream = draw.normal(11, 2 * INNER), draw.normal(11, INNER)
     for name, dtype, scale in sized(dtypes):
         yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream.to(dtype)))
+    for length in LENGTHS:
+        run = _run(module, draw.normal(length, 2 * INNER), draw.normal(length, INNER))
+        yield Case(f"float32, {length} tokens", torch.float32, run)
 
 
 def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Callable[[Callable[..., Any], bool], Results]:

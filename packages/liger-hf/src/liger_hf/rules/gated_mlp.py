@@ -21,8 +21,8 @@ from torch.nn.modules import module as global_hooks
 from liger_core import Op, geglu, swiglu
 from liger_hf.ownership import unshared
 from liger_hf.patch import Patch, forward_of, replacement, slot
-from liger_hf.replica import Draw, configuration, device_of, replica
-from liger_hf.verification import Candidate, Case, Found, Results
+from liger_hf.replica import LENGTHS, Draw, configuration, device_of, replica
+from liger_hf.verification import Candidate, Case, Found, Results, of_length
 
 NOTHING = "no module is a gated unit: none takes one tensor through two or three Linear children around an activation"
 ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
@@ -236,6 +236,9 @@ def _cases(
     x, upstream = draw.normal(2, 9, HIDDEN), draw.normal(2, 9, HIDDEN)
     for name, dtype, scale in sized(dtypes):
         yield Case(name, dtype, _run(module, layers, others, (x * scale).to(dtype), upstream.to(dtype), dtype))
+    for length in LENGTHS:
+        x, upstream = draw.normal(1, length, HIDDEN), draw.normal(1, length, HIDDEN)
+        yield of_length(length, torch.float32, _run(module, layers, others, x, upstream, torch.float32))
 
 
 def _run(

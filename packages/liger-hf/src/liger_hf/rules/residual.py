@@ -133,7 +133,7 @@ def _fit(weight: Any, left: Any, right: Any) -> bool:
 
 def _cases(child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     for drawn in norms.inputs(child, device, dtypes):
-        yield Case(drawn.name, drawn.dtype, _run(child, drawn))
+        yield drawn.case(_run(child, drawn))
 
 
 def _run(child: nn.Module, drawn: norms.Drawn) -> Callable[[Callable[..., Any], bool], Results]:
