@@ -22,6 +22,7 @@ from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
 from liger_hf.rules import RULES, Rule
 from liger_hf.verification import Decision, Found, decide
+from liger_hf.versions import warn_if_untested
 
 Names = Iterable[Op[..., Any] | str] | None
 OPS = tuple(dict.fromkeys(op for rule in RULES for op in rule.ops))
@@ -74,6 +75,7 @@ def survey(
     """What `apply` would do, and the patches that do it. `device`: where to check, instead of where the weights are."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
+    warn_if_untested()
     wanted = _names(caller, "only", only, OPS) - _names(caller, "exclude", exclude, ())
     report = Report(type(model).__name__, notes=_notes(model))
     looked = [
