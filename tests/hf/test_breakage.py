@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import liger_hf
 from hf import two_ranks
 from hf.test_training import accuracy, history
-from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import VOCABULARY, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
 
 pytestmark = pytest.mark.cpu
 
@@ -224,7 +224,7 @@ def test_reentrant_checkpointing_hands_hidden_states_over_by_position() -> None:
     patched, plain = pair()
     inputs = tokens()
     expected, exact = step(plain, **inputs), exact_step(plain, **inputs)
-    patched.gradient_checkpointing_enable({"use_reentrant": True})
+    checkpoint_layers(patched, True)
     patched.enable_input_require_grads()
     assert disagreements(step(patched, **inputs), expected, exact) == {}
 

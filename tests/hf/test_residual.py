@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import liger_hf
-from hf.tiny_models import LAYERS, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import LAYERS, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
 from liger_hf.rules import residual
 from liger_hf.rules.residual_source import fused, norms_of_sums
 
@@ -88,7 +88,7 @@ def test_checkpointed_layers_have_the_gradients_of_the_plain_model(reentrant: bo
     plain = make().train()
     patched = twin(plain)
     applied(patched, calls)
-    patched.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_layers(patched, reentrant)
     inputs = tokens()
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
     assert len(calls) == 2 * LAYERS
@@ -105,7 +105,7 @@ def test_layers_that_get_another_class_after_apply_are_still_checkpointed(calls:
     applied(patched, calls)
     for layer in patched.model.layers:
         of_a_subclass(layer)
-    patched.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(patched)
     inputs = tokens()
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
     assert len(calls) == 2 * LAYERS
@@ -118,7 +118,7 @@ def test_layers_that_had_another_class_before_apply_are_replaced_and_checkpointe
         of_a_subclass(layer)
     report = applied(patched, calls)
     assert not any("replaced on the class" in note for note in report.notes)
-    patched.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(patched)
     inputs = tokens()
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
     assert len(calls) == 2 * LAYERS
@@ -128,7 +128,7 @@ def test_a_compiled_checkpointed_layer_does_not_fall_back(monkeypatch: pytest.Mo
     model, inputs = make().train(), tokens() | {"use_cache": False}
     expected = model(**inputs).loss
     liger_hf.apply(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model)
     monkeypatch.setattr(residual, "_plain", lambda *args: pytest.fail("added and normed one after the other"))
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).loss, expected)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from liger_bench.demo.settings import SIZES, Settings
+from liger_bench.train.checkpointing import checkpoint_layers
 
 
 def build(settings: Settings, *, attention: str = "sdpa") -> PreTrainedModel:
@@ -24,7 +25,7 @@ def llama(
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
     model.train()
     return model
 
