@@ -15,7 +15,7 @@ from liger_core import cross_entropy, linear_cross_entropy
 from liger_hf.errors import LogitsError
 from liger_hf.head_weights import gathered
 from liger_hf.lazy_logits import LOSSES, LazyLogits, still_valid
-from liger_hf.projection import compute, replay, scale_and_cap
+from liger_hf.projection import compute, eager_logits, replay, scale_and_cap
 
 # Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
@@ -170,9 +170,10 @@ def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, i
         real = replay(compute(logits.head, x, logits.cell.weights, logits.cell.autocast), logits.steps)
         return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum")
 
-    for start in range(0, hidden.shape[0], rows):
-        x, y = hidden[start : start + rows], labels[start : start + rows]
-        total = total + checkpoint(part, x, y, use_reentrant=False)
+    with eager_logits():
+        for start in range(0, hidden.shape[0], rows):
+            x, y = hidden[start : start + rows], labels[start : start + rows]
+            total = total + checkpoint(part, x, y, use_reentrant=False)
     if items is None:
         return total / (labels != ignore_index).sum().clamp(min=1)
     return total / (items.to(total.device) if isinstance(items, Tensor) else items)

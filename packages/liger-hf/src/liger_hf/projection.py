@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,12 +79,21 @@ class _Forward(nn.Module):
 
 def compute(head: nn.Module, hidden: Tensor, weights: Weights | None, autocast: tuple[str, torch.dtype] | None) -> Tensor:
     """The head's own projection, with the weights and under the autocast that its call saw."""
+    if LAZY.head is head:
+        with eager_logits():
+            return compute(head, hidden, weights, autocast)
+    if autocast is None:
+        return _project(head, hidden, weights)
+    with torch.autocast(autocast[0], dtype=autocast[1]):
+        return _project(head, hidden, weights)
+
+
+@contextmanager
+def eager_logits() -> Iterator[None]:
+    """Heads return real logits. Entered outside a checkpoint, since torch.compile lets nothing in one change what is outside."""
     before, LAZY.head = LAZY.head, None
     try:
-        if autocast is None:
-            return _project(head, hidden, weights)
-        with torch.autocast(autocast[0], dtype=autocast[1]):
-            return _project(head, hidden, weights)
+        yield
     finally:
         LAZY.head = before
 
