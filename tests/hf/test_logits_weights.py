@@ -174,6 +174,17 @@ def test_outputs_and_weights_are_freed_with_the_last_reference(patched: Any) -> 
     assert len(OPTIMIZERS.calls) == 0
 
 
+def test_logits_cannot_be_read_after_the_hidden_states_were_changed_in_place(patched: Any) -> None:
+    outputs = patched(**tokens(), output_hidden_states=True)
+    with torch.no_grad():
+        outputs.hidden_states[-1].mul_(2)
+    for read in (lambda z: z.argmax(-1), lambda z: z[:, -1].argmax(-1), lambda z: F.cross_entropy(z.flatten(0, 1), torch.ones(22).long())):
+        with pytest.raises(
+            liger_hf.LogitsError, match="before the hidden states that the output head was called with are changed in place"
+        ):
+            read(outputs.logits)
+
+
 # -- functional_call
 
 

@@ -26,13 +26,15 @@ class Cell:
     open     the model's forward still runs
     changed  somebody wrote into the logits
     weights  those of the head; None if only its hooks know them
+    version  the version counter of the head's input; None in compiled code
     """
 
-    def __init__(self, weights: Weights | None, autocast: tuple[str, torch.dtype] | None) -> None:
+    def __init__(self, hidden: Tensor, weights: Weights | None, autocast: tuple[str, torch.dtype] | None) -> None:
         self.used = False
         self.open = True
         self.changed = False
         self.weights = weights
+        self.version = None if torch.compiler.is_compiling() or hidden.is_inference() else hidden._version
         self.autocast = autocast
 
 
@@ -365,5 +367,12 @@ def still_valid(logits: LazyLogits) -> None:
             "logits: a slice must be used before the logits that it was taken from are written to, they were changed in place; "
             "write to a copy made with logits.clone()"
         )
-    if not (torch.compiler.is_compiling() or logits.cell.open or logits.cell.weights is None):
+    if torch.compiler.is_compiling():
+        return
+    if logits.cell.version is not None and logits.cell.version != logits.hidden._version:
+        raise LogitsError(
+            "logits: they must be read before the hidden states that the output head was called with are changed in place; "
+            "read outputs.logits first, or change a copy of the hidden states"
+        )
+    if not (logits.cell.open or logits.cell.weights is None):
         logits.cell.weights.check(logits.head)

@@ -108,7 +108,7 @@ def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., A
             return original(self, x, *args, **options)
         autocast = (x.device.type, torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else None
         dtype = x.dtype if autocast is None else autocast[1]
-        return LazyLogits(x, self, classes, dtype, Cell(weights_of(self), autocast), constant=not torch.is_grad_enabled())
+        return LazyLogits(x, self, classes, dtype, Cell(x, weights_of(self), autocast), constant=not torch.is_grad_enabled())
 
     return forward
 
