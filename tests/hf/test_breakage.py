@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import liger_hf
 from hf import two_ranks
 from hf.test_training import accuracy, history
-from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import VOCABULARY, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
 
 pytestmark = pytest.mark.cpu
 
@@ -78,8 +77,9 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path) -> N
 
 
 def with_lora(model: Any, **options: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="needs peft")
     torch.manual_seed(5)
-    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
 
 
 def test_lora_on_the_head_is_trained() -> None:
@@ -224,7 +224,7 @@ def test_reentrant_checkpointing_hands_hidden_states_over_by_position() -> None:
     patched, plain = pair()
     inputs = tokens()
     expected, exact = step(plain, **inputs), exact_step(plain, **inputs)
-    patched.gradient_checkpointing_enable({"use_reentrant": True})
+    checkpoint_layers(patched, True)
     patched.enable_input_require_grads()
     assert disagreements(step(patched, **inputs), expected, exact) == {}
 

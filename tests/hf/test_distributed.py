@@ -53,6 +53,7 @@ def test_zero_trains_to_the_losses_of_the_plain_model_at_every_stage(patch_last:
 
 @DEVICES
 def test_an_adapted_head_and_one_saved_beside_adapters_are_trained(ranks_on: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs peft")
     ways = ("fsdp2", "fsdp2_head_alone", *(("zero3",) if HAS_DEEPSPEED else ()))
     runs = list(product(("adapted_head", "saved_head"), ways, (False, True)))
     on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)

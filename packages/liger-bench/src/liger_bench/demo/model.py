@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from liger_bench.demo.settings import Settings
+from liger_bench.train.checkpointing import checkpoint_layers
 from liger_hf.presets import preset
 
 
@@ -25,7 +26,7 @@ def random_model(
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
     model.train()
     return model
 
