@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -61,7 +60,8 @@ def _recycle_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activatio
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two contiguous tensors of one size overlap; without addresses, which fake tensors do not have."""
-    return torch._C._is_alias_of(a, b) and abs(a.storage_offset() - b.storage_offset()) < a.numel()
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same and abs(int(a.storage_offset()) - int(b.storage_offset())) < a.numel()
 
 
 def _launch_backward(
