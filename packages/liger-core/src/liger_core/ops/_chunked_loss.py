@@ -274,9 +274,12 @@ class ChunkLoop:
     ) -> None:  # fmt: skip
         counted = _Counted(hidden, weight, target, ignore_index, pack)
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
-        # The largest upstream gradient is factored out and put back at the end: p · grad underflows in fp16 where grad is 1/tokens.
+        # The largest upstream gradient is factored out and put back at the end: p · grad underflows in float16 where grad is 1/tokens.
         largest = _largest(grad_loss) if term is None else torch.maximum(_largest(grad_loss), _largest(term.factor))
         largest = torch.where(largest > 0, largest, 1.0)
+        if hidden.dtype == torch.float16:
+            # Where it is large, as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows from underflow.
+            largest = largest / largest.clamp(1.0, 16384.0)
         packed = _Packed(hidden, target, grad_loss / largest, statistics, counted.index())
         if term is not None:
             term = EntropyTerm(packed.take(term.factor / largest), packed.take(term.entropy))
