@@ -354,6 +354,11 @@ def test_what_no_checkpoint_has_cannot_go_on(
         run(replace(small, **technique), folder=stopped, resume=True)
 
 
+def test_a_run_that_fails_stops_the_profiler_that_measures_its_memory(small: Setup) -> None:
+    assert run(small, observers=[At(1, raising(RuntimeError("it fails")))]).reason
+    assert not torch.autograd._profiler_enabled()
+
+
 def test_ctrl_c_ends_the_step_and_saves(small: Setup, whole: list[float], tmp_path: Path) -> None:
     row = run(small, folder=tmp_path, observers=[At(3, ctrl_c)])
     assert (row.interrupted, row.failed, row.losses) == (True, False, whole[:4])

@@ -91,9 +91,13 @@ class CpuAllocations:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
 
+    def cancel(self) -> None:
+        """End without a result."""
+        self._profile.__exit__(None, None, None)
+
     def stop(self) -> list[tuple[float, int, int]]:
         """(microseconds, address, bytes) in order of time; bytes are negative where the address is released."""
-        self._profile.__exit__(None, None, None)
+        self.cancel()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))

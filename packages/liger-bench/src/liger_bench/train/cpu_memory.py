@@ -25,6 +25,15 @@ class CpuMemory:
         self._before = 0
         self._allocations: CpuAllocations | None = None
 
+    def __enter__(self) -> CpuMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the profiler where the watched step failed: it would go on recording for as long as the process lives."""
+        if self._allocations is not None:
+            self._allocations.cancel()
+            self._allocations = None
+
     def begin_training(self, state: TrainerState) -> None:
         self._step = min(state.global_step + WARM_UP, state.max_steps)
 

@@ -76,10 +76,10 @@ def run(
         _check_resumable(setup)
     device = _device(setup)
     training = _Training(setup, device, list(notes), bar, deterministic)
-    training.recorder.memory = _memory(setup, training.notes, observers)
+    memory = training.recorder.memory = _memory(setup, training.notes, observers)
     results: dict[str, Any] = {}
     try:
-        with _order_of_sums():
+        with _order_of_sums(), memory or contextlib.nullcontext():
             training.train(folder, resume, save_every, observers)
     except LigerError:
         raise
