@@ -255,6 +255,24 @@ def step(hidden: Tensor, weight: Tensor, **options: Any) -> None:
         torch.autograd.grad(results, inputs, [torch.ones_like(r) for r in results])
 
 
+def test_recomputed_logits_come_from_matmuls_of_the_same_sizes(device: torch.device) -> None:
+    """Others round otherwise, and p would not fit the statistics of the forward pass."""
+    hidden, weight = leaf(7, 4, device=device), leaf(11, 4, device=device)
+
+    def lengths(run: Callable[[], Tensor]) -> tuple[Tensor, list[int]]:
+        with torch.profiler.profile(record_shapes=True) as profiler:
+            result = run()
+        shapes = [event.input_shapes for event in profiler.events() if event.name in ("aten::mm", "aten::addmm")]
+        return result, [a[0] for *_, a, b in (s[:3] if len(s[0]) == 1 else s[:2] for s in shapes) if b == [4, 11]]
+
+    target = torch.zeros(7, dtype=torch.int64, device=device)
+    # The budget holds more rows beside no sum in float64 than beside one.
+    log_prob, forward = lengths(lambda: linear_log_prob(hidden, weight, target, accumulate_dtype=torch.float64, budget=280))
+    _, backward = lengths(lambda: torch.autograd.grad(log_prob.sum(), (hidden, weight))[0])
+    assert forward == backward
+    assert len(forward) > 1
+
+
 def test_chunks_never_hold_all_the_logits(measured_device: torch.device) -> None:
     pair = tensors(measured_device)
     assert allocations(lambda: step(*pair, chunk=32), measured_device).largest < LOGITS_BYTES // 4

@@ -127,7 +127,7 @@ def capped(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     x = logits.to(tl.float32) * logit_scale
     if HAS_SOFTCAP:
         # tanh by its exponential, since the hardware's approximation is off by 2⁻¹¹; near 0, where that cancels, by its series.
-        u = x / softcap
+        u = x * (1.0 / softcap)
         size = tl.abs(u)
         decay = tl.exp(-2.0 * size)
         square = u * u
@@ -161,7 +161,8 @@ def row_gradient(
         log2_p = tl.where(log2_p < -1000.0, -1000.0, log2_p)
         d -= entropy_factor * p * (log2_p * 0.6931471805599453 + entropy)
     if HAS_SOFTCAP:
-        d = d * (1.0 - (x / softcap) * (x / softcap))
+        u = x * (1.0 / softcap)
+        d = d * (1.0 - u * u)
     return d
 
 

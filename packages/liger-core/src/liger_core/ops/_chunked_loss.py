@@ -249,7 +249,8 @@ class ChunkLoop:
     ) -> None:  # fmt: skip
         counted = _Counted(hidden, weight, target, ignore_index, pack)
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
-        rows = _plan(hidden, weight, accumulate_dtype, chunk, budget, False).rows
+        # As long as those of the backward pass: matmuls of other sizes round otherwise, and recomputed logits must have these statistics.
+        rows = _plan(hidden, weight, accumulate_dtype, chunk, budget, True).rows
         packed = _Packed(hidden, target, None, None, counted.index())
         results = RowResults(loss, statistics, prediction, entropy)
         inner = packed.results(results)
@@ -284,7 +285,7 @@ class ChunkLoop:
         packed = _Packed(hidden, target, grad_loss / largest, statistics, counted.index())
         if term is not None:
             term = EntropyTerm(packed.take(term.factor / largest), packed.take(term.entropy))
-        rows, dtype = _plan(packed.hidden, weight, accumulate_dtype, chunk, budget, needs[1])
+        rows, dtype = _plan(hidden, weight, accumulate_dtype, chunk, budget, True)
         sum_weight = grad_weight
         if needs[1] and (grad_weight is None or grad_weight.dtype != dtype):
             sum_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)

@@ -395,6 +395,8 @@ def linear_cross_entropy(
 
     With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for; "none" keeps the log-sum-exp
     of each token and recomputes the logits in the backward pass. Without gradients only the product with weight is computed.
+    In float16, gradients are summed before they meet the upstream gradient and the normalizer, so that small probabilities do not
+    underflow; these sums must be in the range of float16 themselves (weights up to 3e4).
     A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its loss is NaN.
     Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
     Hsu et al. 2024, arXiv:2410.10989, with float32 accumulation and chunks by memory budget.

@@ -297,6 +297,8 @@ def linear_log_prob(
         chosen, rejected = (policy - reference).chunk(2)
         loss = -logsigmoid(beta * (chosen - rejected)).mean()
 
+    In float16, gradients are summed before they meet the upstream gradient and the normalizer, so that small probabilities do not
+    underflow; these sums must be in the range of float16 themselves (weights up to 3e4).
     The target of a row is the token after it: shift first, and give prompt and padding the ignore_index.
     A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its log_prob is NaN.
     Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
