@@ -21,7 +21,7 @@ import nox
 from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
-PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench")]
+PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train")]
 CONSTRAINTS = ROOT / "constraints.txt"
 # The packages and what they require; the same and what tests need besides; the newest versions, installed as README says.
 SHARED, TESTS, LATEST = (ROOT / ".nox" / name for name in ("shared", "tests", "latest"))
@@ -233,7 +233,7 @@ def trainings(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheels and sdists of the four packages, installed with their constraints into a fresh environment and imported."""
+    """Wheels and sdists of all packages, installed with their constraints into a fresh environment and imported."""
     session.install("-c", str(CONSTRAINTS), "build")
     folder = Path(session.create_tmp()) / "dist"
     shutil.rmtree(folder, ignore_errors=True)
@@ -242,7 +242,7 @@ def build(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--outdir", str(folder), str(package))
     fresh = new_environment(Path(session.create_tmp()) / "fresh")
     install(session, fresh, *(str(wheel) for wheel in sorted(folder.glob("*.whl"))))
-    imports = "import liger_core, liger_triton, liger_hf, liger_bench; print(liger_core.__version__, liger_core.__file__)"
+    imports = "import liger_core, liger_triton, liger_hf, liger_bench, liger_train; print(liger_core.__version__, liger_core.__file__)"
     session.run(str(fresh), "-I", "-c", imports, external=True)
     session.run(str(fresh.with_name("liger")), "doctor", external=True)
 

@@ -19,8 +19,8 @@ from liger_bench.demo.measure import speed_is_clear, tokens_per_second
 from liger_bench.demo.model import build, twin
 from liger_bench.demo.run import _judged
 from liger_bench.demo.settings import Settings
-from liger_bench.demo.text import Sequences, library_text
 from liger_bench.demo.train import train
+from liger_bench.text import Sequences, library_text
 
 KEYS = (
     "loss_hf",

@@ -19,7 +19,7 @@ from bench.commands import START, Finished, InProcess, run_liger
 from liger_bench.distributed.job import IDENTITY, IMPLEMENTATIONS, LIGER, PLAIN, REORDERED, Job, Row, row_of, together
 from liger_bench.distributed.run import _answers, measured
 from liger_bench.distributed.strategies import STRATEGIES, Strategy
-from liger_bench.model.process import DONE, FAILED, Answer
+from liger_bench.process import DONE, FAILED, Answer
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 

@@ -19,9 +19,9 @@ from liger_bench.distributed.job import Row as DistributedRow
 from liger_bench.measurements import rows_as
 from liger_bench.model import command as model
 from liger_bench.model.job import Row as ModelRow
-from liger_bench.train import command as train
-from liger_bench.train import sweep
-from liger_bench.train.row import Row as TrainRow
+from liger_train.row import Row as TrainRow
+from liger_train.train import command as train
+from liger_train.train import sweep
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WIDTH = 100

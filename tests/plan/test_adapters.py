@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from liger_bench.plan import adapters, step
-from liger_bench.plan.advice import _alternative
-from liger_bench.plan.step import Prediction, predict
-from liger_bench.train.setup import Setup
-from liger_bench.train.techniques import TECHNIQUES
 from liger_core import OptionError
 from liger_core.commands import main
+from liger_train.plan import adapters, step
+from liger_train.plan.advice import _alternative
+from liger_train.plan.step import Prediction, predict
+from liger_train.setup import Setup
+from liger_train.techniques import TECHNIQUES
 
 SETUPS: dict[str, dict[str, Any]] = {
     "plain": {"liger": "none", "checkpoint": "none"},

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liger_bench.plan import planning
-from liger_bench.plan.advice import CHECKLIST, alternatives, checklist, largest_batch
-from liger_bench.plan.formulas import formulas
-from liger_bench.plan.step import Prediction
-from liger_bench.train.setup import Setup
+from liger_train.plan import planning
+from liger_train.plan.advice import CHECKLIST, alternatives, checklist, largest_batch
+from liger_train.plan.formulas import formulas
+from liger_train.plan.step import Prediction
+from liger_train.setup import Setup
 
 GiB = 1 << 30
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from liger_bench.plan.comparison import rows_in
-from liger_bench.plan.step import predict
-from liger_bench.train.row import row_of
-from liger_bench.train.setup import Setup
 from liger_core.commands import main
+from liger_train.plan.comparison import rows_in
+from liger_train.plan.step import predict
+from liger_train.row import row_of
+from liger_train.setup import Setup
 
 Plan = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from liger_bench.plan.ledger import GRADIENTS, OTHER, WEIGHTS, Ledger
+from liger_train.plan.ledger import GRADIENTS, OTHER, WEIGHTS, Ledger
 
 KiB = 1024
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from liger_bench.memory import held_bytes
-from liger_bench.plan.optimizers import OPTIMIZERS, weights_of
-from liger_bench.train.arguments import training_arguments
-from liger_bench.train.techniques import TECHNIQUES
+from liger_train.plan.optimizers import OPTIMIZERS, weights_of
+from liger_train.techniques import TECHNIQUES
+from liger_train.train.arguments import training_arguments
 from plan.measuring import tiny
 
 # Compiled for minutes, for a GPU, or without a state that could be looked at.

@@ -13,14 +13,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from liger_bench.plan.comparison import compared
-from liger_bench.plan.devices import NO_KERNELS
-from liger_bench.plan.ledger import CATEGORIES, CHECKPOINTS, LOGITS, OPTIMIZER, WEIGHTS
-from liger_bench.plan.step import _step, predict
-from liger_bench.plan.tables import cells_of
-from liger_bench.train.model import build
-from liger_bench.train.setup import Setup
 from liger_core.plugins import registry
+from liger_train.model import build
+from liger_train.plan.comparison import compared
+from liger_train.plan.devices import NO_KERNELS
+from liger_train.plan.ledger import CATEGORIES, CHECKPOINTS, LOGITS, OPTIMIZER, WEIGHTS
+from liger_train.plan.step import _step, predict
+from liger_train.plan.tables import cells_of
+from liger_train.setup import Setup
 from plan.measuring import CPU, measured_bytes, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan-compared.md"

@@ -8,8 +8,8 @@ import signal
 import time
 from multiprocessing.connection import Connection
 
-from liger_bench.model.process import DONE, READY, Answer, failure
-from liger_bench.train.row import row_of
+from liger_bench.process import DONE, READY, Answer, failure
+from liger_train.row import row_of
 
 WHERE = {"machine": "Some CPU", "versions": "torch 9.9", "commit": "abc", "date": "2026-11-21T10:00:00+00:00"}
 # Batches that say what happens; all others train.

@@ -23,11 +23,12 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from bench.commands import InProcess
-from liger_bench.train import command, saved, techniques
-from liger_bench.train.row import COLUMNS, row_of
-from liger_bench.train.run import run
-from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
+from liger_train import techniques
+from liger_train.row import COLUMNS, row_of
+from liger_train.setup import Setup
+from liger_train.train import command, saved
+from liger_train.train.run import run
 
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
 # What the command does, but that it dies in the middle of its sixth step, as by kill -9, and hurries with its log.
@@ -35,7 +36,7 @@ KILLED = """
 import os, signal, time
 from transformers import TrainerCallback
 from liger_bench import progress
-from liger_bench.train import command
+from liger_train.train import command
 from liger_core.commands import main
 
 class Killer(TrainerCallback):
@@ -132,7 +133,7 @@ def test_trainings_on_one_disk_do_not_share_files_and_leave_none(small: Setup, t
         (given[-1] / "weights").write_text("1 2 3")
         raise RuntimeError("this is enough")
 
-    monkeypatch.setattr("liger_bench.train.run.training_arguments", training_arguments)
+    monkeypatch.setattr("liger_train.train.run.training_arguments", training_arguments)
     # It wants a GPU.
     monkeypatch.setattr(techniques, "check", lambda setup: None)
     setup = replace(small, shard="zero3", offload="nvme", nvme_folder=str(tmp_path))
@@ -252,7 +253,7 @@ def test_the_folder_of_a_run_that_was_killed_is_free(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from pathlib import Path
-from liger_bench.train import saved
+from liger_train.train import saved
 with saved.held(Path({str(tmp_path)!r})):
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -316,9 +317,9 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from liger_bench.ending import end
-from liger_bench.train import zero
-from liger_bench.train.run import run
-from liger_bench.train.setup import Setup
+from liger_train import zero
+from liger_train.train.run import run
+from liger_train.setup import Setup
 
 # It would compile for most of a minute.
 zero.adam_problem = lambda: "not compiled in this test"
@@ -452,7 +453,7 @@ def test_a_name_on_a_hub_that_cannot_be_reached_is_a_sentence(liger: InProcess, 
 def test_the_first_rank_that_fails_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import TCPStore
 
-    from liger_bench.train import ranks
+    from liger_train.train import ranks
 
     store = TCPStore("127.0.0.1", 0, is_master=True)
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}.items():

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from liger_bench.plan import planning
-from liger_bench.plan.comparison import Compared
-from liger_bench.plan.step import Prediction
-from liger_bench.plan.tables import print_compared, print_plan
 from liger_bench.printing import amount, size
-from liger_bench.train import command, sweep
-from liger_bench.train.row import Row, row_of
-from liger_bench.train.setup import Setup
+from liger_train.plan import planning
+from liger_train.plan.comparison import Compared
+from liger_train.plan.step import Prediction
+from liger_train.plan.tables import print_compared, print_plan
+from liger_train.row import Row, row_of
+from liger_train.setup import Setup
+from liger_train.train import command, sweep
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WHERE = {"machine": "Some CPU, 2 threads", "versions": "python 3.11, liger-core 1, torch 9.9, transformers 5", "commit": "abc", "date": ""}

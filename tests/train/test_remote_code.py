@@ -15,12 +15,12 @@ import transformers.dynamic_module_utils
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.commands import InProcess
-from liger_bench.charts.command import _sizes
-from liger_bench.plan.comparison import compared
-from liger_bench.train.data import read
-from liger_bench.train.row import row_of
-from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
+from liger_train.plan.comparison import compared
+from liger_train.report.command import _sizes
+from liger_train.row import row_of
+from liger_train.setup import Setup
+from liger_train.train.data import read
 
 SIZES = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 CODE = """

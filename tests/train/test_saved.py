@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from liger_bench.train import saved
 from liger_core.errors import OptionError
+from liger_train.train import saved
 
 TOLD: dict[str, Any] = {
     "setup": {"model": "tiny"},

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from hf.two_ranks import on_two_ranks
-from liger_bench.train import checkpointing, zero
+from liger_bench import checkpointing
+from liger_train import zero
 from train.training import STEPS, Trained, saved_model, setup_of, trained
 
 pytestmark = [
@@ -95,7 +96,7 @@ def is_there(way: str, trained: Trained) -> None:
 @pytest.fixture(scope="module", params=DEVICES, ids=["gloo", "nccl"])
 def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[float]]]]:
     """By rank: way → liger → losses."""
-    from liger_bench.train.processes import free_port
+    from liger_train.train.processes import free_port
 
     folder = tmp_path_factory.mktemp("shards")
     saved_model(folder / "model")

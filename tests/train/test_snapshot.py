@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from matplotlib import image
 
-from liger_bench.charts.timelines import COLOURS, pairs, read_timelines
-from liger_bench.train.places import Extras, observers
-from liger_bench.train.setup import Setup
-from liger_bench.train.timeline import (
+from liger_core.errors import OptionError
+from liger_train.report.timelines import COLOURS, pairs, read_timelines
+from liger_train.setup import Setup
+from liger_train.timeline import (
     CATEGORIES,
     CHECKPOINTS,
     GRADIENTS,
@@ -28,7 +28,7 @@ from liger_bench.train.timeline import (
     logits_sizes,
     timeline,
 )
-from liger_core.errors import OptionError
+from liger_train.train.places import Extras, observers
 
 # A text that is always here and quickly read.
 TEXT = __file__
@@ -39,7 +39,7 @@ LOGITS_BYTES = BATCH * SEQUENCE * VOCABULARY * 4
 
 def trained(setup: Setup, folder: Path, **recorded: bool) -> None:
     """A training that is watched."""
-    from liger_bench.train.run import run
+    from liger_train.train.run import run
 
     with ExitStack() as stack:
         row = run(setup, observers=observers(setup, Extras(folder, **recorded), stack))
@@ -170,7 +170,7 @@ def test_as_many_tokens_as_the_head_is_wide_are_logits_unless_the_loss_is_fused(
 
 
 def test_the_events_of_a_gpu_tell_what_was_held_before_and_what_there_was_no_memory_for() -> None:
-    from liger_bench.train.snapshot import from_snapshot
+    from liger_train.train.snapshot import from_snapshot
 
     def entry(action: str, address: int, size: int, time: int) -> dict[str, Any]:
         return {"action": action, "addr": address, "size": size, "time_us": time}

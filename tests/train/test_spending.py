@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from liger_bench.train import checkpointing
-from liger_bench.train.checkpointing import Keeps
-from liger_bench.train.model import build
-from liger_bench.train.setup import Setup
-from liger_bench.train.spending import MARGIN, Seen, Spending, SpendMemory, splits
+from liger_bench import checkpointing
+from liger_bench.checkpointing import Keeps
+from liger_train.model import build
+from liger_train.setup import Setup
+from liger_train.train.spending import MARGIN, Seen, Spending, SpendMemory, splits
 
 GIB = 2**30
 CPU = torch.device("cpu")

@@ -17,13 +17,13 @@ import pytest
 import typer
 
 from bench.commands import InProcess
-from liger_bench.model.process import DONE, READY, Process
-from liger_bench.train import places, sweep
-from liger_bench.train.cells import NOT_RUN, cells, hopeless, strategies_of, swept
-from liger_bench.train.places import Measured, variables
-from liger_bench.train.row import Row, row_of
-from liger_bench.train.setup import Setup
+from liger_bench.process import DONE, READY, Process
 from liger_core.errors import OptionError
+from liger_train.row import Row, row_of
+from liger_train.setup import Setup
+from liger_train.train import places, sweep
+from liger_train.train.cells import NOT_RUN, cells, hopeless, strategies_of, swept
+from liger_train.train.places import Measured, variables
 from train.answers import BROKEN, KILLED, LATE, OUT_OF_MEMORY, WHERE, answer
 
 TINY = Setup("tiny", device="cpu", precision="fp32", checkpoint="none")

@@ -15,17 +15,19 @@ from typing import TextIO
 import pytest
 import torch
 
-from liger_bench.train import checkpointing, documentation, processes, techniques, zero
-from liger_bench.train.arguments import training_arguments
-from liger_bench.train.model import build, config_of
-from liger_bench.train.setup import Setup
-from liger_bench.train.shapes import SHAPES, shape
-from liger_bench.train.technique import Technique
-from liger_bench.train.techniques import ALL, LIST, NUMBER, TECHNIQUES
+from liger_bench import checkpointing
 from liger_core.errors import DeviceError, LigerError, OptionError
+from liger_train import documentation, techniques, zero
+from liger_train.model import build, config_of
+from liger_train.setup import Setup
+from liger_train.shapes import SHAPES, shape
+from liger_train.technique import Technique
+from liger_train.techniques import ALL, LIST, NUMBER, TECHNIQUES
+from liger_train.train import processes
+from liger_train.train.arguments import training_arguments
 from train.training import Trained, saved_model, setup_of, twice
 
-PROJECT = Path(__file__).parents[2] / "packages" / "liger-bench" / "pyproject.toml"
+PROJECT = Path(__file__).parents[2] / "packages" / "liger-train" / "pyproject.toml"
 VALUES = {NUMBER: "1", LIST: "rms_norm,rope"}
 # What roundings may make of a loss. GaLore's singular vectors are decided by rounding where a gradient has fewer tokens than its rank.
 ALLOWED = {"bf16": 2e-2, "fp16": 5e-3, "bf16-pure": 4e-2, "galore": 1e-3, "galore-layerwise": 1e-3, "galore-8bit": 5e-3}
@@ -215,7 +217,7 @@ def test_a_technique_for_gpus_says_why() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3.2-1", ""], ids=["a name on the hub", "a folder without a model"])
 def test_a_model_that_cannot_be_found_is_a_sentence(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("liger_bench.train.model.hub_is_reachable", lambda: False)
+    monkeypatch.setattr("liger_train.model.hub_is_reachable", lambda: False)
     with pytest.raises(OptionError, match="train: --model must be tiny, ") as raised:
         config_of(Setup(name or str(tmp_path)))
     assert ("Did you mean 'llama-3.2-1b'?" in str(raised.value)) == bool(name)
@@ -279,6 +281,6 @@ class TestTheSettingsOfDeepSpeed:
 
 def test_the_tables_of_the_documentation_are_those_of_the_techniques() -> None:
     page = (PROJECT.parents[2] / "docs" / "training.md").read_text()
-    again = "run python -m liger_bench.train.documentation docs/training.md"
+    again = "run python -m liger_train.documentation docs/training.md"
     assert documentation.put_into(page) == page, again
     assert f"`--{ALL[0].option}`" in page

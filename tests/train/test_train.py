@@ -20,13 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from bench.commands import InProcess
 from liger_bench import machine
-from liger_bench.plan.step import predict
-from liger_bench.train import command, spending, techniques
-from liger_bench.train.data import Data, read
-from liger_bench.train.row import IDENTITY, Row, row_of
-from liger_bench.train.run import largest_batch, run
-from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
+from liger_train import techniques
+from liger_train.plan.step import predict
+from liger_train.row import IDENTITY, Row, row_of
+from liger_train.setup import Setup
+from liger_train.train import command, spending
+from liger_train.train.data import Data, read
+from liger_train.train.run import largest_batch, run
 
 ROOT = Path(__file__).parents[2]
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
@@ -392,9 +393,7 @@ def test_two_ranks_are_one_training_with_one_row(small: Setup, row: Row, tmp_pat
 def test_what_deepspeed_tells_is_not_among_the_results(small: Setup, row: Row) -> None:
     pytest.importorskip("deepspeed")
     # DeepSpeed's own AdamW is compiled for most of a minute.
-    script = (
-        "from liger_bench.train import zero; zero.adam_problem = lambda: 'not compiled here'; from liger_core.commands import main; main()"
-    )
+    script = "from liger_train import zero; zero.adam_problem = lambda: 'not compiled here'; from liger_core.commands import main; main()"
     sharded = replace(small, shard="zero3", offload="parameters")
     done = subprocess.run(
         [sys.executable, "-c", script, *sharded.command().split()[1:], "--json"], capture_output=True, text=True, timeout=300

@@ -12,11 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.trainer_callback import PrinterCallback
 
-from liger_bench.demo.text import Sequences
-from liger_bench.train import spending, techniques
-from liger_bench.train.arguments import training_arguments
-from liger_bench.train.model import Built, build
-from liger_bench.train.setup import Setup
+from liger_bench.text import Sequences
+from liger_train import techniques
+from liger_train.model import Built, build
+from liger_train.setup import Setup
+from liger_train.train import spending
+from liger_train.train.arguments import training_arguments
 
 # Wide enough that weights are split, and that 8-bit optimizers, which leave the smallest alone, have something to do.
 FIELDS = {

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from liger_bench.checkpointing import checkpoint_layers
 from liger_bench.demo.settings import Settings
-from liger_bench.train.checkpointing import checkpoint_layers
 from liger_hf.presets import preset
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from liger_bench.distributed.job import LIGER, REORDERED, WARM_UP, Job
-from liger_bench.model.process import DONE, Answer, failure
+from liger_bench.process import DONE, Answer, failure
 
 # A rank that waits for one that failed gives up, instead of half an hour later.
 TIMEOUT = timedelta(minutes=10)
