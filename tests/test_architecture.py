@@ -140,6 +140,34 @@ def test_no_module_imports_itself_through_others(package: str) -> None:
     graph.prepare()
 
 
+@pytest.mark.parametrize("package", PACKAGES[1:])
+def test_no_folder_imports_itself_through_others(package: str) -> None:
+    """The same of the first level: each folder, and each file beside the folders, is one node."""
+    known, graph = modules(package), dict[str, set[str]]()
+    for name, path in known.items():
+        imported = {first_level(other) for other in imported_modules(path, known)}
+        graph.setdefault(first_level(name), set()).update(imported - {first_level(name)})
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def first_level(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def test_training_imports_only_what_the_commands_of_the_benchmark_share() -> None:
+    """Those are the files at the top of liger_bench; its folders are commands of their own."""
+    shared = {
+        name for name in modules("liger_bench") if name.count(".") == 1 and (folder("liger_bench") / f"{name.split('.')[1]}.py").exists()
+    }
+    found = {name for path in sources("liger_train") for name in imported_modules(path, modules("liger_bench"))}
+    assert found <= shared | {"liger_bench"}, found - shared
+
+
+def test_no_package_holds_more_than_a_third_of_the_source() -> None:
+    lines = {package: sum(len(path.read_text().splitlines()) for path in sources(package)) for package in PACKAGES}
+    assert max(lines.values()) * 3 <= sum(lines.values()), lines
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_importing_a_package_loads_no_layer_above_it(package: str) -> None:
     # PyTorch itself may load the compiler, so that only what is new counts.

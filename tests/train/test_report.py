@@ -20,9 +20,9 @@ from liger_train.report.page import Pictures, page, sweep_command
 from liger_train.report.pictures import COLOURS, Sizes, estimate, sweep_picture
 from liger_train.report.statements import SEED_MEMORY, statements
 from liger_train.report.sweeps import Sweep, others, read, sweeps
-from liger_train.row import SETUP, Row, row_of
+from liger_train.row import NOT_RUN, SETUP, Row, row_of
 from liger_train.setup import Setup
-from liger_train.train.cells import NOT_RUN, cells, strategies_of, swept
+from liger_train.train.cells import cells, strategies_of, swept
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "trainings.md"

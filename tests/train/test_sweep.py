@@ -19,10 +19,10 @@ import typer
 from bench.commands import InProcess
 from liger_bench.process import DONE, READY, Process
 from liger_core.errors import OptionError
-from liger_train.row import Row, row_of
+from liger_train.row import NOT_RUN, Row, row_of
 from liger_train.setup import Setup
 from liger_train.train import places, sweep
-from liger_train.train.cells import NOT_RUN, cells, hopeless, strategies_of, swept
+from liger_train.train.cells import cells, hopeless, strategies_of, swept
 from liger_train.train.places import Measured, variables
 from train.answers import BROKEN, KILLED, LATE, OUT_OF_MEMORY, WHERE, answer
 

@@ -17,10 +17,11 @@ import torch
 
 from liger_bench import checkpointing
 from liger_core.errors import DeviceError, LigerError, OptionError
+from liger_hf.presets import PRESETS, preset
 from liger_train import documentation, techniques, zero
-from liger_train.model import build, config_of
+from liger_train.configs import config_of
+from liger_train.model import build
 from liger_train.setup import Setup
-from liger_train.shapes import SHAPES, shape
 from liger_train.technique import Technique
 from liger_train.techniques import ALL, LIST, NUMBER, TECHNIQUES
 from liger_train.train import processes
@@ -136,11 +137,11 @@ def test_an_extra_installs_what_a_technique_needs() -> None:
         assert set(technique.packages) <= set(extras.get(technique.extra, ())) & set(extras["all"])
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_named_shape_is_a_model_of_its_size(name: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = shape(name, sequence=65_536)
+    config = preset(name, sequence=65_536)
     assert config.max_position_embeddings >= 65_536
     with torch.device("meta"):
         count = AutoModelForCausalLM.from_config(config).num_parameters()
@@ -217,7 +218,7 @@ def test_a_technique_for_gpus_says_why() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3.2-1", ""], ids=["a name on the hub", "a folder without a model"])
 def test_a_model_that_cannot_be_found_is_a_sentence(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("liger_train.model.hub_is_reachable", lambda: False)
+    monkeypatch.setattr("liger_train.configs.hub_is_reachable", lambda: False)
     with pytest.raises(OptionError, match="train: --model must be tiny, ") as raised:
         config_of(Setup(name or str(tmp_path)))
     assert ("Did you mean 'llama-3.2-1b'?" in str(raised.value)) == bool(name)

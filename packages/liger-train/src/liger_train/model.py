@@ -6,19 +6,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from liger_bench import checkpointing
-from liger_core.errors import OptionError
-from liger_hf.hub import hub_is_reachable
-from liger_hf.presets import NAMES, did_you_mean
+from liger_hf.presets import PRESETS
 from liger_train.combinations import ZERO
+from liger_train.configs import config_of, loading_options, not_found
 from liger_train.setup import Setup
-from liger_train.shapes import SHAPES, shape
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 LOSS = "linear_cross_entropy"
@@ -56,18 +53,6 @@ def build(setup: Setup, device: torch.device) -> Built:
     return Built(model, _patched(model, setup.liger, notes), notes)
 
 
-def config_of(setup: Setup) -> Any:
-    """The config of a setup's model: a named shape, else that in a folder or on the hub."""
-    if setup.model in SHAPES:
-        return shape(setup.model, setup.sequence)
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(setup.model, use_cache=False, **loading_options(setup))
-    except (OSError, ValueError) as problem:
-        raise _not_found(setup.model, problem) from problem
-
-
 def weights_dtype(setup: Setup) -> torch.dtype:
     """Weights are float32 if they are trained, unless DeepSpeed keeps a float32 copy of them in its optimizer."""
     low = setup.precision == "bf16-pure" or setup.adapter != "none" or setup.shard in ZERO
@@ -85,11 +70,11 @@ def _loaded(setup: Setup, device: torch.device) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(setup.model, config=config, dtype=dtype, **loading_options(setup), **place)
     except (OSError, ValueError) as problem:
-        raise _not_found(setup.model, problem) from problem
+        raise not_found(setup.model, problem) from problem
 
 
 def _is_random(setup: Setup) -> bool:
-    return setup.model in SHAPES or setup.random_weights
+    return setup.model in PRESETS or setup.random_weights
 
 
 def _comes_in_pieces(setup: Setup) -> bool:
@@ -107,7 +92,7 @@ def _quantized(setup: Setup, device: torch.device) -> Any:
         try:
             return AutoModelForCausalLM.from_pretrained(setup.model, **loading_options(setup), **options)
         except (OSError, ValueError) as problem:
-            raise _not_found(setup.model, problem) from problem
+            raise not_found(setup.model, problem) from problem
     with device:
         random = AutoModelForCausalLM.from_config(config_of(setup), dtype=low, trust_remote_code=setup.trust_remote_code)
     return type(random).from_pretrained(None, state_dict=random.state_dict(), **options)
@@ -145,37 +130,3 @@ def _patched(model: nn.Module, wanted: str, notes: list[str]) -> str:
 
 def _left_without_being_told(row: Any) -> bool:
     return row.verdict == "left" and row.reason != "not asked for"
-
-
-def loading_options(setup: Setup) -> dict[str, Any]:
-    """Where a model's files may come from, and whether code among them may run: if that is left open, Transformers asks standard input.
-
-    Without a hub there is what an earlier download has left; else the libraries would ask for it again and again.
-    """
-    return {
-        "local_files_only": Path(setup.model).exists() or not hub_is_reachable(),
-        "trust_remote_code": setup.trust_remote_code,
-    }
-
-
-def has_code_of_its_own(name: str, problem: Exception) -> OptionError | None:
-    """The sentence for what Transformers raises if a model or tokenizer is code that may not run; None for any other problem."""
-    if "trust_remote_code" not in str(problem):
-        return None
-    return OptionError(
-        f"train: --model {name} comes with Python code of its own, which runs only with --trust-remote-code; read the code before you give it"
-    )
-
-
-def _not_found(name: str, problem: Exception) -> OptionError:
-    if (refused := has_code_of_its_own(name, problem)) is not None:
-        return refused
-    reason = str(problem).strip().split("\n")[0].rstrip(".")
-    if not Path(name).exists() and not hub_is_reachable():
-        reason = "no such folder, and the hub cannot be reached"
-    elif (Path(name) / "config.json").is_file():
-        reason += "; --random-weights takes only its config"
-    return OptionError(
-        f"train: --model must be {NAMES}, a folder with a config.json and weights, or a name on the hub, "
-        f"got {name!r}: {reason}.{did_you_mean(name)}"
-    )

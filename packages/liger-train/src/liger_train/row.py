@@ -57,6 +57,8 @@ class Row(Setup):
 
 COLUMNS = [field.name for field in fields(Row)]
 SETUP = tuple(field.name for field in fields(Setup))
+# What a reason begins with if a sweep skipped a training run.
+NOT_RUN = "not run"
 # Before a ratio of speeds that the steps of the two trainings do not tell apart.
 WITHIN_SPREAD = "≈ "
 # What tells a measurement from another one.

@@ -29,13 +29,13 @@ DEFAULTS = {"cuda": {"precision": "bf16", "checkpoint": "full"}, "cpu": {"precis
 class Setup:
     """Everything that decides about the losses, the speed and the memory of a training.
 
-    model         named shape (train/shapes.py), folder or name on the hub
+    model         preset, folder or name on the hub
     batch         sequences of a rank and micro-batch; `sequence` tokens each
     data          a file, a folder, a dataset saved by Hugging Face's datasets, or "library"
     liger         "all", "none", "all-but-loss", or ops with commas between
     precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16
     checkpoint    "none", "full", "offload", "auto", or how many layers are checkpointed
-    optimizer, shard, offload, adapter    names in train/techniques.py
+    optimizer, shard, offload, adapter    names in techniques.py
     memory_limit  bytes; None for all that the device has
     nvme_folder   where offload "nvme" writes
     trust_remote_code  whether code that comes with the model may run

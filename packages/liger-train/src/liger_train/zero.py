@@ -103,7 +103,7 @@ def disk_problem() -> str:
 
 
 def _largest_weight(setup: Setup) -> int:
-    from liger_train.model import config_of
+    from liger_train.configs import config_of
 
     text = config_of(setup).get_text_config()
     return int(text.hidden_size) * max(int(text.vocab_size), int(getattr(text, "intermediate_size", 0) or 0))

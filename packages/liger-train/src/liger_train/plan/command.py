@@ -15,9 +15,8 @@ from liger_bench.memory import bytes_of
 from liger_bench.progress import progress_bar
 from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
-from liger_hf.presets import preset_name
+from liger_hf.presets import PRESETS, preset_name
 from liger_train.setup import DEFAULTS, Setup, check_values
-from liger_train.shapes import SHAPES
 from liger_train.techniques import TECHNIQUES, chosen
 
 
@@ -26,7 +25,7 @@ def _values(option: str) -> str:
 
 
 def plan(
-    model: Annotated[str | None, typer.Option(help=f"{', '.join(SHAPES)}, a folder with a config.json, or a name on the hub.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"{', '.join(PRESETS)}, a folder with a config.json, or a name on the hub.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a rank and micro-batch.")] = 1,
     sequence: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 1024,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from liger_train.model import LOW, config_of
+from liger_train.configs import config_of
+from liger_train.model import LOW
 from liger_train.setup import Setup
 
 LOGITS_AT_ONCE = 3

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from liger_bench.checkpointing import layers
 from liger_train import model as train_model
-from liger_train.model import LOW, build, config_of, weights_dtype
+from liger_train.configs import config_of
+from liger_train.model import LOW, build, weights_dtype
 from liger_train.plan import devices
 from liger_train.plan.adapters import adapted
 from liger_train.plan.ledger import ACTIVATIONS, CATEGORIES, CHECKPOINTS, GRADIENTS, LOGITS, OPTIMIZER, OTHER, WEIGHTS, Ledger, Moment

@@ -109,7 +109,7 @@ def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:
 
 def _sizes(row: Record) -> Sizes | None:
     """Of a model whose config is here; without it there is nothing to estimate with."""
-    from liger_train.model import config_of
+    from liger_train.configs import config_of
     from liger_train.report.pictures import Sizes
 
     try:

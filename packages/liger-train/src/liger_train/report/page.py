@@ -18,9 +18,8 @@ from liger_bench.records import Record, distinct
 from liger_train.report.statements import statements
 from liger_train.report.sweeps import PLAIN, STRATEGY, Sweep, where
 from liger_train.report.timelines import title
-from liger_train.row import SETUP, WITHIN_SPREAD, overlapping
+from liger_train.row import NOT_RUN, SETUP, WITHIN_SPREAD, overlapping
 from liger_train.setup import Setup
-from liger_train.train.cells import NOT_RUN
 
 GIB = 1 << 30
 FIGURES = 6

@@ -10,12 +10,10 @@ from typing import Any
 
 from liger_bench.memory import bytes_of
 from liger_core.errors import OptionError, nearest
-from liger_train.row import Row
+from liger_train.row import NOT_RUN, Row
 from liger_train.setup import Setup
 
 STRATEGIES = ("none", "all-but-loss", "all")
-# What a reason begins with if a training was left out.
-NOT_RUN = "not run"
 # Option → type, of all that can vary.
 SWEPT = {field.name: str(field.type) for field in fields(Setup) if field.name not in ("liger", "device") and field.type != "bool"}
 

@@ -20,11 +20,10 @@ from liger_bench.printing import amount, size
 from liger_bench.progress import progress_bar
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_core.tables import Column, output, print_table
-from liger_hf.presets import preset_name
+from liger_hf.presets import PRESETS, preset_name
 from liger_train import techniques
 from liger_train.row import COLUMNS, Row, where_of
 from liger_train.setup import DEFAULTS, LIBRARY, Setup
-from liger_train.shapes import SHAPES
 from liger_train.techniques import TECHNIQUES
 from liger_train.train import ranks, saved
 from liger_train.train.data import check_source
@@ -44,7 +43,7 @@ def _values(option: str) -> str:
 
 
 def train(
-    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (random weights), a folder, or a name on the hub.", show_default=False)],
+    model: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)} (random weights), a folder, or a name on the hub.", show_default=False)],
     data: Annotated[str, typer.Option(help="A file, a folder, a dataset saved by datasets, or Python's standard library.")] = LIBRARY,
     batch: Annotated[str, typer.Option(help="Sequences of a rank and micro-batch; auto: as many as fit.")] = "1",
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,

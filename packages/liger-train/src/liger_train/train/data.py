@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_bench.text import library, trained_tokenizer
 from liger_core.errors import OptionError
 from liger_hf.presets import VOCABULARY
-from liger_train.model import has_code_of_its_own, loading_options
+from liger_train.configs import has_code_of_its_own, loading_options
 from liger_train.setup import LIBRARY, Setup
 
 # Of longer texts this much, or what the steps read: about six characters make a token at most.

@@ -28,12 +28,13 @@ from liger_bench.checkpointing import checkpointed_layers
 from liger_bench.process import failure
 from liger_bench.text import Sequences
 from liger_core.errors import DeviceError, LigerError, OptionError
+from liger_hf.presets import PRESETS
 from liger_train import techniques
 from liger_train.combinations import ZERO
-from liger_train.model import build, config_of
+from liger_train.configs import config_of
+from liger_train.model import build
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
-from liger_train.shapes import SHAPES
 from liger_train.train import ranks, saved, spending
 from liger_train.train.arguments import training_arguments
 from liger_train.train.cpu_memory import CpuMemory
@@ -187,7 +188,7 @@ class _Training:
             arguments = self._arguments(setup, place, folder, save_every)
             self._tell(None, "reading the text")
             vocabulary = config_of(self.setup).get_text_config().vocab_size
-            data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in SHAPES)
+            data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in PRESETS)
             self.notes.extend(data.notes)
             before = self._before(folder, resume, data)
             if before is not None:
