@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training on the CPU really takes."""
+"""The measured memory of a run on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def tiny(**changes: object) -> Setup:
-    """A short training of two layers on the CPU."""
+    """A short run of two layers on the CPU."""
     return Setup("tiny", **({"batch": 2, "sequence": 64, "device": "cpu", "precision": "fp32", "checkpoint": "none", "steps": 1} | changes))
 
 

@@ -89,7 +89,7 @@ def test_adapters_beside_experts_need_peft(tmp_path: Path, monkeypatch: pytest.M
         predict(Setup(str(tmp_path), batch=2, sequence=64, adapter="lora", device="cuda"))
 
 
-def test_an_alternative_that_needs_peft_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alternative_that_needs_peft_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_peft(monkeypatch)
     save("qwen3_moe", EXPERTS, tmp_path)
     setup = Setup(str(tmp_path), batch=2, sequence=64, adapter="lora", device="cuda")

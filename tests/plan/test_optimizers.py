@@ -36,7 +36,7 @@ def test_every_optimizer_of_train_has_a_size() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in UNSEEN])
-def test_an_optimizer_holds_what_is_said(name: str, tmp_path: Path) -> None:
+def test_the_memory_of_an_optimizer_is_as_predicted(name: str, tmp_path: Path) -> None:
     for package in TECHNIQUES["optimizer"][name].packages:
         pytest.importorskip(package.replace("-", "_"))
     from transformers import Trainer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process of a sweep does in these tests: quickly one of the things that a training may do."""
+"""What a process of a sweep does in these tests: quickly one of the things that can happen to a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def answer(job: None, connection: Connection) -> Answer:
             raise ValueError("no such layer")
         if setup.batch >= OUT_OF_MEMORY:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB.")
-        # So long that trainings on two places overlap.
+        # Long enough that runs on two places overlap.
         time.sleep(0.3)
     except Exception as error:
         return failure(error)

@@ -16,7 +16,7 @@ TEXT = "A step reads a batch of sequences, and each of them is its own label.\nW
 
 @pytest.fixture(scope="session", autouse=True)
 def no_garbage_among_what_was_imported() -> Iterator[None]:
-    """A training looks for garbage twice, which takes a second where every library of the tests is loaded."""
+    """A run collects garbage twice, which takes a second where every library of the tests is loaded."""
     import liger_train.train.run  # noqa: F401
 
     gc.freeze()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every technique that runs on the CPU trains a model with Liger to the losses that it has without, and says what it cannot go with."""
+"""Every technique that runs on the CPU trains a model to the same losses with and without Liger, and rejects what it cannot be combined with."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def is_there(technique: Technique, trained: Trained) -> None:
     model, optimizer = trained.built.model, trained.trainer.optimizer.optimizer
     if technique.option == "optimizer" and technique.value != "galore-layerwise":
         package = type(optimizer).__module__.partition(".")[0].replace("_", "-")
-        assert package == technique.carried_by.split(",")[0].lower()
+        assert package == technique.implemented_by.split(",")[0].lower()
     if technique.option == "optimizer" and "8bit" in technique.value:
         assert any(state.dtype == torch.uint8 for of in optimizer.state.values() for state in of.values() if torch.is_tensor(state))
     if technique.option == "adapter" and technique.value != "none":
@@ -87,7 +87,7 @@ def is_there(technique: Technique, trained: Trained) -> None:
         assert trained.trainer.accelerator.mixed_precision == {"bf16": "bf16", "fp16": "fp16"}.get(technique.value, "no")
     if technique.option == "checkpoint":
         assert checkpointing.checkpointed_layers(model) == {"full": 2, "offload": 2, NUMBER: 1}.get(technique.value, 0)
-        assert len(trained.told) == (technique.value == "auto")
+        assert len(trained.notes) == (technique.value == "auto")
 
 
 def test_ranks_whose_gradients_are_on_the_host_can_sum_them_there() -> None:
@@ -167,7 +167,7 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 MISUSES = [
     ({"optimizer": "adamw-8bits"}, "--optimizer must be one of adamw, adamw-8bit,", "Did you mean 'adamw-8bit'?"),
     ({"checkpoint": "-1"}, "--checkpoint must be one of none, full, offload, auto or a number of layers, got '-1'", ""),
-    ({"liger": "rms_nrm"}, "--liger must be one of none, all-but-loss, all or ops with commas between, got 'rms_nrm'", ""),
+    ({"liger": "rms_nrm"}, "--liger must be one of none, all-but-loss, all or ops separated by commas, got 'rms_nrm'", ""),
     ({"liger": "rope,swigl"}, "--liger rope,swigl must name ops among", "Did you mean 'swiglu'?"),
     ({"batch": 0}, "--batch must be from 1 to 2147483647, got 0", ""),
     ({"sequence": 1}, "--sequence must be from 2 to 16777216, got 1", ""),
@@ -178,18 +178,18 @@ MISUSES = [
     ({"offload": "parameters", "shard": "zero2"}, "--offload parameters needs --shard zero3 or fsdp2, also on one GPU, got zero2", ""),
     ({"offload": "parameters", "shard": "fsdp2", "device": "cpu"}, "needs --device cuda for --shard fsdp2", "use --shard zero3"),
     ({"offload": "nvme", "shard": "zero3"}, "--offload nvme needs --nvme-folder", ""),
-    ({"offload": "nvme", "shard": "zero3", "nvme_folder": "/not/there"}, "needs a folder that is there", ""),
-    ({"precision": "bf16-pure", "shard": "zero2"}, "--precision bf16-pure cannot go with --shard zero2", "use --precision bf16"),
-    ({"optimizer": "galore", "shard": "zero1"}, "--optimizer galore cannot go with --shard zero1", "use --optimizer adamw"),
-    ({"optimizer": "adamw-8bit", "shard": "zero2", "offload": "optimizer"}, "--optimizer adamw-8bit cannot go with --offload", ""),
-    ({"optimizer": "adamw-torchao-8bit", "shard": "zero2"}, "--optimizer adamw-torchao-8bit cannot go with --shard zero2", ""),
-    ({"optimizer": "galore-layerwise", "accumulation": 2}, "cannot wait for --accumulation 2", "use galore"),
-    ({"adapter": "qlora", "shard": "zero3"}, "--adapter qlora cannot go with --shard zero3", "use --adapter lora"),
+    ({"offload": "nvme", "shard": "zero3", "nvme_folder": "/not/there"}, "needs an existing folder", ""),
+    ({"precision": "bf16-pure", "shard": "zero2"}, "--precision bf16-pure cannot be combined with --shard zero2", "use --precision bf16"),
+    ({"optimizer": "galore", "shard": "zero1"}, "--optimizer galore cannot be combined with --shard zero1", "use --optimizer adamw"),
+    ({"optimizer": "adamw-8bit", "shard": "zero2", "offload": "optimizer"}, "--optimizer adamw-8bit cannot be combined with --offload", ""),
+    ({"optimizer": "adamw-torchao-8bit", "shard": "zero2"}, "--optimizer adamw-torchao-8bit cannot be combined with --shard zero2", ""),
+    ({"optimizer": "galore-layerwise", "accumulation": 2}, "supports neither --accumulation 2", "use galore"),
+    ({"adapter": "qlora", "shard": "zero3"}, "--adapter qlora cannot be combined with --shard zero3", "use --adapter lora"),
 ]
 
 
 @pytest.mark.parametrize(("options", "sentence", "advice"), MISUSES, ids=lambda value: " ".join(map(str, value)) if value else "-")
-def test_what_cannot_be_is_said_before_anything_is_loaded(
+def test_an_unsupported_setup_is_an_error_before_anything_is_loaded(
     options: dict[str, object], sentence: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -208,7 +208,7 @@ def test_a_missing_package_is_named_with_what_installs_it(technique: Technique, 
         techniques.check(setup)
 
 
-def test_a_technique_for_gpus_says_why() -> None:
+def test_the_error_of_a_technique_for_gpus_has_the_reason() -> None:
     for technique in ALL:
         assert (technique.reason != "") == (technique.devices == ("cuda",))
         if technique.reason:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of thirty thousand weights in a folder, and a few steps of its training as a setup says."""
+"""A model of thirty thousand weights in a folder, and a few training steps by a setup."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Trained:
     losses: list[float]
     built: Built
     trainer: Trainer
-    told: list[str]
+    notes: list[str]
 
 
 def trained(setup: Setup) -> Trained:
     """The losses of every micro-batch. All sequences are alike, so that they fall."""
     techniques.check(setup)
     losses: list[float] = []
-    told: list[str] = []
+    notes: list[str] = []
 
     class Recording(Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -71,11 +71,11 @@ def trained(setup: Setup) -> Trained:
         arguments = training_arguments(setup, Path(place))
         built = build(setup, arguments.device)
         data = Sequences(torch.arange(16).mul(7).remainder(128).expand(64, 16))
-        callbacks = list(spending.observers(setup, told.append))
+        callbacks = list(spending.observers(setup, notes.append))
         trainer = Recording(model=built.model, args=arguments, train_dataset=data, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return Trained(losses, built, trainer, told)
+    return Trained(losses, built, trainer, notes)
 
 
 def twice(setup: Setup) -> tuple[Trained, Trained]:

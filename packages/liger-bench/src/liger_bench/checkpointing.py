@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each layer of a model keeps for the backward pass, and what it computes again."""
+"""Activation checkpointing: what each layer of a model keeps for the backward pass, and what it recomputes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from liger_core.errors import OptionError
 
 aten = torch.ops.aten
-PRODUCTS = frozenset(
+MATMULS = frozenset(
     {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default, aten._grouped_mm.default}
 )
 ATTENTION = frozenset(
@@ -29,25 +29,25 @@ ATTENTION = frozenset(
 
 
 class Keeps(IntEnum):
-    """What a layer keeps: its input; also what its products give; everything."""
+    """What a layer keeps: only its input; also the outputs of its matmuls; everything."""
 
     INPUT = 0
-    PRODUCTS = 1
+    MATMULS = 1
     ALL = 2
 
 
 def checkpoint_layers(model: Any, **options: Any) -> None:
-    """Make Transformers checkpoint every layer, with these options of its own."""
-    # The name since Transformers 5.23, which warns about the one before.
+    """Make Transformers checkpoint every layer, with its own options."""
+    # The name since Transformers 5.23, which warns about the older one.
     start = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    # Non-reentrant: inputs need no gradient, as below adapters, and layers may differ.
+    # Non-reentrant: inputs need no gradients (as with adapters), and layers may differ.
     start({"use_reentrant": False}, **options)
 
 
 def enable(model: Any, how: str) -> None:
-    """Make the model recompute as a setup's `checkpoint` says; "auto" begins like "full".
+    """Make the model recompute as a setup's `checkpoint` says; "auto" starts as "full".
 
-    Raises OptionError if it has fewer layers than shall be checkpointed.
+    Raises OptionError if the model has fewer layers than that.
     """
     if how == "none":
         return
@@ -61,30 +61,30 @@ def enable(model: Any, how: str) -> None:
 
 
 def layers(model: nn.Module) -> list[Any]:
-    """The layers that can be checkpointed, in their order."""
+    """The layers that can be checkpointed, in order."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def checkpointed_layers(model: nn.Module) -> int:
-    """How many layers are computed twice, in whole or but for their products."""
+    """The number of layers that recompute everything, or everything but their matmuls."""
     return sum(bool(layer.gradient_checkpointing) for layer in layers(model))
 
 
-def keep(layer: Any, what: Keeps, products: Products | None = None) -> None:
-    """Set what a layer keeps from its next forward pass on; layers alike share `products`."""
+def keep(layer: Any, what: Keeps, matmuls: Matmuls | None = None) -> None:
+    """Set what a layer keeps from its next forward pass on; layers of the same kind share `matmuls`."""
     layer.gradient_checkpointing = what is not Keeps.ALL
-    contexts: dict[str, Any] = {"context_fn": products or Products()} if what is Keeps.PRODUCTS else {}
+    contexts: dict[str, Any] = {"context_fn": matmuls or Matmuls()} if what is Keeps.MATMULS else {}
     layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **contexts)
 
 
-class Products:
-    """For each pass through a layer the contexts in which what products give is kept, and all else is computed again.
+class Matmuls:
+    """Selective checkpointing: the contexts of each pass through a layer that keep matmul outputs and recompute the rest.
 
-    In Llama 3 8B matrix products are nearly all the operations of a layer, and their results half of its activations. Attention is
-    worth its bytes in long sequences: per byte of its result it takes as many operations as there are tokens (half of what they are for
-    a causal mask, at half the rate), and a matrix product as many as its rows are wide.
+    In Llama 3 8B, matmuls are nearly all operations of a layer, and their outputs half of its activations. Attention is worth its
+    memory for long sequences: per byte of output, it takes as many operations as there are tokens (half of them with a causal mask,
+    at half the throughput), while a matmul takes as many as the width of its rows.
     """
 
     def __init__(self) -> None:
@@ -96,13 +96,13 @@ class Products:
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             if op in ATTENTION and _is_long(args[0]):
                 return CheckpointPolicy.MUST_SAVE
-            if op not in PRODUCTS:
+            if op not in MATMULS:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             index = seen[context.is_recompute]
             seen[context.is_recompute] += 1
             if not context.is_recompute:
                 self.last = index
-            # The last one, of the pass before, is added to the residual: nothing that the backward pass reads comes after it.
+            # The output of the last matmul is added to the residual stream, so the backward pass does not need it.
             return CheckpointPolicy.PREFER_RECOMPUTE if index == last else CheckpointPolicy.MUST_SAVE
 
         return create_selective_checkpoint_contexts(policy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which techniques exclude each other, and why: each function gives the rest of the sentence "train: --option value …", or nothing."""
+"""Which techniques cannot be combined, and why: each function returns the rest of the error "train: --option value …", or nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def ops(setup: Setup) -> str:
 
 def pure(setup: Setup) -> str:
     if setup.shard in ZERO:
-        return f"cannot go with --shard {setup.shard}, since DeepSpeed keeps float32 weights in its optimizer; use --precision bf16"
+        return (
+            f"cannot be combined with --shard {setup.shard}, since DeepSpeed keeps float32 weights in its optimizer; use --precision bf16"
+        )
     return ""
 
 
@@ -38,21 +40,21 @@ def unsharded(setup: Setup) -> str:
 
 def unsharded_or_zero(setup: Setup) -> str:
     if setup.offload != "none":
-        return f"cannot go with --offload {setup.offload}, where DeepSpeed's own AdamW updates on the host; use --optimizer adamw"
+        return f"cannot be combined with --offload {setup.offload}, where DeepSpeed's AdamW updates on the CPU; use --optimizer adamw"
     return unsharded(setup) if setup.shard == "fsdp2" else ""
 
 
 def unsharded_or_fsdp2(setup: Setup) -> str:
     if setup.offload != "none":
-        return f"cannot go with --offload {setup.offload}, where the update is done on the host; use --optimizer adamw"
+        return f"cannot be combined with --offload {setup.offload}, where weights are updated on the CPU; use --optimizer adamw"
     return unsharded(setup) if setup.shard in ZERO else ""
 
 
 def layerwise(setup: Setup) -> str:
     if setup.accumulation > 1 or setup.ranks > 1:
-        return f"updates a weight at once and so cannot wait for --accumulation {setup.accumulation} or other ranks ({setup.ranks}); use galore"
+        return f"updates each weight immediately, so it supports neither --accumulation {setup.accumulation} nor {setup.ranks} ranks; use galore"
     if setup.precision == "fp16":
-        return "cannot scale the loss, which --precision fp16 needs; use --precision bf16"
+        return "does not support the loss scaling of --precision fp16; use --precision bf16"
     return unsharded(setup)
 
 
@@ -66,7 +68,7 @@ def offloaded_optimizer(setup: Setup) -> str:
 
 def offloaded_parameters(setup: Setup) -> str:
     if setup.shard == "fsdp2" and setup.device == "cpu":
-        return "needs --device cuda for --shard fsdp2, whose memory on the host is pinned for a GPU; use --shard zero3"
+        return "needs --device cuda for --shard fsdp2, which pins host memory for a GPU; use --shard zero3"
     if setup.shard in ("zero3", "fsdp2"):
         return ""
     return f"needs --shard zero3 or fsdp2, also on one GPU, got {setup.shard}"
@@ -78,7 +80,7 @@ def offloaded_to_disk(setup: Setup) -> str:
     if setup.nvme_folder is None:
         return "needs --nvme-folder, a folder on a fast disk"
     if not Path(setup.nvme_folder).is_dir():
-        return f"needs a folder that is there, got --nvme-folder {setup.nvme_folder}"
+        return f"needs an existing folder, got --nvme-folder {setup.nvme_folder}"
     from liger_train.zero import disk_problem
 
     return disk_problem()
@@ -86,9 +88,9 @@ def offloaded_to_disk(setup: Setup) -> str:
 
 def quantized(setup: Setup) -> str:
     if setup.shard != "none":
-        return f"{_shards(setup)} weights, and those of 4 bits cannot be; use --adapter lora, or --shard none"
+        return f"{_shards(setup)} weights, and 4-bit weights cannot be split; use --adapter lora, or --shard none"
     return ""
 
 
 def _shards(setup: Setup) -> str:
-    return f"cannot go with --shard {setup.shard}, which splits"
+    return f"cannot be combined with --shard {setup.shard}, which splits"

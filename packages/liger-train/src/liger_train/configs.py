@@ -13,7 +13,7 @@ from liger_train.setup import Setup
 
 
 def config_of(setup: Setup) -> Any:
-    """The config of a setup's model: a named shape, else that in a folder or on the hub."""
+    """The config of a setup's model: of a preset, in a folder, or on the hub."""
     if setup.model in PRESETS:
         return preset(setup.model, setup.sequence)
     from transformers import AutoConfig
@@ -25,9 +25,9 @@ def config_of(setup: Setup) -> Any:
 
 
 def loading_options(setup: Setup) -> dict[str, Any]:
-    """Where a model's files may come from, and whether code among them may run: if that is left open, Transformers asks standard input.
+    """Where a model's files may come from, and whether code among them may run: without a value, Transformers asks on standard input.
 
-    Without a hub there is what an earlier download has left; else the libraries would ask for it again and again.
+    If the hub is unreachable, only the local cache is used; otherwise the libraries would retry many times.
     """
     return {
         "local_files_only": Path(setup.model).exists() or not hub_is_reachable(),
@@ -36,12 +36,10 @@ def loading_options(setup: Setup) -> dict[str, Any]:
 
 
 def has_code_of_its_own(name: str, problem: Exception) -> OptionError | None:
-    """The sentence for what Transformers raises if a model or tokenizer is code that may not run; None for any other problem."""
+    """The error for a model or tokenizer whose own code may not run; None for any other problem."""
     if "trust_remote_code" not in str(problem):
         return None
-    return OptionError(
-        f"train: --model {name} comes with Python code of its own, which runs only with --trust-remote-code; read the code before you give it"
-    )
+    return OptionError(f"train: --model {name} has Python code of its own, which runs only with --trust-remote-code; read the code first")
 
 
 def not_found(name: str, problem: Exception) -> OptionError:

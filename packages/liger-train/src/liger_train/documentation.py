@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of techniques in docs/training.md: `python -m liger_train.documentation docs/training.md` writes it anew."""
+"""The tables of techniques in docs/training.md; `python -m liger_train.documentation docs/training.md` regenerates them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from liger_train.technique import Technique
 from liger_train.techniques import LIST, NUMBER, TECHNIQUES
 
 BEGIN, END = "<!-- techniques: begin -->", "<!-- techniques: end -->"
-SHOWN = {NUMBER: "a number", LIST: "ops, with commas between"}
-HEAD = ("value", "what it does", "saves", "costs", "carried by")
+SHOWN = {NUMBER: "a number", LIST: "ops, separated by commas"}
+HEAD = ("value", "what it does", "saves", "costs", "implemented by")
 
 
 def table() -> str:
@@ -21,7 +21,7 @@ def table() -> str:
 
 
 def put_into(text: str) -> str:
-    """A page with its part between the markers made anew."""
+    """The page with the part between the markers regenerated."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
@@ -36,7 +36,7 @@ def _row(technique: Technique) -> str:
     value = SHOWN.get(technique.value, f"`{technique.value}`")
     if technique.value == getattr(Setup, technique.option):
         value += " (default)"
-    carried = technique.carried_by + (f"; `pip install {' '.join(technique.packages)}`" if technique.packages else "")
+    carried = technique.implemented_by + (f"; `pip install {' '.join(technique.packages)}`" if technique.packages else "")
     where = f" Only on a GPU: {technique.reason}." if technique.devices == ("cuda",) else ""
     return f"| {value} | {technique.summary}{where} | {technique.saves} | {technique.costs} | {carried} |"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a setup to the model that is trained: shape or name, precision, adapters, checkpointing, Liger."""
+"""From a setup to the model to train: preset or name, precision, adapters, activation checkpointing, Liger."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ RANK, ALPHA = 16, 32
 class Built:
     """A model that is ready to train.
 
-    replaced  the ops that Liger put in, and how often
-    notes     what was decided for the user, one sentence each
+    replaced  the ops that Liger inserted, and how often
+    notes     decisions made for the user, one sentence each
     """
 
     model: Any
@@ -36,9 +36,9 @@ class Built:
 
 
 def build(setup: Setup, device: torch.device) -> Built:
-    """The model of a setup: the same random weights for the same seed, or those of a folder or name.
+    """Build the model of a setup: random weights by its seed, or the weights of a folder or hub name.
 
-    It is on the device, but for a sharded one, which comes there piece by piece. Under FakeTensorMode nothing is allocated.
+    It is on the device, unless it is sharded: then it moves there piece by piece. Under FakeTensorMode nothing is allocated.
 
     Raises OptionError for a model that cannot be found.
     """
@@ -49,7 +49,7 @@ def build(setup: Setup, device: torch.device) -> Built:
         model = _adapted(model, setup, notes)
     model.train()
     checkpointing.enable(model, setup.checkpoint)
-    # Last: adapters wrap the modules that it looks at.
+    # Last, because adapters wrap the modules that Liger replaces.
     return Built(model, _patched(model, setup.liger, notes), notes)
 
 
@@ -78,7 +78,7 @@ def _is_random(setup: Setup) -> bool:
 
 
 def _comes_in_pieces(setup: Setup) -> bool:
-    """Whether no device holds the whole model: DeepSpeed's stage 3 and FSDP2 bring it there layer by layer."""
+    """Whether no device holds the whole model: ZeRO stage 3 and FSDP2 move it there layer by layer."""
     return setup.shard in ("zero3", "fsdp2")
 
 
@@ -111,7 +111,7 @@ def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
 def note_of_adapters(setup: Setup) -> str:
     frozen = "4 bits" if setup.adapter == "qlora" else str(weights_dtype(setup)).removeprefix("torch.")
     own = frozen if setup.shard in ZERO else "float32"
-    return f"Adapters of rank {RANK} beside every linear layer are trained, in {own}; the frozen weights are in {frozen}."
+    return f"Training adapters of rank {RANK} on every linear layer, in {own}; the frozen weights are in {frozen}."
 
 
 def _patched(model: nn.Module, wanted: str, notes: list[str]) -> str:
@@ -122,11 +122,11 @@ def _patched(model: nn.Module, wanted: str, notes: list[str]) -> str:
 
     names: dict[str, Any] = {"all": {}, "all-but-loss": {"exclude": [LOSS]}}.get(wanted, {"only": wanted.split(",")})
     report = liger_hf.apply(model, **names)
-    # It is not compiled here.
+    # That note is about compiling the model, which does not happen here.
     notes.extend(note for note in report.notes if note != NOTE)
-    notes.extend(f"Liger left {row.count} × {row.pattern} alone: {row.reason}." for row in report.rows if _left_without_being_told(row))
+    notes.extend(f"Liger did not replace {row.count} × {row.pattern}: {row.reason}." for row in report.rows if _left_unasked(row))
     return ", ".join(f"{op} {count}" for op, count in report.replaced.items())
 
 
-def _left_without_being_told(row: Any) -> bool:
+def _left_unasked(row: Any) -> bool:
     return row.verdict == "left" and row.reason != "not asked for"

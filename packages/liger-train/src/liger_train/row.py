@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row that comes of a training."""
+"""The row of results of a training run."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 from liger_train.setup import Setup
 
-# The kernels are compiled in the first steps, and the optimizer makes its state.
+# In the first steps kernels are compiled and the optimizer state is allocated.
 WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Setup):
-    """A setup, and what its training did.
+    """A setup and the results of its run.
 
-    *tokens_per_second   of all ranks; median, 0.2 and 0.8 quantile of the steps after the first two
-    peak_bytes           the most memory that a rank held at once, over the whole training; on the CPU in its second step
-    peak_reserved_bytes  with what the allocator of a GPU keeps
-    static_bytes         held between two steps: weights, gradients that stay, optimizer
-    losses               of every step that was taken
-    checkpointed_layers  how many layers were computed twice
-    replaced             the ops that Liger put in, and how often
-    notes                what was decided for the user, one sentence each
-    out_of_memory        memory ran out, which is a result; failed: anything else went wrong; reason says what
-    interrupted          ended by the user; the figures are those up to then
+    *tokens_per_second   summed over ranks; median, 20th and 80th percentile of the steps after the first two
+    peak_bytes           peak memory of a rank over the whole run; on the CPU, of the second step
+    peak_reserved_bytes  the peak including what the GPU's allocator has reserved
+    static_bytes         held between steps: weights, remaining gradients, optimizer state
+    losses               of every step
+    checkpointed_layers  the number of layers that were recomputed
+    replaced             the ops that Liger inserted, and how often
+    notes                decisions made for the user, one sentence each
+    out_of_memory        the run ran out of memory, which is a result; failed: any other failure; reason says which
+    interrupted          ended by the user; the figures cover the steps up to then
     """
 
     tokens_per_second: float | None
@@ -57,16 +57,18 @@ class Row(Setup):
 
 COLUMNS = [field.name for field in fields(Row)]
 SETUP = tuple(field.name for field in fields(Setup))
-# What a reason begins with if a sweep skipped a training run.
+# What `--checkpoint auto` notes: the number of layers that recompute everything, everything but their matmuls, and nothing.
+AUTO_NOTE = "layers with full recompute: {}, with selective recompute: {}, without recompute: {}"
+# A reason begins with this if a sweep skipped the run.
 NOT_RUN = "not run"
-# Before a ratio of speeds that the steps of the two trainings do not tell apart.
+# Marks a speedup within the spread of the steps.
 WITHIN_SPREAD = "≈ "
-# What tells a measurement from another one.
+# The columns that identify a measurement.
 IDENTITY = (*SETUP, "machine", "versions", "commit")
 
 
 def overlapping(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the speeds of two trainings are not told apart by their steps: their 0.2 to 0.8 quantiles overlap."""
+    """Whether the difference in speed is within the spread of the steps: the 20th to 80th percentiles of the two runs overlap."""
     low, high = (f"{end}_tokens_per_second" for end in ("low", "high"))
     if any(each.get(end) is None for each in (one, other) for end in (low, high)):
         return False
@@ -74,12 +76,12 @@ def overlapping(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def where_of(row: Row) -> str:
-    """The machine and the libraries that matter most; the row itself has the rest."""
+    """The machine and the most important versions; the row has all of them."""
     named = [words for words in row.versions.split(", ") if words.split(" ")[0] in ("torch", "triton", "transformers")]
     return f"{row.machine}; {', '.join([*named, f'commit {row.commit}'])}"
 
 
 def row_of(setup: Setup, where: dict[str, str], results: dict[str, Any]) -> Row:
-    """A row of what is known; the rest is empty."""
+    """A row of these results; all other columns are empty."""
     empty: dict[str, Any] = dict.fromkeys(COLUMNS) | {"out_of_memory": False, "failed": False, "interrupted": False, "reason": ""}
     return Row(**(empty | asdict(setup) | where | results))

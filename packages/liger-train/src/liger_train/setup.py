@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one training is: the model, the text, the batch, and the techniques that it uses."""
+"""The setup of a training run: model, text, batch, and techniques."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from liger_core.errors import OptionError
 
 # The text that every machine has: the sources of Python's standard library.
 LIBRARY = "library"
-# What `liger train` takes on a device for an option that is not given, where that is not the default of the field.
 MOST = 2**31 - 1
 # Transformers seeds NumPy, too, which takes 32 bits.
 LIMITS = {
@@ -22,24 +21,25 @@ LIMITS = {
     "steps": (1, MOST),
     "seed": (0, 2**32 - 1),
 }
+# The defaults of `liger train` by device, where they differ from those of the fields.
 DEFAULTS = {"cuda": {"precision": "bf16", "checkpoint": "full"}, "cpu": {"precision": "fp32", "checkpoint": "none"}}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that decides about the losses, the speed and the memory of a training.
+    """Everything that determines the losses, the speed and the memory of a training run.
 
     model         preset, folder or name on the hub
-    batch         sequences of a rank and micro-batch; `sequence` tokens each
+    batch         sequences per micro-batch and rank, of `sequence` tokens each
     data          a file, a folder, a dataset saved by Hugging Face's datasets, or "library"
-    liger         "all", "none", "all-but-loss", or ops with commas between
+    liger         "all", "none", "all-but-loss", or ops separated by commas
     precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16
-    checkpoint    "none", "full", "offload", "auto", or how many layers are checkpointed
+    checkpoint    "none", "full", "offload", "auto", or the number of layers to recompute
     optimizer, shard, offload, adapter    names in techniques.py
-    memory_limit  bytes; None for all that the device has
-    nvme_folder   where offload "nvme" writes
-    trust_remote_code  whether code that comes with the model may run
-    random_weights     take only the config of a folder or name
+    memory_limit  bytes; None for all memory of the device
+    nvme_folder   where --offload nvme writes
+    trust_remote_code  whether the model's own code may run
+    random_weights     use only the config of a folder or name
     """
 
     model: str
@@ -65,7 +65,7 @@ class Setup:
     random_weights: bool = False
 
     def command(self) -> str:
-        """The command line that runs it on such a device: every option that is not the default there."""
+        """The command line of this run: every option that is not the default on its device."""
         words = ["liger", "train"]
         if self.ranks > 1:
             words = ["torchrun", "--nproc-per-node", str(self.ranks), "-m", "liger_core", "train"]
@@ -78,12 +78,12 @@ class Setup:
 
 
 def _size(size: int) -> str:
-    """What the option takes for so many bytes."""
+    """The value of --memory-limit for a number of bytes."""
     return next((f"{size >> bits}{unit}" for bits, unit in ((30, "GiB"), (20, "MiB")) if size % (1 << bits) == 0), f"{size}B")
 
 
 def check_values(setup: Setup, command: str = "train") -> None:
-    """Raise OptionError for a number that no training can have, or a name that is empty."""
+    """Raise OptionError for a number out of range or an empty name."""
     for name, (low, high) in LIMITS.items():
         value = getattr(setup, name)
         if not low <= value <= high:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form in which a technique is described, once, for `liger train`, `liger plan`, the tests and the documentation."""
+"""How a technique is described, once, for `liger train`, `liger plan`, the tests and the documentation."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Technique:
     """One value of one option of `liger train`.
 
     option, value  field of Setup and what it is set to, as on the command line
-    summary        one sentence: what it does
+    summary        what it does, in one sentence
     saves, costs   one phrase each, for `liger plan` and the documentation
-    carried_by     the libraries that do it; `packages` of them are looked for before a training starts
+    implemented_by  the libraries that do it; those in `packages` must be installed
     extra          liger-train[extra] installs them
-    devices        where it runs; `reason` says why not elsewhere
+    devices        where it is supported; `reason` says why not elsewhere
     arguments      what it adds to transformers.TrainingArguments
-    problem        what must hold besides, came, and can be done, if the rest of a setup rules it out; else empty
+    problem        why it cannot be combined with the rest of a setup, as the rest of an error; empty if it can
     """
 
     option: str
@@ -42,7 +42,7 @@ class Technique:
     summary: str
     saves: str
     costs: str
-    carried_by: str
+    implemented_by: str
     packages: tuple[str, ...] = ()
     extra: str | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")

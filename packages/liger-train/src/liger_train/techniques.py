@@ -11,7 +11,7 @@ from liger_train import combinations
 from liger_train.setup import Setup, check_values
 from liger_train.technique import Technique
 
-# Stand for a value of the user's: a number of layers, and ops with commas between.
+# Placeholders for values of the user: a number of layers, and a list of ops.
 NUMBER, LIST = "NUMBER", "OPS"
 LOW_RANK = "rank=128,update_proj_gap=200"
 
@@ -32,7 +32,7 @@ ALL = (
     Technique(
         "liger",
         "all-but-loss",
-        "Norms, rotary embedding and gated units by Liger's ops; the logits of the whole batch are still made.",
+        "Norms, rotary embedding and gated MLPs use Liger's ops; the logits of the whole batch are still materialized.",
         "some activations of each layer",
         "nothing; faster",
         "liger-hf",
@@ -40,7 +40,7 @@ ALL = (
     Technique(
         "liger",
         "all",
-        "Every op of Liger, among them the output projection fused with the loss, which never holds the logits of a whole batch.",
+        "Every op of Liger, including the fused linear cross entropy, which never materializes the full logits.",
         "tokens × vocabulary × (2 to 4) × 4 bytes at the peak",
         "nothing; faster",
         "liger-hf",
@@ -48,8 +48,8 @@ ALL = (
     Technique(
         "liger",
         LIST,
-        "Only these ops of Liger, with commas between.",
-        "as the ops do",
+        "Only these ops of Liger, separated by commas.",
+        "depends on the ops",
         "nothing",
         "liger-hf",
         problem=combinations.ops,
@@ -59,7 +59,7 @@ ALL = (
         "precision",
         "bf16",
         "Weights and optimizer in float32, matmuls in bfloat16.",
-        "half of the activations",
+        "half of the activation memory",
         "8 bits of precision in matmuls; faster",
         "accelerate",
         arguments=lambda setup: {"bf16": True},
@@ -68,7 +68,7 @@ ALL = (
         "precision",
         "fp16",
         "Weights and optimizer in float32, matmuls in float16, with loss scaling.",
-        "half of the activations",
+        "half of the activation memory",
         "5 bits of exponent in matmuls, steps that overflow are skipped; faster",
         "accelerate",
         devices=("cuda",),
@@ -79,52 +79,52 @@ ALL = (
         "precision",
         "bf16-pure",
         "Weights, gradients and optimizer in bfloat16.",
-        "half of everything",
+        "half of all memory",
         "updates below 1/256 of a weight are lost",
         "torch",
         problem=combinations.pure,
     ),
-    Technique("checkpoint", "none", "Every activation is kept for the backward pass.", "nothing", "nothing", "torch"),
+    Technique("checkpoint", "none", "Keeps every activation for the backward pass.", "nothing", "nothing", "torch"),
     Technique(
         "checkpoint",
         "full",
-        "Every layer keeps only its input; the rest is recomputed in the backward pass.",
-        "nearly all activations of the layers",
+        "Keeps only the input of each layer and recomputes the rest in the backward pass.",
+        "nearly all activations within layers",
         "a second forward pass, about a quarter of the time",
         "Transformers, torch",
     ),
     Technique(
         "checkpoint",
         "offload",
-        "As full, and the inputs wait in host memory.",
+        "As `full`, and offloads the inputs to host memory.",
         "also tokens × hidden size × bytes per layer",
-        "a copy to the host and back per layer",
+        "a copy to the host and back for each layer",
         "Transformers, torch",
         devices=("cuda",),
-        reason="elsewhere activations are in host memory already",
+        reason="on the CPU, activations are in host memory already",
     ),
     Technique(
         "checkpoint",
         "auto",
-        "As full in the first steps, then as few layers, and as little of them, as the measured memory allows.",
-        "what the batch needs, no more",
-        "little of the time that full costs",
+        "As `full` in the first steps; then recomputes as little as the measured memory allows.",
+        "as much as the batch needs",
+        "less recomputation than `full`",
         "torch",
         devices=("cuda",),
-        reason="host memory has no limit that could be kept",
+        reason="host memory has no limit to stay within",
     ),
     Technique(
         "checkpoint",
         NUMBER,
-        "As full, for so many layers, the first ones; the others keep their activations.",
-        "the activations of these layers",
-        "a second forward pass of these layers",
+        "As `full` for the first layers, as many as given; the others keep their activations.",
+        "the activations of those layers",
+        "a second forward pass of those layers",
         "Transformers, torch",
     ),
     Technique(
         "optimizer",
         "adamw",
-        "AdamW with two moments in the precision of the weights.",
+        "AdamW with two moments, in the precision of the weights.",
         "nothing",
         "nothing",
         "torch",
@@ -133,8 +133,8 @@ ALL = (
     Technique(
         "optimizer",
         "adamw-8bit",
-        "AdamW with moments in blocks of 8 bits; those of embeddings stay in 32.",
-        "6 of 8 bytes a weight of the optimizer",
+        "AdamW with blockwise 8-bit moments; those of embeddings stay in 32 bits.",
+        "6 of 8 bytes of optimizer state per weight",
         "lower-precision optimizer state",
         "bitsandbytes",
         ("bitsandbytes",),
@@ -145,8 +145,8 @@ ALL = (
     Technique(
         "optimizer",
         "paged-adamw",
-        "AdamW whose moments are moved to the host when the GPU's memory runs out.",
-        "all of the optimizer, when it must",
+        "AdamW whose moments are paged to the host when GPU memory is short.",
+        "all optimizer state, if necessary",
         "transfers when memory is short",
         "bitsandbytes",
         ("bitsandbytes",),
@@ -157,8 +157,8 @@ ALL = (
     Technique(
         "optimizer",
         "paged-adamw-8bit",
-        "AdamW with moments of 8 bits that are moved to the host when the GPU's memory runs out.",
-        "6 of 8 bytes a weight of the optimizer, all when it must",
+        "AdamW with 8-bit moments that are paged to the host when GPU memory is short.",
+        "6 of 8 bytes of optimizer state per weight, all if necessary",
         "lower-precision optimizer state, transfers when memory is short",
         "bitsandbytes",
         ("bitsandbytes",),
@@ -169,8 +169,8 @@ ALL = (
     Technique(
         "optimizer",
         "adamw-torchao-8bit",
-        "AdamW with moments in blocks of 8 bits, compiled.",
-        "6 of 8 bytes a weight of the optimizer",
+        "AdamW with blockwise 8-bit moments, compiled.",
+        "6 of 8 bytes of optimizer state per weight",
         "lower-precision optimizer state; compiles in the first step",
         "torchao",
         ("torchao",),
@@ -181,8 +181,8 @@ ALL = (
     Technique(
         "optimizer",
         "adamw-torchao-4bit",
-        "AdamW with moments in blocks of 4 bits, compiled.",
-        "7 of 8 bytes a weight of the optimizer",
+        "AdamW with blockwise 4-bit moments, compiled.",
+        "7 of 8 bytes of optimizer state per weight",
         "even lower-precision optimizer state; compiles in the first step",
         "torchao",
         ("torchao",),
@@ -193,8 +193,8 @@ ALL = (
     Technique(
         "optimizer",
         "adafactor",
-        "Second moments by a row and a column of each weight, no first moments.",
-        "nearly all of the optimizer",
+        "Factored second moments (a row and a column per weight), no first moments.",
+        "nearly all optimizer state",
         "converges more slowly on some models",
         "Transformers",
         arguments=_optim("adafactor"),
@@ -203,9 +203,9 @@ ALL = (
     Technique(
         "optimizer",
         "galore",
-        "AdamW in a space of rank 128 of the gradient of every linear layer, updated every 200 steps.",
-        "moments of the linear layers, up to hidden size / 128",
-        "precision; a singular value decomposition every 200 steps",
+        "AdamW on gradients of linear layers projected to rank 128; the projection is updated every 200 steps.",
+        "moments of linear layers, by up to hidden size / 128",
+        "low-rank updates; a singular value decomposition every 200 steps",
         "galore-torch",
         ("galore-torch",),
         "galore",
@@ -215,23 +215,23 @@ ALL = (
     Technique(
         "optimizer",
         "galore-8bit",
-        "GaLore with moments in blocks of 8 bits.",
-        "as galore, and three quarters of the rest",
-        "as galore, and lower-precision optimizer state",
+        "GaLore with blockwise 8-bit moments.",
+        "as `galore`, and three quarters of the rest",
+        "as `galore`, and lower-precision optimizer state",
         "galore-torch, bitsandbytes",
         ("galore-torch", "bitsandbytes"),
         "galore",
         devices=("cuda",),
-        reason="its update is a kernel of bitsandbytes for GPUs",
+        reason="bitsandbytes implements its update as a GPU kernel",
         arguments=_optim("galore_adamw_8bit", optim_target_modules="all-linear", optim_args=LOW_RANK + ",scale=0.25"),
         problem=combinations.unsharded,
     ),
     Technique(
         "optimizer",
         "galore-layerwise",
-        "GaLore that updates each weight as soon as its gradient is there, which is then dropped.",
-        "as galore, and nearly all gradients",
-        "as galore; no clipping of gradients",
+        "GaLore that updates each weight as soon as its gradient is computed, then frees the gradient.",
+        "as `galore`, and nearly all gradients",
+        "as `galore`; no gradient clipping",
         "galore-torch",
         ("galore-torch",),
         "galore",
@@ -243,9 +243,9 @@ ALL = (
     Technique(
         "optimizer",
         "apollo",
-        "AdamW whose step is scaled by channels of a random projection of rank 128 of the gradient.",
-        "moments of the linear layers, up to hidden size / 128",
-        "precision",
+        "Updates scaled per channel by AdamW on a random projection of the gradient to rank 128.",
+        "moments of linear layers, by up to hidden size / 128",
+        "approximate step sizes",
         "apollo-torch",
         ("apollo-torch",),
         "apollo",
@@ -257,9 +257,9 @@ ALL = (
     Technique(
         "optimizer",
         "apollo-mini",
-        "APOLLO with a projection of rank 1 and one scale for each weight.",
-        "nearly all moments of the linear layers",
-        "precision",
+        "APOLLO with a projection to rank 1 and one scale per weight tensor.",
+        "nearly all moments of linear layers",
+        "approximate step sizes",
         "apollo-torch",
         ("apollo-torch",),
         "apollo",
@@ -270,13 +270,13 @@ ALL = (
         ),
         problem=combinations.unsharded,
     ),
-    Technique("shard", "none", "Every rank holds everything; gradients are averaged.", "nothing", "nothing", "torch"),
+    Technique("shard", "none", "Every rank holds the whole model (data parallelism).", "nothing", "nothing", "torch"),
     Technique(
         "shard",
         "zero1",
-        "The optimizer is split over the ranks.",
-        "(ranks − 1) / ranks of the optimizer",
-        "the updated weights are gathered",
+        "Shards optimizer state over the ranks.",
+        "(ranks − 1) / ranks of optimizer state",
+        "gathers the updated weights",
         "DeepSpeed",
         ("deepspeed",),
         "deepspeed",
@@ -284,9 +284,9 @@ ALL = (
     Technique(
         "shard",
         "zero2",
-        "Optimizer and gradients are split over the ranks.",
-        "(ranks − 1) / ranks of optimizer and gradients",
-        "as zero1",
+        "Shards optimizer state and gradients over the ranks.",
+        "(ranks − 1) / ranks of optimizer state and gradients",
+        "as `zero1`",
         "DeepSpeed",
         ("deepspeed",),
         "deepspeed",
@@ -294,9 +294,9 @@ ALL = (
     Technique(
         "shard",
         "zero3",
-        "Optimizer, gradients and weights are split over the ranks, and weights gathered layer by layer.",
-        "(ranks − 1) / ranks of optimizer, gradients and weights",
-        "weights are gathered in both passes",
+        "Shards optimizer state, gradients and weights over the ranks; gathers weights layer by layer.",
+        "(ranks − 1) / ranks of optimizer state, gradients and weights",
+        "gathers weights in both passes",
         "DeepSpeed",
         ("deepspeed",),
         "deepspeed",
@@ -304,48 +304,48 @@ ALL = (
     Technique(
         "shard",
         "fsdp2",
-        "Weights, gradients and optimizer are split over the ranks by torch, as by zero3.",
-        "(ranks − 1) / ranks of optimizer, gradients and weights",
-        "weights are gathered in both passes",
+        "As `zero3`, by PyTorch.",
+        "(ranks − 1) / ranks of optimizer state, gradients and weights",
+        "gathers weights in both passes",
         "torch, accelerate",
     ),
-    Technique("offload", "none", "Everything stays on the device.", "nothing", "nothing", "torch"),
+    Technique("offload", "none", "Keeps everything on the device.", "nothing", "nothing", "torch"),
     Technique(
         "offload",
         "optimizer",
-        "The optimizer lives and computes on the host.",
-        "all of the optimizer",
-        "gradients to the host and weights back, each step; a slower update",
+        "Keeps optimizer state in host memory and updates weights on the CPU.",
+        "all optimizer state",
+        "copies gradients to the host and weights back in each step; a slower update",
         "DeepSpeed",
         problem=combinations.offloaded_optimizer,
     ),
     Technique(
         "offload",
         "parameters",
-        "Weights, gradients and optimizer live on the host; a layer's weights come when they are needed.",
-        "weights, gradients and optimizer, but for a layer",
-        "weights to the device in both passes, gradients to the host; a slower update",
+        "Keeps weights, gradients and optimizer state in host memory; fetches the weights of a layer when needed.",
+        "weights, gradients and optimizer state, except one layer",
+        "copies weights to the device in both passes and gradients to the host; a slower update",
         "DeepSpeed, or torch for fsdp2",
         problem=combinations.offloaded_parameters,
     ),
     Technique(
         "offload",
         "nvme",
-        "As parameters, but in files, in a folder of its own within --nvme-folder that goes when the training ends.",
-        "also host memory",
-        "as parameters, at the speed of the disk",
+        "As `parameters`, in files on disk: in a folder within --nvme-folder that is removed when the run ends.",
+        "as `parameters`, and host memory",
+        "as `parameters`, at the speed of the disk",
         "DeepSpeed",
         devices=("cuda",),
-        reason="DeepSpeed computes there in the buffers that it reads the next weights into",
+        reason="on the CPU, DeepSpeed computes in the buffers into which it reads the next weights",
         problem=combinations.offloaded_to_disk,
     ),
-    Technique("adapter", "none", "Every weight is trained.", "nothing", "nothing", "Transformers"),
+    Technique("adapter", "none", "Trains every weight.", "nothing", "nothing", "Transformers"),
     Technique(
         "adapter",
         "lora",
-        "Adapters of rank 16 beside every linear layer are trained, the weights are frozen.",
-        "gradients and optimizer, but for about a hundredth",
-        "limited to what low-rank adapters can learn",
+        "Freezes the weights and trains adapters of rank 16 on every linear layer.",
+        "about 99 % of gradients and optimizer state",
+        "limited to what low-rank adapters can express",
         "peft",
         ("peft",),
         "peft",
@@ -353,9 +353,9 @@ ALL = (
     Technique(
         "adapter",
         "qlora",
-        "As lora, and the frozen linear layers are held in 4 bits (NF4).",
-        "also three quarters of the weights",
-        "precision of the frozen weights; they are expanded at each use",
+        "As `lora`, with the frozen linear layers in 4 bits (NF4).",
+        "as `lora`, and three quarters of the weights",
+        "lower-precision frozen weights, dequantized at each use",
         "peft, bitsandbytes",
         ("peft", "bitsandbytes"),
         "qlora",
@@ -377,15 +377,20 @@ TECHNIQUES = _by_option()
 def chosen(setup: Setup) -> list[Technique]:
     """The technique of every option, in the order of the table.
 
-    Raises OptionError for a value that there is not.
+    Raises OptionError for an unknown value.
     """
     return [_chosen(option, values, str(getattr(setup, option))) for option, values in TECHNIQUES.items()]
 
 
-def check(setup: Setup) -> None:
-    """Whether every value of a setup can be, and every technique is known, installed, possible on its device and together with the others.
+def values_of(option: str) -> str:
+    """The values of an option, as its help lists them."""
+    return ", ".join(value for value in TECHNIQUES[option] if value != LIST)
 
-    Raises OptionError or DeviceError with what to do; nothing large is loaded before.
+
+def check(setup: Setup) -> None:
+    """Check that every technique of a setup is known, installed, supported on its device, and compatible with the others.
+
+    Raises OptionError or DeviceError with what to do, before anything large is loaded.
     """
     check_values(setup)
     for technique in chosen(setup):
@@ -417,5 +422,5 @@ def _chosen(option: str, values: dict[str, Technique], value: str) -> Technique:
     if LIST in values and ("," in value or combinations.is_op(value)):
         return values[LIST]
     known = [name for name in values if name not in (NUMBER, LIST)]
-    also = " or a number of layers" if NUMBER in values else " or ops with commas between" if LIST in values else ""
+    also = " or a number of layers" if NUMBER in values else " or ops separated by commas" if LIST in values else ""
     raise OptionError(f"train: --{option} must be one of {', '.join(known)}{also}, got {value!r}.{nearest(value, known)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device's memory holds over time, by category, from the events of its allocator."""
+"""Device memory over time, by category, from the events of the allocator."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 # From the bottom of a picture to its top.
 CATEGORIES = ("weights", "gradients", "optimizer", "checkpoints", "logits and loss", "other")
 WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS, LOGITS, OTHER = CATEGORIES
-# As many as a picture can show.
+# As many points as a picture can show.
 POINTS = 1000
 
-# Bytes of a block and when it was taken → category, or None.
+# Bytes of a block and the time of its allocation → category, or None.
 Guess = Callable[[int, float], str | None]
 
 
 @dataclass(frozen=True)
 class Event:
-    """Memory that was taken, or released where bytes are negative, at a time in microseconds."""
+    """An allocation, or a release if `bytes` is negative, at a time in microseconds."""
 
     time: float
     address: int
@@ -29,7 +29,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Tag:
-    """What the memory at an address was for at a time."""
+    """The category of the memory at an address at a time."""
 
     time: float
     address: int
@@ -38,7 +38,7 @@ class Tag:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes of each category from each time on, in milliseconds since the first; `steps`: when a step began."""
+    """Bytes of each category from each time on, in milliseconds since the first; `steps` are the starts of steps."""
 
     milliseconds: list[float]
     bytes: dict[str, list[int]]
@@ -50,7 +50,7 @@ class Timeline:
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes of each category where all together are most."""
+        """Bytes of each category at the peak of the total."""
         totals = self.totals
         place = totals.index(max(totals)) if totals else None
         return {name: 0 if place is None else values[place] for name, values in self.bytes.items()}
@@ -75,11 +75,11 @@ def timeline(
     steps: Sequence[float] = (),
     start: float = float("-inf"),
 ) -> Timeline:
-    """What was held from `start` on.
+    """The memory that is allocated from `start` on.
 
-    held    address → bytes of what was there before the first event
-    tags    of the tags that fall into the life of a block the earliest counts
-    guess   for blocks that have no tag
+    held    address → bytes of the blocks allocated before the first event
+    tags    a block gets the earliest tag within its lifetime
+    guess   the category of blocks without a tag
     """
     blocks = _blocks(held, sorted(events, key=lambda event: event.time))
     for tag in sorted(tags, key=lambda tag: tag.time):
@@ -91,11 +91,11 @@ def timeline(
 
 
 def logits_sizes(vocabulary: int, hidden: int, tokens: int | None) -> Guess:
-    """Tells logits, and what is computed from them, by their size: rows of one value for each word of the vocabulary.
+    """Recognize logits, and what is computed from them, by size: a multiple of the vocabulary size.
 
-    The gradient of the head is such a matrix, too, with `hidden` rows. The plain loss has logits of all tokens of a batch; the fused one
-    has fewer rows at a time, for which tokens is None, and `hidden` rows are then taken for the gradient. No other size of a model is a
-    multiple of its vocabulary, unless that is a power of two.
+    The gradient of the LM head has that size, too, with `hidden` rows. The baseline loss has logits for all `tokens` of a batch. The fused
+    loss has fewer rows at a time; tokens is then None, and `hidden` rows are taken for the gradient. No other size in a model is a
+    multiple of the vocabulary size, unless that is a power of two.
     """
 
     def guess(size: int, time: float) -> str | None:
@@ -108,18 +108,18 @@ def logits_sizes(vocabulary: int, hidden: int, tokens: int | None) -> Guess:
 
 
 def _rows(size: int, of: int) -> int:
-    """How many rows of so many bytes a block has; 0 if it has other things."""
+    """The number of rows of `of` bytes in a block; 0 if it is not a whole number."""
     rows, rest = divmod(size, of)
-    # An allocator may round sizes up, which of long rows leaves a small rest.
+    # An allocator may round sizes up, which leaves a small remainder.
     return rows if rest == 0 or rest < 512 < of // 32 else 0
 
 
 def _blocks(held: Mapping[int, int], events: Iterable[Event]) -> dict[int, list[_Block]]:
-    """Address → the blocks that were there, one after the other."""
+    """Address → the blocks at it, one after the other."""
     blocks = {address: [_Block(float("-inf"), float("inf"), size)] for address, size in held.items()}
     for event in events:
         lives = blocks.setdefault(event.address, [])
-        # What is taken again was released, even if the allocator did not tell; what is released unseen was there before.
+        # A second allocation at an address implies a release; a release without an allocation implies a block from before.
         if lives and lives[-1].end == float("inf"):
             lives[-1].end = event.time
         elif event.bytes < 0:
@@ -136,7 +136,7 @@ def _summed(blocks: Iterable[_Block], guess: Guess, steps: Sequence[float], star
         changes.append((block.start, category, block.bytes))
         if block.end != float("inf"):
             changes.append((block.end, category, -block.bytes))
-    # Of what happens at the same time the releases come first, so that no peak is made up.
+    # At the same time, releases come first, so that no false peak appears.
     changes.sort(key=lambda change: (change[0], change[2]))
     now = dict.fromkeys(CATEGORIES, 0)
     points: list[tuple[float, dict[str, int]]] = []
@@ -158,7 +158,7 @@ def _summed(blocks: Iterable[_Block], guess: Guess, steps: Sequence[float], star
 
 
 def _thinned(points: list[tuple[float, dict[str, int]]]) -> list[tuple[float, dict[str, int]]]:
-    """So few that a picture can show them; of those that are left out none was higher than its neighbours."""
+    """At most as many points as a picture can show; each local maximum is kept."""
     if len(points) <= POINTS:
         return points
     size = -(-2 * len(points) // POINTS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of DeepSpeed for a training, and what it needs of the machine."""
+"""DeepSpeed's configuration for a training run, and what it requires of the machine."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from typing import Any
 
 from liger_train.setup import Setup
 
-# Weights that are on the device at once, where they live elsewhere: by default 1e9, which is all of a model of 1 billion.
+# The most elements of offloaded weights that are on the device at once; DeepSpeed's default, 1e9, is a whole model of 1 billion.
 LIVE = 100_000_000
 
 
 def prepare(setup: Setup) -> None:
-    """Before it is imported, and before it starts."""
-    # It reads this one when it is imported.
+    """Prepare DeepSpeed: call this before it is imported and started."""
+    # DeepSpeed reads this variable when it is imported.
     os.environ["DS_ACCELERATOR"] = setup.device
     logger = importlib.import_module("deepspeed.utils").logger
     logger.addFilter(_matters)
     for handler in logger.handlers:
-        # Its own one writes to standard output, which is for the results, a single JSON object perhaps.
+        # Its own handler writes to standard output, which is reserved for the results.
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
     if setup.device == "cpu":
-        # Else it compiles a collective of its own for the CPU, for most of a minute.
+        # Otherwise it compiles its own CPU collective, which takes most of a minute.
         importlib.import_module("deepspeed").ops.__compatible_ops__.clear()
 
 
 def start() -> None:
-    """Let it use the process group that there is; on GPUs accelerate does this."""
+    """Make DeepSpeed use the existing process group; on GPUs accelerate does this."""
     importlib.import_module("deepspeed").init_distributed("gloo", auto_mpi_discovery=False)
 
 
 def config(setup: Setup) -> dict[str, Any]:
-    """The JSON file that DeepSpeed would be given; "auto" is filled in by Transformers."""
+    """The contents of DeepSpeed's JSON file; Transformers fills in "auto"."""
     stage = int(setup.shard.removeprefix("zero"))
     zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True, "reduce_bucket_size": "auto"}
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
-        # Else a checkpoint has no model that Transformers could load.
+        # Otherwise a checkpoint has no model that Transformers can load.
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     if setup.offload != "none":
         zero["offload_optimizer"] = _place(setup)
     if setup.offload in ("parameters", "nvme"):
         zero |= {"offload_param": _place(setup), "stage3_max_live_parameters": live(setup), "stage3_max_reuse_distance": live(setup)}
     if setup.offload == "nvme":
-        # A weight must fit into a buffer, of which it keeps five. By default the first billion weights would stay on the host.
+        # Each of the five buffers must hold any weight. By default the first billion weights would stay on the host.
         zero["offload_param"] |= {"buffer_count": 5, "buffer_size": _largest_weight(setup), "max_in_cpu": 0}
-        # What it fetches ahead can take a weight that a buffer has already, on which it stops.
+        # Prefetching can request a weight that is already in a buffer, which is an error.
         zero["stage3_prefetch_bucket_size"] = 0
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -69,12 +69,12 @@ def config(setup: Setup) -> dict[str, Any]:
 
 
 def live(setup: Setup) -> int:
-    """Elements of offloaded weights that stay on the device for their next use; a weight from a disk would keep its buffer meanwhile."""
+    """Elements of offloaded weights that stay on the device for their next use; a weight from disk would occupy its buffer."""
     return 0 if setup.offload == "nvme" else LIVE
 
 
 def _matters(record: logging.LogRecord) -> bool:
-    """Its hooks find no tensor in lazy logits, of which it warns; the weights of the head are gathered when the loss is computed."""
+    """Filter the warning that its hooks find no tensor in lazy logits; the weights of the head are gathered when the loss is computed."""
     return "LazyLogits" not in record.getMessage()
 
 
@@ -86,7 +86,7 @@ def _place(setup: Setup) -> dict[str, Any]:
 
 @cache
 def adam_problem() -> str:
-    """Why its AdamW for the host, which it compiles when it is first used, cannot be had; torch's takes its place. Else empty."""
+    """Why DeepSpeed's CPU AdamW cannot be compiled here, in which case torch's is used; otherwise empty."""
     try:
         importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load(verbose=False)
     except Exception as problem:
@@ -95,11 +95,11 @@ def adam_problem() -> str:
 
 
 def disk_problem() -> str:
-    """The rest of a sentence, if it cannot write to disks from here."""
+    """Why DeepSpeed cannot offload to disk here, as the rest of an error; otherwise empty."""
     builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
     if builder.is_compatible(verbose=False):
         return ""
-    return "needs the library that DeepSpeed writes to disks with, libaio, and a compiler; apt-get install libaio-dev g++"
+    return "needs libaio, with which DeepSpeed writes to disk, and a compiler; apt-get install libaio-dev g++"
 
 
 def _largest_weight(setup: Setup) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo itself: two trainings, their comparison, and the result as a dictionary."""
+"""The demo itself: two training runs, their comparison, and the result as a dictionary."""
 
 from __future__ import annotations
 

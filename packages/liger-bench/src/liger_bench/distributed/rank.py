@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does: a training per job, one after the other, and of each its losses, times and memory."""
+"""What one rank does: one run per job, each with its losses, times and memory."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ with_peft = train_model._adapted
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer plus B A x · α / rank, in the order of peft, which decides how long each intermediate result is held."""
+    """A frozen linear layer plus B A x · α / rank, in the same order as peft, which determines the lifetime of intermediate results."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -39,9 +39,9 @@ class Adapted(nn.Module):
 
 
 def adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
-    """In the place of train.model._adapted: by peft if it is installed, else a model of the same memory.
+    """A replacement for model._adapted: uses peft if installed, otherwise builds a model with the same memory.
 
-    Raises OptionError for experts without peft, which has several ways to adapt them.
+    Raises OptionError for a model with experts if peft, which has several ways to adapt them, is not installed.
     """
     if importlib.util.find_spec("peft") is not None:
         return with_peft(model, setup, notes)
@@ -51,7 +51,7 @@ def adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
 
 
 def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
-    """Adapters beside every linear layer but the head."""
+    """Add adapters to every linear layer except the LM head."""
     model.requires_grad_(False)
     head = model.get_output_embeddings()
     places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]

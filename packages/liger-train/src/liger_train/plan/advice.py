@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each technique would save, the first setup down the seed report's checklist that fits, and the largest batch that does."""
+"""What each technique would save, the first setup of the checklist that fits, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from liger_train.technique import Technique
 from liger_train.techniques import LIST, NUMBER, TECHNIQUES
 
 Predict = Callable[[Setup], Prediction]
-# What depends on the memory that there is, on the user, or on the machine, and not on the plan.
+# These depend on free memory, on the user or on the machine.
 NO_ALTERNATIVE = ("auto", NUMBER, LIST, "nvme")
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A technique in the place of what a setup has; problem says why the two do not go together."""
+    """A technique in place of what a setup uses; `problem` is why it cannot be combined with the rest."""
 
     technique: Technique
     prediction: Prediction | None
@@ -33,7 +33,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Item:
-    """One step down the checklist: what it changes, and the prediction with it; or why it is passed over."""
+    """One item of the checklist: what it changes, and the prediction with it, or why it is skipped."""
 
     title: str
     changes: dict[str, Any]
@@ -41,7 +41,7 @@ class Item:
     problem: str = ""
 
 
-# The checklist of the report, in its order; the offloading of DeepSpeed in two steps, the optimizer before the weights.
+# The checklist of the original report, in its order; offloading is two items, the optimizer before the weights.
 CHECKLIST: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Liger", {"liger": "all"}),
     ("ZeRO stage 2", {"shard": "zero2"}),
@@ -49,7 +49,7 @@ CHECKLIST: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mixed precision", {"precision": "bf16"}),
     ("ZeRO stage 3", {"shard": "zero3"}),
     ("offload the optimizer", {"offload": "optimizer"}),
-    ("offload weights, too", {"shard": "zero3", "offload": "parameters"}),
+    ("offload the weights, too", {"shard": "zero3", "offload": "parameters"}),
     ("GaLore", {"optimizer": "galore"}),
     ("8-bit optimizer", {"optimizer": "adamw-8bit"}),
     ("offload to NVMe", {"shard": "zero3", "offload": "nvme"}),
@@ -66,7 +66,7 @@ MANY_RANKS = ("ZeRO stage 2", "ZeRO stage 3")
 
 
 def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternative]:
-    """Every technique that the setup does not use and its device allows, alone in the place of what it uses."""
+    """Every technique that the setup does not use and its device supports, each by itself in place of what it uses."""
     for option, values in TECHNIQUES.items():
         for value, technique in values.items():
             if value in NO_ALTERNATIVE or value == getattr(setup, option) or (option == "shard" and setup.ranks == 1 and value != "none"):
@@ -85,12 +85,12 @@ def _alternative(technique: Technique, changed: Setup, foresee: Predict) -> Alte
     try:
         return Alternative(technique, foresee(changed))
     except OptionError as error:
-        # Only the model shows that a library is missing.
+        # Whether a library is missing may depend on the model.
         return Alternative(technique, None, str(error).removeprefix("plan: "))
 
 
 def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[Item]:
-    """The setup without techniques, then one more at a time, until it fits; what cannot be added is passed over."""
+    """The setup without techniques, then with one more at a time until it fits; techniques that cannot be added are skipped."""
     now = replace(setup, **(BARE if setup.adapter == "none" else BARE | {"precision": setup.precision}))
     prediction = foresee(now)
     yield Item("no technique", {}, prediction)
@@ -103,26 +103,26 @@ def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[
             if setup.device != "cpu":
                 yield Item(title, changes, None, "there is only one GPU")
             continue
-        # DeepSpeed's stages also offload for one GPU.
+        # DeepSpeed offloads only with a ZeRO stage, also on one GPU.
         more = {"shard": "zero2"} if changes == {"offload": "optimizer"} and now.shard not in ZERO else {}
         changed = replace(now, **(changes | more))
         problem = problem_of(changed)
         if problem:
-            yield Item(title, changes, None, f"after the items before it, {problem}")
+            yield Item(title, changes, None, f"with the items before it, {problem}")
             continue
         now, prediction = changed, foresee(changed)
         yield Item(title, changes | more, prediction)
 
 
 def _stays_where_it_is(setup: Setup, option: str, value: str) -> bool:
-    """What would go to the host is there already, in a training on the CPU."""
+    """Whether a technique would offload to the host in a run on the CPU, where everything is already."""
     return setup.device == "cpu" and (option == "offload" or value.startswith("paged"))
 
 
 def largest_batch(setup: Setup, limit: int, foresee: Predict = predict) -> int:
-    """The most sequences of a micro-batch that fit; 0 if one is too much already.
+    """The largest micro-batch that fits, in sequences; 0 if not even one fits.
 
-    Between two batches memory grows along a line, or along one that is steeper from some batch on.
+    Memory grows piecewise linearly with the batch, and never more slowly for larger batches.
     """
     low, high = 0, 1
     sizes: dict[int, int] = {0: 0}
@@ -137,7 +137,7 @@ def largest_batch(setup: Setup, limit: int, foresee: Predict = predict) -> int:
         slope = (sizes[high] - sizes[low]) / (high - low)
         guess = low + int((limit - sizes[low]) / slope) if low else (low + high) // 2
         middle = min(max(guess, low + 1), high - 1)
-        # Where the line is straight, the next batch shows at once that this one is the last.
+        # On a straight line, the next batch confirms at once that this one is the largest.
         for batch in (middle, middle + 1):
             if low < batch < high:
                 sizes[batch] = foresee(replace(setup, batch=batch)).peak_bytes
@@ -149,7 +149,7 @@ LARGEST_BATCH = 1 << 20
 
 
 def problem_of(setup: Setup) -> str:
-    """Why a combination cannot be trained, or nothing; what the machine lacks is no matter here."""
+    """Why techniques cannot be combined, or nothing; whether this machine has their libraries does not matter."""
     for option, values in TECHNIQUES.items():
         value = str(getattr(setup, option))
         technique = values.get(value)

@@ -19,8 +19,8 @@ from liger_bench.printing import size, unit_of
 from liger_train.plan.ledger import ACTIVATIONS, CATEGORIES, CHECKPOINTS, GRADIENTS, LOGITS, OPTIMIZER, OTHER, WEIGHTS
 from liger_train.plan.step import Prediction
 
-# Told apart with any kind of colour vision (Okabe and Ito 2008).
-COLOURS = {
+# Distinguishable with any kind of color vision (Okabe and Ito 2008).
+COLORS = {
     WEIGHTS: "#0072b2",
     GRADIENTS: "#56b4e9",
     OPTIMIZER: "#009e73",
@@ -31,19 +31,19 @@ COLOURS = {
 }
 WIDTH = 48
 
-# A name and what is predicted for it.
+# A name and its prediction.
 Bar = tuple[str, Prediction]
 
 
 def print_bars(console: Console, bars: Sequence[Bar], limit: int | None) -> None:
-    """One line for each prediction, to one scale; a mark where the memory ends."""
+    """A bar for each prediction, to one scale, with a mark at the memory limit."""
     most = max([prediction.peak_bytes for _, prediction in bars] + ([limit] if limit else []))
     table = Table.grid(padding=(0, 1))
     for name, prediction in bars:
         table.add_row(name, _line(prediction, most, limit), f"{size(prediction.peak_bytes)}{_verdict(prediction, limit)}")
     console.print(table)
     used = [category for category in CATEGORIES if any(prediction.held.get(category) for _, prediction in bars)]
-    console.print(Text("  ").join([Text("█ ", COLOURS[c]) + Text(c, "default") for c in used]))
+    console.print(Text("  ").join([Text("█ ", COLORS[c]) + Text(c, "default") for c in used]))
 
 
 def picture(bars: Sequence[Bar], limit: int | None, path: Path, title: str) -> None:
@@ -55,7 +55,7 @@ def picture(bars: Sequence[Bar], limit: int | None, path: Path, title: str) -> N
     for category in CATEGORIES:
         sizes = [prediction.held.get(category, 0) / scale for _, prediction in bars]
         if any(sizes):
-            axes.barh(names, sizes, left=left, color=COLOURS[category], label=category, height=0.7)
+            axes.barh(names, sizes, left=left, color=COLORS[category], label=category, height=0.7)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
     for place, total in enumerate(left):
         axes.text(total, place, f" {total:.1f}", va="center", fontsize=9)
@@ -65,7 +65,7 @@ def picture(bars: Sequence[Bar], limit: int | None, path: Path, title: str) -> N
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel(f"{unit} at the peak, predicted")
+    axes.set_xlabel(f"predicted peak memory, {unit}")
     axes.set_title(title, fontsize=10, loc="left", pad=18)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def _line(prediction: Prediction, most: int, limit: int | None) -> Text:
     for category in CATEGORIES:
         total += prediction.held.get(category, 0)
         cells = round(WIDTH * total / most) - filled
-        line.append("█" * cells, COLOURS[category])
+        line.append("█" * cells, COLORS[category])
         filled += cells
     line.append(" " * (WIDTH - filled))
     if limit and limit < most:

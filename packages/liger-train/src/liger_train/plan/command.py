@@ -17,48 +17,51 @@ from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
 from liger_hf.presets import PRESETS, preset_name
 from liger_train.setup import DEFAULTS, Setup, check_values
-from liger_train.techniques import TECHNIQUES, chosen
-
-
-def _values(option: str) -> str:
-    return ", ".join(TECHNIQUES[option])
+from liger_train.techniques import chosen, values_of
 
 
 def plan(
-    model: Annotated[str | None, typer.Option(help=f"{', '.join(PRESETS)}, a folder with a config.json, or a name on the hub.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a rank and micro-batch.")] = 1,
-    sequence: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 1024,
-    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
-    ranks: Annotated[int, typer.Option(min=1, help="GPUs.")] = 1,
-    liger: Annotated[str, typer.Option(help=f"{_values('liger')}, several with commas between.")] = "all",
-    precision: Annotated[str | None, typer.Option(help=f"{_values('precision')}; as `liger train` by default.")] = None,
-    checkpoint: Annotated[str | None, typer.Option(help=f"{_values('checkpoint')} of layers; as `liger train` by default.")] = None,
-    optimizer: Annotated[str, typer.Option(help=f"{_values('optimizer')}.")] = "adamw",
-    shard: Annotated[str, typer.Option(help=f"{_values('shard')}.")] = "none",
-    offload: Annotated[str, typer.Option(help=f"{_values('offload')}.")] = "none",
-    adapter: Annotated[str, typer.Option(help=f"{_values('adapter')}.")] = "none",
-    device: Annotated[str, typer.Option(help="cuda or cpu; it need not be there.")] = "cuda",
+    model: Annotated[
+        str | None, typer.Option(help=f"{', '.join(PRESETS)}, a folder with a config.json, or a name on the Hugging Face Hub.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch and rank.")] = 1,
+    sequence: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 1024,
+    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+    liger: Annotated[str, typer.Option(help=f"{values_of('liger')}, or ops separated by commas.")] = "all",
+    precision: Annotated[str | None, typer.Option(help=f"{values_of('precision')}. Default: as for `liger train`.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help=f"Activation checkpointing: {values_of('checkpoint')} of layers. Default: as for `liger train`.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help=f"{values_of('optimizer')}.")] = "adamw",
+    shard: Annotated[str, typer.Option(help=f"{values_of('shard')}.")] = "none",
+    offload: Annotated[str, typer.Option(help=f"{values_of('offload')}.")] = "none",
+    adapter: Annotated[str, typer.Option(help=f"{values_of('adapter')}.")] = "none",
+    device: Annotated[str, typer.Option(help="cuda or cpu; no GPU is needed.")] = "cuda",
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model. Read it first.")
+        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run. Read it first.")
     ] = False,
     memory_limit: Annotated[
-        str | None, typer.Option(help="The memory to fit in, for instance 24GiB; that of the GPU, if one is here.")
+        str | None,
+        typer.Option(help="Memory that the run must fit in, for instance 24GiB. Default: that of the GPU in this machine, if any."),
     ] = None,
-    techniques: Annotated[bool, typer.Option(help="Also what each technique would save.")] = True,
+    techniques: Annotated[bool, typer.Option(help="Also predict what each other technique would save.")] = True,
     compare: Annotated[
         list[Path] | None,
-        typer.Option(help="train.json of `liger train` or its folder, or model.json of `liger bench model`; repeatable: predict each row."),
+        typer.Option(
+            help="Compare predictions with the rows of a train.json (or its folder) or of a model.json of `liger bench model`; repeatable."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for plan.json and plan.png, or plan-compared.md with --compare.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for plan.json and plan.png, or plan-accuracy.md with --compare.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Predict the memory of a training before anything of it is allocated: by category, and what would make it fit.
+    """Predict the peak memory of a training run before anything is allocated, and find a setup that fits.
 
-    The model is made of fake tensors and takes a step; options are those of `liger train`. Exit code 1 if this setup does not fit, even if
-    another one that does is found, or if a comparison finds a prediction that is more than 10 % off or wrong about fitting.
+    A model of fake tensors takes one step; the options are those of `liger train`. Exit code 1 if the setup does not fit, even if one that
+    does was found, or if --compare finds a prediction that is more than 10 % off or wrong about whether a run fits.
     """
     if (model is None) == (not compare):
-        raise OptionError("plan: --model or --compare must be given, one of the two")
+        raise OptionError("plan: give either --model or --compare")
     if device not in ("cuda", "cpu"):
         raise OptionError(f"plan: --device must be cuda or cpu, got {device!r}")
     if compare:
@@ -79,7 +82,7 @@ def plan(
         accumulation=accumulation,
         ranks=ranks,
         device=device,
-        # What `liger train` could be given: it acts as a smaller GPU, and a whole one needs no limit.
+        # As an option of `liger train`: a limit simulates a smaller GPU, and a whole GPU needs none.
         memory_limit=limit if memory_limit is not None and device == "cuda" else None,
         trust_remote_code=trust_remote_code,
     )
@@ -133,7 +136,7 @@ def _compare(results: list[Path], out: Path | None, as_json: bool, trust_remote_
             bar.advance(task)
     if out is not None:
         command = shlex.join(["liger", "plan", *(word for path in results for word in ("--compare", str(path))), "--out", str(out)])
-        (out / "plan-compared.md").write_text(compared_page(found, command))
+        (out / "plan-accuracy.md").write_text(compared_page(found, command))
     if as_json:
         print(json.dumps({"rows": [one.columns() for one in found], "worst": worst(found), "right": sum(one.right for one in found)}))
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted against measured: every row of a training, with the error, and whether it was right that it fits."""
+"""Predicted and measured memory: the error for every row, and whether the prediction was right about fitting."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from liger_train.plan.step import forward_and_backward, predict
 from liger_train.setup import Setup
 
 RESULTS = "train.json"
-# What `liger bench model` compiles, and peers, are not predicted.
+# Compiled implementations and those of other libraries are not predicted.
 LIGER = {"hf": "none", "liger": "all"}
-# Errors of a prediction beyond which a comparison has failed.
+# The largest relative error that passes.
 ALLOWED = 0.1
 
 
 @dataclass(frozen=True)
 class Compared:
-    """predicted_bytes and measured_bytes are peaks of a rank; none was measured where memory ran out."""
+    """Predicted and measured peak memory of a rank; measured_bytes is None if the run ran out of memory."""
 
     setup: Setup
     predicted_bytes: int
@@ -39,7 +39,7 @@ class Compared:
 
     @property
     def right(self) -> bool:
-        """Whether it fits was foreseen; nothing was where no limit is known."""
+        """Whether the prediction about fitting was right; True if no limit is known."""
         return self.predicted_to_fit is None or self.predicted_to_fit == self.fitted
 
     @property
@@ -59,7 +59,7 @@ class Compared:
 
 
 def rows_in(results: Path) -> list[dict[str, Any]]:
-    """The rows of a file, or of train.json in a folder, of which a peak can be predicted: not those that take what memory there is.
+    """The rows of a file, or of train.json in a folder, whose peak can be predicted: not those of --checkpoint auto.
 
     Raises OptionError if there are none.
     """
@@ -67,18 +67,18 @@ def rows_in(results: Path) -> list[dict[str, Any]]:
     rows = [row for row in read_json(path) if row.get("peak_bytes") or row.get("out_of_memory")]
     rows = [row for row in rows if row.get("checkpoint") != "auto" and row.get("implementation", "hf") in LIGER]
     if not rows:
-        raise OptionError(f"plan: --compare must name rows of `liger train` or `liger bench model`, {path} has none")
+        raise OptionError(f"plan: --compare must name results of `liger train` or `liger bench model`, but {path} has no such rows")
     return rows
 
 
 def compared(rows: Sequence[dict[str, Any]], foresee: Predict = predict, *, trust_remote_code: bool = False) -> Iterator[Compared]:
-    """Each row beside its prediction. Whether code of a model may run is not for the row alone to say."""
+    """Each row with its prediction. A row alone cannot allow a model's own code to run."""
     for row in rows:
         setup = _benchmarked(row) if "implementation" in row else _trained(row)
         setup = replace(setup, trust_remote_code=setup.trust_remote_code and trust_remote_code)
         predicted = forward_and_backward(setup) if "implementation" in row else foresee(setup).peak_bytes
         fitted = not row["out_of_memory"]
-        # Unless it was a cap, how much there was is not in a row.
+        # A row has the memory of the device only if it was capped.
         foreseen = None if setup.memory_limit is None else predicted <= setup.memory_limit
         measured = row["peak_bytes"] if fitted else None
         yield Compared(setup, predicted, measured, row.get("peak_reserved_bytes") if fitted else None, foreseen, fitted)
@@ -89,7 +89,7 @@ def _trained(row: dict[str, Any]) -> Setup:
 
 
 def _benchmarked(row: dict[str, Any]) -> Setup:
-    """`liger bench model` checkpoints every layer, and its weights are in the dtype that it computes in."""
+    """The setup of a row of `liger bench model`, which checkpoints every layer and keeps weights in the dtype of the matmuls."""
     precision = "fp32" if row["dtype"] == "float32" else "bf16-pure"
     return Setup(
         preset_name(row["model"]),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step takes on its device and not on the fake CPU tensors that it is planned on.
+"""The differences in memory between a step on its device and on the fake CPU tensors of a plan.
 
-PyTorch without CUDA runs no backward pass over fake CUDA tensors, so a plan runs on fake CPU tensors anywhere, and what differs is written
-here: which implementations of Liger's ops run, what kernels hold while they run, and what libraries take for themselves.
+PyTorch without CUDA cannot run a backward pass over fake CUDA tensors, so plans use fake CPU tensors everywhere. This file has the
+differences: the implementations of Liger's ops, the workspaces of kernels, and the memory that libraries reserve.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from liger_core.ops._softmax_loss import REFERENCE_BLOCK
 from liger_core.selection import standing_in
 from liger_hf import causal_loss, projection
 
-# cuBLAS has 32 MiB on a Hopper GPU for each thread that calls it: the main one, and autograd's.
+# cuBLAS has a workspace of 32 MiB on a Hopper GPU for each thread that calls it: the main thread and that of autograd.
 WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
 
 Arguments = dict[str, Any]
@@ -39,10 +39,10 @@ NO_KERNELS = (
 
 @contextmanager
 def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> Iterator[list[str]]:
-    """Fake CPU tensors take the paths that tensors on a device take; gives notes on what could not be had.
+    """Within this context, fake CPU tensors take the code paths of a device; yields notes on those that are unavailable.
 
-    sharded      weights are split over ranks, or come when they are used
-    written_out  no fused attention takes the tensors, so that the scores exist
+    sharded      weights are sharded over ranks, or gathered when used
+    written_out  no fused attention supports the tensors, so attention scores are materialized
     """
     notes: list[str] = []
     with ExitStack() as stack:
@@ -54,7 +54,7 @@ def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> I
             stack.enter_context(mock.patch.object(causal_loss, "CHUNK_ELEMENTS", {}))
             if not written_out:
                 stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _fused_attention))
-        # Transformers looks whether one row holds several texts, and builds a mask where it cannot look; `liger train` packs none.
+        # Transformers builds a mask if it cannot check whether a row packs several texts; `liger train` never packs.
         stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
         if sharded:
             for module in (causal_loss, projection):
@@ -65,13 +65,13 @@ def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> I
 
 
 def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bool:
-    """On a GPU only FlashAttention shares keys between query heads, and it takes no float32 (scaled_dot_product_attention, enable_gqa)."""
+    """On a GPU only FlashAttention supports grouped queries, and it does not support float32 (scaled_dot_product_attention, enable_gqa)."""
     shared = getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None))
     return device == "cuda" and dtype == torch.float32 and shared
 
 
 def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
-    """The results of Liger's kernels, and of sums of gradients, as on the device; NotImplemented for everything else."""
+    """The results of Liger's kernels and of gradient accumulation, as on the device; NotImplemented for everything else."""
     kernel = KERNELS.get(func)
     if kernel is None:
         return args[0] if func is torch.ops.aten.add.Tensor and _is_added_to(args[0]) else NotImplemented
@@ -81,18 +81,18 @@ def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) ->
 
 
 def _is_added_to(total: Tensor) -> bool:
-    """Whether autograd adds to this gradient in place: as it does to one of its own that nothing else holds, unless it is fake.
+    """Whether autograd accumulates into this gradient in place: only if it owns it alone; never if it is fake.
 
     torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace. In a recomputed layer gradients are on.
     """
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or total._is_view():
         return False
-    # One is autograd's, the other that of the Python object which was made to ask.
+    # One use is by autograd, the other by the Python object of this call.
     return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2
 
 
 def _allocated(device: str, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-    """Chunks are planned by the device, and only the CPU has plans of its own: meta tensors get those of a GPU."""
+    """The outputs of a kernel. Chunk sizes depend on the device: meta tensors get those of a GPU."""
     if device == "cpu":
         return kernel.allocate(*args)
     with unset_fake_temporarily():
@@ -102,7 +102,7 @@ def _allocated(device: str, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Tens
 
 
 def scratch(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> int:
-    """The bytes that an operation holds inside while it runs on the device."""
+    """The bytes of the workspace of an operation on the device."""
     kernel = KERNELS.get(func)
     if kernel is not None and kernel.name.partition("::")[2] in CHUNKED:
         return _chunks(device, _named(func, args, kwargs))
@@ -115,7 +115,7 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
 
 
 def _chunks(device: str, given: Arguments) -> int:
-    """A chunk of logits, and what is noted of each row."""
+    """A chunk of logits, and the statistics of each row."""
     hidden, weight = given["hidden"], given["weight"]
     rows, width = hidden.shape
     needs = given.get("needs", (False, False))
@@ -123,17 +123,17 @@ def _chunks(device: str, given: Arguments) -> int:
     length, dtype = chunk_plan(rows, width, weight.shape[0], hidden.dtype, device, trained=needs[1], **options)
     size = min(length, rows) * weight.shape[0] * hidden.itemsize + 8 * rows
     if "lse" in given and needs[1] and dtype != weight.dtype:
-        # The backward pass of the per-row loss makes its sum of its own; that of the summed loss is a result.
+        # The backward pass of the per-row loss allocates its own accumulator; for the summed loss, it is an output.
         size += weight.numel() * dtype.itemsize
     if device == "cpu":
-        # The row passes of the reference hold two blocks in float32, and the logits of one if these are not.
+        # The row passes of the reference allocate two float32 blocks, and a copy of the logits of one if they have another dtype.
         block = min(min(length, rows) * weight.shape[0], REFERENCE_BLOCK)
         size += 4 * block * (2 if hidden.itemsize == 4 else 3)
     return int(size)
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-    """In the place of scaled_dot_product_attention: what is kept and made by FlashAttention, whatever this CPU's kernel does."""
+    """A replacement for scaled_dot_product_attention that allocates what FlashAttention allocates, not what the CPU kernel does."""
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(low), key.to(low), value.to(low)
@@ -142,7 +142,7 @@ def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **op
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keeps its inputs, its result and a number for each row of scores."""
+    """Keeps its inputs, its output and a number for each row of scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of the queries is summed in float32, and there are keys and values for each query head."""
+        """The gradient of the queries is accumulated in float32, and keys and values are expanded to the query heads."""
         query, key, value, *_ = ctx.saved_tensors
         batch, heads, tokens, width = query.shape
         padded, wide = -(-tokens // 128) * 128, -(-width // 32) * 32
@@ -166,9 +166,9 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def _embedding_backward(given: Arguments) -> int:
-    """Sums of up to ten tokens in float32, and then of each word, and sorted tokens.
+    """Partial sums of up to ten tokens in float32, sums per word, and sorted tokens.
 
-    aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu; few tokens are added one by one.
+    aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu, which uses another kernel for few tokens.
     """
     tokens, width, words = given["indices"].numel(), given["grad_output"].shape[-1], given["num_weights"]
     if tokens <= 3072:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seed report's formulas of training memory, to stand beside a prediction."""
+"""Rules of thumb for training memory from the original report, to compare with a prediction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOGITS_AT_ONCE = 3
 
 @dataclass(frozen=True)
 class Formula:
-    """One line of the report: what it is of, the formula in words, with the numbers, and the bytes."""
+    """One rule of thumb: its name, the formula in words and in numbers, and the bytes."""
 
     name: str
     words: str
@@ -23,7 +23,7 @@ class Formula:
 
 
 def formulas(setup: Setup, parameters: int) -> list[Formula]:
-    """Static memory, checkpoints and logits of a setup, as the report estimates them."""
+    """Static memory, activation checkpoints and logits of a setup, as the original report estimates them."""
     text = config_of(setup).get_text_config()
     width, layers, words = text.hidden_size, text.num_hidden_layers, text.vocab_size
     itemsize = 2 if setup.precision in LOW else 4
@@ -34,13 +34,13 @@ def formulas(setup: Setup, parameters: int) -> list[Formula]:
         Formula("static", "16 · parameters", f"16 · {parameters:,}", 16 * parameters),
         Formula(
             "checkpoints",
-            "batch · sequence · width · bytes · layers",
+            "batch · sequence · hidden size · bytes · layers",
             f"{batch} · {sequence} · {width} · {itemsize} · {layers}",
             checkpoints,
         ),
         Formula(
             "logits",
-            "batch · sequence · vocabulary · 4, three at once",
+            "batch · sequence · vocabulary · 4, three copies",
             f"{batch} · {sequence} · {words:,} · 4 · {LOGITS_AT_ONCE}",
             LOGITS_AT_ONCE * logits,
         ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are on the device only while modules use them."""
+"""Sharded or offloaded weights, which are on the device only while modules use them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from liger_train.plan.ledger import OTHER, WEIGHTS, Ledger, rounded
 
 
 class Gathering:
-    """What DeepSpeed's stage 3 does, by its own rules (deepspeed/runtime/zero/partitioned_param_coordinator.py).
+    """The gathering of ZeRO stage 3, by DeepSpeed's rules (deepspeed/runtime/zero/partitioned_param_coordinator.py).
 
-    A module's weights are fetched before it runs, forward or backward, and with them so many of the next ones as fit into the prefetch
-    bucket, once the order of the modules is known. They are released after it, unless they are used again within the reuse distance.
+    The weights of a module are fetched before its forward and backward pass. Once the order of modules is known, as many of the next
+    weights as fit into the prefetch bucket are prefetched. Weights are released afterwards, unless reused within the reuse distance.
     """
 
-    def __init__(self, books: Ledger, persistent: int, live: int, prefetch: int, order: list[list[Tensor]] | None = None) -> None:
-        self.books, self.persistent, self.live, self.prefetch = books, persistent, live, prefetch
+    def __init__(self, ledger: Ledger, persistent: int, live: int, prefetch: int, order: list[list[Tensor]] | None = None) -> None:
+        self.ledger, self.persistent, self.live, self.prefetch = ledger, persistent, live, prefetch
         self.known = order
         self.order: list[list[Tensor]] = []
         self.here: dict[int, tuple[Tensor, int]] = {}
@@ -36,7 +36,7 @@ class Gathering:
                 _around(module, self._before(module, weights), self._after(module, weights), self.handles)
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         _removed(self.handles)
 
     def release_all(self) -> None:
@@ -50,7 +50,7 @@ class Gathering:
                 self._fetch(weight)
                 self.users[id(weight)].add(id(module))
             if self.known is not None:
-                self._fetch_ahead()
+                self._prefetch()
 
         return before
 
@@ -66,9 +66,9 @@ class Gathering:
 
     def _fetch(self, weight: Tensor) -> None:
         if id(weight) not in self.here:
-            self.here[id(weight)] = weight, self.books.hold(rounded(weight.numel() * weight.itemsize), WEIGHTS)
+            self.here[id(weight)] = weight, self.ledger.hold(rounded(weight.numel() * weight.itemsize), WEIGHTS)
 
-    def _fetch_ahead(self) -> None:
+    def _prefetch(self) -> None:
         assert self.known is not None
         room = min(self.live - sum(w.numel() for w, _ in self.here.values()), self.prefetch)
         fetched = 0
@@ -83,7 +83,7 @@ class Gathering:
     def _release(self, weight: Tensor) -> None:
         found = self.here.pop(id(weight), None)
         if found is not None:
-            self.books.give_back(found[1])
+            self.ledger.give_back(found[1])
 
     def _used_soon(self) -> set[int]:
         soon: set[int] = set()
@@ -97,10 +97,10 @@ class Gathering:
 
 
 class Layerwise:
-    """What FSDP2 does: a layer is gathered before it runs, and in the backward pass the one before it, too; the rest stays gathered."""
+    """The gathering of FSDP2: each layer is gathered before it runs, and the next one is prefetched; all other weights stay gathered."""
 
-    def __init__(self, books: Ledger) -> None:
-        self.books = books
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.handles: list[Any] = []
 
     def end(self) -> None:
@@ -109,25 +109,25 @@ class Layerwise:
     def watch(self, model: nn.Module) -> None:
         every = layers(model)
         inside = {id(w) for layer in every for w in layer.parameters()}
-        self.books.hold(sum(rounded(w.numel() * w.itemsize) for w in model.parameters() if id(w) not in inside), WEIGHTS)
+        self.ledger.hold(sum(rounded(w.numel() * w.itemsize) for w in model.parameters() if id(w) not in inside), WEIGHTS)
         for layer in every:
             size = sum(rounded(w.numel() * w.itemsize) for w in layer.parameters())
             held: list[int] = []
 
             def before(size: int = size, held: list[int] = held) -> None:
-                # The gathered piece, and the next one, which is on its way.
+                # This layer, and the next one, which is being gathered.
                 if not held:
-                    held.extend([self.books.hold(size, WEIGHTS), self.books.hold(size, OTHER)])
+                    held.extend([self.ledger.hold(size, WEIGHTS), self.ledger.hold(size, OTHER)])
 
             def after(held: list[int] = held) -> None:
                 while held:
-                    self.books.give_back(held.pop())
+                    self.ledger.give_back(held.pop())
 
             _around(layer, before, after, self.handles)
 
 
 def _around(module: nn.Module, before: Callable[[], None], after: Callable[[], None], handles: list[Any]) -> None:
-    """Call before and after a module's forward pass, and before and after its backward pass."""
+    """Call `before` and `after` around the forward and the backward pass of a module."""
 
     def started(_: nn.Module, args: Any) -> None:
         before()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds how many bytes, operation by operation, of a step that runs on fake tensors."""
+"""The memory of a step on fake tensors, operation by operation and by category."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-# What memory is for. A storage has one of these from its birth, also if that is known only later.
+# Categories of memory. A storage has its category from its allocation on, even if that is determined later.
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 CHECKPOINTS, ACTIVATIONS, LOGITS, OTHER = "checkpoints", "activations", "logits and loss", "other"
 CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS, ACTIVATIONS, LOGITS, OTHER)
@@ -25,7 +25,7 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class Moment:
-    """What is held at one time, by category, and what the training is doing."""
+    """The memory at one time, by category, and the phase of the step."""
 
     held: Bytes
     doing: str
@@ -36,11 +36,11 @@ class Moment:
 
 
 class Ledger(TorchDispatchMode):
-    """Notes the birth and the death of every storage while it is entered, and what is held within an operation.
+    """Within this context, tracks the allocation and release of every storage, and the memory within operations.
 
-    replace  (operation, arguments) → its result, or NotImplemented for what the operation itself gives
-    scratch  (operation, arguments) → bytes that it holds while it runs, beyond its results
-    known_as  the label of a new tensor that can be told by its shape
+    replace  (operation, arguments) → its result, or NotImplemented to run the operation itself
+    scratch  (operation, arguments) → bytes of its workspace
+    known_as  the category of a new tensor that its shape determines, or None
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Ledger(TorchDispatchMode):
         self.replace, self.scratch, self.known_as = replace, scratch, known_as
         self.doing = ""
         self.notes: list[str] = []
-        # (storage or None, bytes that come or go, what the training was doing)
+        # (storage, bytes allocated or released, phase of the step)
         self.events: list[tuple[int, int, str]] = []
         self.labels: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
-        # Storages whose bytes are elsewhere for now; weights that are expanded at each use; what is held between two steps.
+        # Offloaded storages and their bytes; weights that are dequantized at each use; bytes allocated between steps.
         self.away: dict[int, int] = {}
         self.expanded: set[int] = set()
         self.static = self._begin = 0
@@ -78,14 +78,14 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _expanded(self, args: tuple[Any, ...]) -> int:
-        """The bytes of the weights among the arguments that are held in fewer bits than they are computed with."""
+        """The bytes of dequantized weights among the arguments."""
         if not self.expanded or len(args) < 2:
             return 0
         used = [t for t in args if isinstance(t, Tensor) and t.untyped_storage()._cdata in self.expanded]
         return sum(t.untyped_storage().nbytes() for t in used)
 
     def note(self, tensor: Tensor, label: str | None = None) -> int:
-        """Take a tensor's storage into the books, or only label it if it is there; its number."""
+        """Record the storage of a tensor, or label it if it is known; returns its number."""
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None:
@@ -106,28 +106,28 @@ class Ledger(TorchDispatchMode):
             self.note(tensor, label)
 
     def alive(self) -> set[int]:
-        """The storages that are held now."""
+        """The storages that are allocated now."""
         return {number for number, _ in self._known.values()}
 
     def hold(self, size: int, label: str) -> int:
-        """Memory that no tensor of this step shows; a negative size gives it back."""
+        """Record memory that is no tensor of this step; returns its number."""
         self._last += 1
         self.labels[self._last], self.sizes[self._last] = label, size
         self.events.append((self._last, size, self.doing))
         return self._last
 
     def give_back(self, number: int) -> None:
-        """The end of what was held."""
+        """Record the release of such memory."""
         self.events.append((number, -self.sizes[number], self.doing))
 
     def move(self, tensor: Tensor, size: int) -> None:
-        """Bytes of a tensor's storage go elsewhere, or come back if negative; what is left of them goes when it dies."""
+        """Record that bytes of a storage are offloaded, or fetched if negative; the rest is released with the storage."""
         number = self.note(tensor)
         self.events.append((number, -size, self.doing))
         self.sizes[number] -= size
 
     def pass_by(self, size: int, label: str) -> None:
-        """Memory that is held for a moment."""
+        """Record memory that is allocated and released at once."""
         self.give_back(self.hold(size, label))
 
     def _died(self, number: int, address: int) -> Callable[[Any], None]:
@@ -139,11 +139,11 @@ class Ledger(TorchDispatchMode):
         return died
 
     def begin(self) -> None:
-        """What is held now is held between two steps, however it came about."""
+        """Start the step: what is allocated now stays allocated between steps."""
         self.static, self._begin = sum(size for _, size, _ in self.events), len(self.events)
 
     def peak(self) -> Moment:
-        """When most was held, since the beginning."""
+        """The moment of the step with the most memory."""
         held: Counter[str] = Counter()
         best, most, total = Moment({}, ""), -1, 0
         for index, (number, size, doing) in enumerate(self.events):
@@ -154,7 +154,7 @@ class Ledger(TorchDispatchMode):
         return best
 
     def end(self) -> Moment:
-        """What is held now."""
+        """The memory allocated now."""
         held: Counter[str] = Counter()
         for number, size, _ in self.events:
             held[self.labels.get(number, OTHER)] += size
@@ -162,5 +162,5 @@ class Ledger(TorchDispatchMode):
 
 
 def rounded(size: int) -> int:
-    """The bytes that an allocation of this size takes."""
+    """The bytes that the allocator uses for an allocation of this size."""
     return -(-size // BLOCK) * BLOCK

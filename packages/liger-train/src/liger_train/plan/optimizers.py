@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each optimizer of `liger train` holds between two steps, and within one."""
+"""The memory of each optimizer of `liger train`: its state, and its workspace within a step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 from liger_train.plan.ledger import rounded
 
-# bitsandbytes keeps smaller weights in float32, and pages larger ones; the moments of a block share a scale.
+# bitsandbytes keeps the moments of smaller weights in float32 and pages those of larger ones; the moments of a block share a scale.
 SMALLEST_IN_8_BITS, SMALLEST_PAGED, BITSANDBYTES_BLOCK = 4096, 100_000, 256
 RANK = 128
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that is trained, and what a rank holds of it."""
+    """A trained weight, and the part of it on a rank."""
 
     elements: int
     shape: tuple[int, ...]
@@ -27,17 +27,17 @@ class Weight:
 
     @property
     def low_rank(self) -> bool:
-        """Whether GaLore and APOLLO project it: the Trainer gives them the linear layers."""
+        """Whether GaLore and APOLLO project its gradient: the Trainer selects linear layers."""
         return self.linear and len(self.shape) == 2
 
 
-# A weight to the bytes that are held of it.
+# From a weight to bytes.
 Size = Callable[[Weight], int]
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """state is held from the first step on, step while a weight is updated."""
+    """`state` is allocated from the first step on, `step` while a weight is updated."""
 
     state: Size
     step: Size = lambda weight: 0
@@ -45,7 +45,7 @@ class Optimizer:
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """The weights of a model that are trained."""
+    """The trained weights of a model."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return [
@@ -56,7 +56,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
 
 
 def _adamw(weight: Weight) -> int:
-    """Two moments in the dtype of the weight, and the number of steps."""
+    """Two moments in the dtype of the weight, and the step count."""
     return 2 * rounded(weight.elements * weight.itemsize) + rounded(4)
 
 
@@ -71,12 +71,12 @@ def _in_8_bits(weight: Weight) -> int:
 
 
 def _all_in_8_bits(weight: Weight) -> int:
-    """The Trainer keeps the moments of embeddings in 32 bits only for optimizers of bitsandbytes itself."""
+    """The Trainer keeps 32-bit moments of embeddings only for the optimizers of bitsandbytes."""
     return _in_8_bits(replace(weight, embedding=False))
 
 
 def _paged(state: Size) -> Size:
-    """Managed memory is the driver's, which moves it to the host where the device has none left."""
+    """Paged moments are in managed memory, which the driver moves to the host when the device is full."""
 
     def held(weight: Weight) -> int:
         if weight.elements < SMALLEST_PAGED:
@@ -108,12 +108,12 @@ def _adafactor(weight: Weight) -> int:
 
 
 def _adafactor_step(weight: Weight) -> int:
-    """The update and the squares that it is made of, in float32, and the weight and its gradient in it, if they are not."""
+    """The update and its squares in float32, and float32 copies of the weight and its gradient if they have another dtype."""
     return (2 if weight.itemsize == 4 else 4) * rounded(4 * weight.elements)
 
 
 def _low_rank(state: Size, projection: Size, rank: int = RANK) -> Size:
-    """Moments in the space of a projection, and the projection."""
+    """Projected moments, and the projection."""
 
     def held(weight: Weight) -> int:
         if not weight.low_rank or min(weight.shape) <= rank:
@@ -125,7 +125,7 @@ def _low_rank(state: Size, projection: Size, rank: int = RANK) -> Size:
 
 
 def _galore(weight: Weight) -> int:
-    """In float32 it is a view of all singular vectors, which so stay alive; else a copy of those that are used."""
+    """In float32, it is a view that keeps all singular vectors alive; otherwise a copy of those used."""
     small = min(weight.shape)
     return rounded(4 * small * small if weight.itemsize == 4 else RANK * small * weight.itemsize)
 
@@ -139,17 +139,17 @@ def _apollo_mini(weight: Weight) -> int:
 
 
 def _galore_step(weight: Weight) -> int:
-    """The singular value decomposition in float32: of a copy, into two factors, with room to work; less, the update itself."""
+    """The singular value decomposition in float32: a copy, two factors and a workspace. The update itself needs less."""
     return 4 * rounded(4 * weight.elements) if weight.low_rank else 2 * rounded(weight.elements * weight.itemsize)
 
 
 def _galore_8bit_step(weight: Weight) -> int:
-    """As galore; what is not projected is updated in its place."""
+    """As galore; weights that are not projected are updated in place."""
     return _galore_step(weight) if weight.low_rank else 0
 
 
 def _apollo_step(weight: Weight) -> int:
-    """The scaled gradient, and the product that makes it."""
+    """The scaled gradient, and the product that computes it."""
     return 2 * rounded(weight.elements * weight.itemsize)
 
 

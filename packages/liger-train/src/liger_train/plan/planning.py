@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is said about a setup: prediction, formulas, techniques, checklist, largest batch."""
+"""The plan of a setup: prediction, rules of thumb, techniques, checklist, largest batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from liger_train.setup import Setup
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is said about a setup."""
+    """The plan of a setup."""
 
     prediction: Prediction
     formulas: list[Formula]
@@ -26,13 +26,13 @@ class Plan:
 
     @property
     def bars(self) -> list[tuple[str, Prediction]]:
-        """The setup, and each step down the checklist if it does not fit."""
+        """The setup, and each item of the checklist if it does not fit."""
         items = [(item.title, item.prediction) for item in self.checklist if item.prediction is not None]
         return [("this setup", self.prediction), *items]
 
     @property
     def command(self) -> str | None:
-        """The command line of the setup if it fits, else of the first item of the checklist that does."""
+        """The command line of the setup if it fits, otherwise of the first item of the checklist that does."""
         taken = [item.prediction for item in self.checklist if item.prediction is not None] or [self.prediction]
         return taken[-1].setup.command() if self.limit is not None and taken[-1].fits(self.limit) else None
 
@@ -62,12 +62,12 @@ class Plan:
         }
 
 
-def planned(setup: Setup, limit: int | None, techniques: bool, tell: Callable[[str], object] = lambda doing: None) -> Plan:
-    """The plan of a setup; what needs a limit is left out without one. `tell` hears what is being predicted."""
+def planned(setup: Setup, limit: int | None, techniques: bool, show: Callable[[str], object] = lambda doing: None) -> Plan:
+    """Plan a setup; without a limit, there is no checklist and no largest batch. `show` gets what is being predicted."""
 
     def foresee(other: Setup) -> Prediction:
         changed = [f"{name} {value}" for name, value in asdict(other).items() if value != getattr(setup, name)]
-        tell(f"predicting {', '.join(changed) or setup.model}")
+        show(f"predicting {', '.join(changed) or setup.model}")
         return predict(other)
 
     prediction = foresee(setup)

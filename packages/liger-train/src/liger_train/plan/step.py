@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a training on fake tensors, as the Transformers Trainer takes it, and the memory that it needs."""
+"""One training step of the Transformers Trainer on fake tensors, and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from liger_train.setup import LIBRARY, Setup
 from liger_train.techniques import chosen
 
 CPU = torch.device("cpu")
-# What decides about no memory.
+# Options that do not affect memory, with fixed values.
 NEUTRAL: dict[str, Any] = {"memory_limit": None, "steps": 20, "learning_rate": 1e-5, "seed": 0, "data": LIBRARY, "nvme_folder": None}
-AUTO = "This is what --checkpoint auto begins with; then it spends the memory that is left."
-FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "update of the weights"
+AUTO = "This is the start of --checkpoint auto, which then uses the memory that is left."
+FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "weight update"
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The memory that one rank needs for a setup.
 
-    peak_bytes    the most that is held at once, as torch.cuda.max_memory_allocated tells it
-    held          what it is for, by category
-    doing         what the training does then
-    static_bytes  held between two steps: weights, optimizer, and gradients that stay
+    peak_bytes    peak memory, as torch.cuda.max_memory_allocated reports it
+    held          the peak by category
+    doing         the phase of the step with the peak
+    static_bytes  allocated between steps: weights, optimizer state, and remaining gradients
     parameters, trainable_parameters  of the whole model
-    notes         what building the model decided, one sentence each
+    notes         decisions made while building the model, one sentence each
     """
 
     setup: Setup
@@ -62,7 +62,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Step:
-    """What was held, apart from the optimizer: at the peak, and when the weights are updated."""
+    """Memory without the optimizer: at the peak, and when the weights are updated."""
 
     peak: Moment
     end: Moment
@@ -73,13 +73,13 @@ class Step:
 
 
 def predict(setup: Setup) -> Prediction:
-    """The memory of a training, without any of it: the very model of the setup takes a step on fake tensors.
+    """Predict the memory of a run: the actual model of the setup takes a step on fake tensors.
 
-    Raises OptionError for values that there are not.
+    Raises OptionError for unknown values.
     """
     chosen(setup)
     kind = OPTIMIZERS[setup.optimizer]
-    # The other options decide about the rest.
+    # The optimizer's own memory is added below; the rest depends on the other options.
     taken = _step(replace(setup, optimizer="galore-layerwise" if kind.drops_gradients else "adamw", **NEUTRAL))
     state, inside = optimizer_memory(setup, kind, taken.weights)
     peak = max(taken.peak, replace(taken.end, held=_with(taken.end.held, inside)), key=lambda moment: moment.total)
@@ -111,29 +111,29 @@ def _step(setup: Setup) -> Step:
     with torch.random.fork_rng(devices=[]):
         model, notes = fake_model(setup, mode)
     sharding = sharding_of(setup, model)
-    books = _books_of_a_step(setup, model, sharding, mode)
+    ledger = _ledger_of_a_step(setup, model, sharding, mode)
     if sharding.learns:
-        # DeepSpeed fetches ahead once it has seen a step.
-        books = _books_of_a_step(setup, model, sharding.after_a_step(), mode)
+        # DeepSpeed prefetches after it has traced a step.
+        ledger = _ledger_of_a_step(setup, model, sharding.after_a_step(), mode)
     parameters = sum(p.numel() for p in model.parameters())
-    return Step(books.peak(), books.end(), books.static, tuple(weights_of(model)), parameters, (*notes, *books.notes))
+    return Step(ledger.peak(), ledger.end(), ledger.static, tuple(weights_of(model)), parameters, (*notes, *ledger.notes))
 
 
-def _books_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: FakeTensorMode) -> Ledger:
-    books = Ledger(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model))
+def _ledger_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: FakeTensorMode) -> Ledger:
+    ledger = Ledger(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model))
     written_out = devices.attention_is_written_out(setup.device, LOW.get(setup.precision, torch.float32), model.config.get_text_config())
-    with mode, devices.as_on(setup.device, sharded=sharding.gathers, written_out=written_out) as notes, books:
-        step(setup, model, books, sharding)
-    books.notes.extend(notes if setup.liger != "none" else [])
-    return books
+    with mode, devices.as_on(setup.device, sharded=sharding.gathers, written_out=written_out) as notes, ledger:
+        step(setup, model, ledger, sharding)
+    ledger.notes.extend(notes if setup.liger != "none" else [])
+    return ledger
 
 
 def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
     """The model of a setup, on fake tensors."""
-    # What the estimate does itself: fake tensors have neither 4 bits nor a host to go to.
+    # These are modeled separately: fake tensors can be neither quantized to 4 bits nor offloaded.
     simple = replace(setup, device="cpu", adapter="lora" if setup.adapter == "qlora" else setup.adapter)
     if setup.shard == "fsdp2" and setup.precision in LOW:
-        # What computes is gathered in this precision.
+        # Gathered weights are in the precision of the matmuls.
         simple = replace(simple, precision="bf16-pure")
     simple = replace(simple, checkpoint="full" if setup.checkpoint in ("offload", "auto") else setup.checkpoint)
     instead = mock.patch.multiple(train_model, _loaded=_from_config, _adapted=adapted)
@@ -145,18 +145,18 @@ def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
 
 
 def _from_config(setup: Setup, device: torch.device) -> Any:
-    """A plan reads no weights."""
+    """A model without its weights, which a plan does not need."""
     with device:
         return AutoModelForCausalLM.from_config(config_of(setup), dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code)
 
 
 def _swap(old: Tensor, new: Tensor) -> None:
-    """Instead of torch.utils.swap_tensors, which refuses fake tensors, since their mode knows them."""
+    """A replacement for torch.utils.swap_tensors, which rejects fake tensors."""
     old.data = new
 
 
 def _prepare_for_four_bits(model: nn.Module) -> None:
-    """peft.prepare_model_for_kbit_training: what is not in 4 bits, a head of its own too, is in float32."""
+    """As peft.prepare_model_for_kbit_training: frozen weights that are not in 4 bits, such as an untied LM head, are in float32."""
     for name, module in model.named_modules():
         if not held_in_four_bits(name, module):
             for weight in module.parameters(recurse=False):
@@ -165,7 +165,7 @@ def _prepare_for_four_bits(model: nn.Module) -> None:
 
 
 def _logits_of(model: Any) -> Callable[[Tensor], str | None]:
-    """Logits are what has the vocabulary as its last dimension."""
+    """Recognize logits: their last dimension is the vocabulary size."""
     words = model.config.get_text_config().vocab_size
 
     def known_as(tensor: Tensor) -> str | None:
@@ -174,31 +174,31 @@ def _logits_of(model: Any) -> Callable[[Tensor], str | None]:
     return known_as
 
 
-def step(setup: Setup, model: Any, books: Ledger, sharding: Sharding) -> None:
-    """A later step: the optimizer has its state."""
+def step(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> None:
+    """A step after the first, when the optimizer has its state."""
     for weight in [*model.parameters(), *model.buffers()]:
-        books.note(weight, WEIGHTS)
+        ledger.note(weight, WEIGHTS)
     if setup.adapter == "qlora":
-        books.expanded = in_four_bits(model, books)
-    sharding.enter(model, books)
-    books.begin()
-    books.hold(devices.WORKSPACES[setup.device], OTHER)
-    with _watched(setup, model, books, sharding):
+        ledger.expanded = in_four_bits(model, ledger)
+    sharding.enter(model, ledger)
+    ledger.begin()
+    ledger.hold(devices.WORKSPACES[setup.device], OTHER)
+    with _watched(setup, model, ledger, sharding):
         for _ in range(min(2, setup.accumulation)):
             tokens = torch.zeros(setup.batch, setup.sequence, dtype=torch.long)
-            books.doing = FORWARD
+            ledger.doing = FORWARD
             loss = _loss(setup, model, tokens)
-            for number in books.alive() - books.labels.keys():
-                books.labels[number] = ACTIVATIONS
-            books.doing = BACKWARD
+            for number in ledger.alive() - ledger.labels.keys():
+                ledger.labels[number] = ACTIVATIONS
+            ledger.doing = BACKWARD
             loss.backward()
             del loss
             sharding.completed()
-        books.doing = UPDATE
+        ledger.doing = UPDATE
 
 
 def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
-    """Trainer.compute_loss, around the forward pass that accelerate has prepared; the other outputs end with this frame."""
+    """As Trainer.compute_loss with the forward pass that accelerate wraps; other outputs are freed on return."""
     inputs = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": torch.zeros((), dtype=torch.long)}
     mixed = setup.precision in ("bf16", "fp16") and setup.shard == "none"
     if not mixed:
@@ -214,12 +214,12 @@ def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def _watched(setup: Setup, model: Any, books: Ledger, sharding: Sharding) -> Iterator[None]:
-    """Gradients and checkpoints are known as such; checkpoints that go to the host are not held."""
+def _watched(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> Iterator[None]:
+    """Label gradients and activation checkpoints; offloaded checkpoints do not count."""
     handles: list[Any] = []
 
     def accumulated(weight: Any) -> None:
-        books.note(weight.grad, GRADIENTS)
+        ledger.note(weight.grad, GRADIENTS)
         sharding.accumulated(weight)
 
     for weight in model.parameters():
@@ -227,27 +227,27 @@ def _watched(setup: Setup, model: Any, books: Ledger, sharding: Sharding) -> Ite
             handles.append(weight.register_post_accumulate_grad_hook(accumulated))
     for layer in layers(model):
         if layer.gradient_checkpointing:
-            handles.extend(_checkpointed(layer, books, setup.checkpoint == "offload"))
+            handles.extend(_checkpointed(layer, ledger, setup.checkpoint == "offload"))
     yield
     for handle in handles:
         handle.remove()
 
 
-def _checkpointed(layer: nn.Module, books: Ledger, goes: bool) -> Iterator[Any]:
-    """The input of a layer is its checkpoint. One that goes does so when the layer is through, and comes back to be computed again."""
+def _checkpointed(layer: nn.Module, ledger: Ledger, offloaded: bool) -> Iterator[Any]:
+    """The input of a layer is its checkpoint. If offloaded, it leaves when the layer is done, and returns for recomputation."""
 
     def started(_: nn.Module, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        number = books.note(hidden, CHECKPOINTS)
-        if goes and books.doing == BACKWARD:
-            books.move(hidden, -books.away.pop(number, 0))
+        number = ledger.note(hidden, CHECKPOINTS)
+        if offloaded and ledger.doing == BACKWARD:
+            ledger.move(hidden, -ledger.away.pop(number, 0))
 
     def ended(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        if goes and books.doing == FORWARD:
-            number = books.note(hidden)
-            books.away[number] = books.sizes[number]
-            books.move(hidden, books.sizes[number])
+        if offloaded and ledger.doing == FORWARD:
+            number = ledger.note(hidden)
+            ledger.away[number] = ledger.sizes[number]
+            ledger.move(hidden, ledger.sizes[number])
 
     yield layer.register_forward_pre_hook(started, with_kwargs=True)
     yield layer.register_forward_hook(ended, with_kwargs=True)

@@ -23,17 +23,17 @@ def print_plan(found: Plan) -> None:
     )
     console.print(f"{setup.model}: {amount(prediction.parameters)} parameters{trained}", markup=False)
     print_bars(console, found.bars, found.limit)
-    console.print(f"The peak is in the {prediction.doing}; {size(prediction.static_bytes)} are held between two steps.\n")
+    console.print(f"The peak is in the {prediction.doing}; {size(prediction.static_bytes)} stay allocated between steps.\n")
     _print_held(console, found)
     if found.alternatives:
         _print_alternatives(console, found)
     for item in found.checklist:
         if item.problem:
-            console.print(f"{item.title}: skipped, since {item.problem}", markup=False)
+            console.print(f"{item.title}: skipped because {item.problem}", markup=False)
     for note in prediction.notes:
         console.print(note, markup=False)
     if found.limit is None:
-        console.print("Give a limit to see whether it fits, for instance --memory-limit 24GiB.")
+        console.print("To see whether it fits, give a limit, for instance --memory-limit 24GiB.")
         return
     limit, batch = size(found.limit), f"{setup.batch} × {setup.sequence} tokens"
     if found.largest_batch:
@@ -49,7 +49,7 @@ def print_plan(found: Plan) -> None:
             markup=False,
         )
     else:
-        console.print(f"{batch} do not fit with any of these techniques; make the batch smaller.")
+        console.print(f"{batch} do not fit with any of these techniques; use a smaller batch.")
 
 
 def _print_held(console: Console, found: Plan) -> None:
@@ -81,8 +81,13 @@ HEAD = ("setup", "predicted GiB", "measured GiB", "error", "reserved GiB", "fits
 
 
 def compared_page(found: Sequence[Compared], command: str) -> str:
-    """The table in Markdown, and a sentence on the worst of it."""
-    parts = ["# Planned and measured", markdown.generated(command), _summary(found), markdown.table(HEAD, [cells_of(one) for one in found])]
+    """The comparison in Markdown: a summary and a table."""
+    parts = [
+        "# Predicted and measured peak memory",
+        markdown.generated(command),
+        _summary(found),
+        markdown.table(HEAD, [cells_of(one) for one in found]),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -115,5 +120,5 @@ def worst(found: Sequence[Compared]) -> float:
 def _summary(found: Sequence[Compared]) -> str:
     measured = sum(one.error is not None for one in found)
     limited = [one for one in found if one.predicted_to_fit is not None]
-    fits = f" Whether it fits: right on {sum(one.right for one in limited)} of {len(limited)} setups." if limited else ""
-    return f"{measured} peaks: off by {worst(found):.1%} at most ({ALLOWED:.0%} is allowed).{fits}"
+    fits = f" Whether it fits: correct for {sum(one.right for one in limited)} of {len(limited)} setups." if limited else ""
+    return f"{measured} peak{'' if measured == 1 else 's'}, with a largest error of {worst(found):.1%} ({ALLOWED:.0%} is allowed).{fits}"

@@ -24,19 +24,22 @@ from liger_train.setup import Setup
 if TYPE_CHECKING:
     from liger_train.report.pictures import Sizes
 
-IMAGES = Path("images", "training")
+IMAGES = Path("images", "training-results")
 
 Draw = Callable[[Path], None]
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that liger train --out wrote to.")],
+    results: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders written by liger train --out.")],
     html: Annotated[
-        Path | None, typer.Option(help="The page as one file with its pictures in it; report.html in the first folder by default.")
+        Path | None,
+        typer.Option(help="Where to write the report as one HTML file with inline images. Default: report.html in the first folder."),
     ] = None,
-    docs: Annotated[Path | None, typer.Option(help="Also a page in Markdown; its pictures go to images/training beside it.")] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="Also write the report as Markdown, with its images in images/training-results beside it.")
+    ] = None,
 ) -> None:
-    """Write one page with charts and tables of throughput and memory; every figure in it comes from the results of liger train."""
+    """Report the throughput and peak memory of training runs: charts and tables on one page, from the results of liger train alone."""
     rows, html = read(results), html or results[0] / "report.html"
     for option, path in (("--html", html), ("--docs", docs)):
         if path is not None:
@@ -49,7 +52,7 @@ def report(
         from liger_train.report.timelines import read_timelines
 
         timelines = read_timelines(results)
-        # The pictures that a page in Markdown names are those that the one file has in it.
+        # The HTML file embeds the pictures that the Markdown page links to.
         base = Path(folder) if docs is None else docs.parent
         place = _Place(base, lambda name: bar.update(task, description=f"drawing {name}"))
         text, count = _written(rows, timelines, place, command)
@@ -57,33 +60,33 @@ def report(
     if docs is not None:
         docs.write_text(text, encoding="utf-8")
     written = " and ".join(str(path) for path in (html, docs) if path)
-    Console(highlight=False).print(f"{written}: {len(rows)} trainings, {count} pictures", soft_wrap=True)
+    Console(highlight=False).print(f"{written}: {len(rows)} training runs, {count} pictures", soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The folder of a page, whose pictures go to IMAGES below it; `tell` gets the name of each picture before it is drawn."""
+    """The folder of a page, with its pictures in IMAGES below it; `show` gets the name of each picture before it is drawn."""
 
     folder: Path
-    tell: Callable[[str], object]
+    show: Callable[[str], object]
 
     def draw(self, name: str, drawing: Draw) -> Path:
-        """The path of a picture as the page names it."""
-        self.tell(name)
+        """The path of a picture, as the page links to it."""
+        self.show(name)
         path = IMAGES / f"{name}.png"
         drawing(self.folder / path)
         return path
 
 
 def _written(rows: list[Record], timelines: list[Record], place: _Place, command: str) -> tuple[str, int]:
-    """The page in Markdown, and how many pictures it has."""
+    """The page in Markdown, and its number of pictures."""
     from liger_train.report.page import Pictures, page
     from liger_train.report.timelines import pairs, timeline_picture
 
     found, pictures, names = sweeps(rows), Pictures(), list[str]()
     for sweep in found:
         names.append(sweep.name)
-        # Those that differ in their machine or text only get numbers.
+        # Sweeps that differ only in their machine or text get numbers.
         name = sweep.name if names.count(sweep.name) == 1 else f"{sweep.name}-no-{names.count(sweep.name)}"
         pictures.sweeps.append([(caption, place.draw(f"{name}{end}", drawing)) for caption, end, drawing in _pictures_of(sweep)])
     for name, group in pairs(timelines).items():
@@ -93,7 +96,7 @@ def _written(rows: list[Record], timelines: list[Record], place: _Place, command
 
 
 def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:
-    """Caption, end of the file's name and drawing of each: two strategies, all of them, and what the seed estimates."""
+    """Caption, file name suffix and drawing of each picture: two strategies, all strategies, and the estimates of the original report."""
     from liger_train.report.pictures import estimate_picture, sweep_picture
 
     every, two = sweep.strategies, [strategy for strategy in (sweep.strategy(PLAIN), sweep.strategy(FUSED)) if strategy is not None]
@@ -103,17 +106,17 @@ def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:
     drawn.append((f"{sweep.title}: every strategy", "", partial(sweep_picture, sweep, every)))
     sizes = _sizes(sweep.first) if sweep.axis in SIZES else None
     if sizes is not None:
-        drawn.append((f"{sweep.title}: checkpoints against logits", "-estimate", partial(estimate_picture, sweep, sizes)))
+        drawn.append((f"{sweep.title}: activation checkpoints and logits, estimated", "-estimate", partial(estimate_picture, sweep, sizes)))
     return drawn
 
 
 def _sizes(row: Record) -> Sizes | None:
-    """Of a model whose config is here; without it there is nothing to estimate with."""
+    """The sizes of a model whose config is available; without it there is nothing to estimate with."""
     from liger_train.configs import config_of
     from liger_train.report.pictures import Sizes
 
     try:
-        # Whatever the row says: to draw a picture, no code of a model is run.
+        # Drawing a picture never runs a model's own code, whatever the row says.
         config = config_of(replace(Setup(**{name: row[name] for name in SETUP}), trust_remote_code=False)).get_text_config()
         return Sizes(config.hidden_size, config.num_hidden_layers, config.vocab_size)
     except (LigerError, AttributeError):

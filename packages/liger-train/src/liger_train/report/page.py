@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a report: pictures, the seed's statements beside the figures, and every figure; as Markdown and as one HTML file."""
+"""The page of a report: pictures, the claims of the original report beside our figures, and every figure; as Markdown and as one HTML file."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from markdown_it import MarkdownIt
 from liger_bench import markdown
 from liger_bench.printing import unit_of
 from liger_bench.records import Record, distinct
-from liger_train.report.statements import statements
+from liger_train.report.statements import ORIGINAL, statements
 from liger_train.report.sweeps import PLAIN, STRATEGY, Sweep, where
 from liger_train.report.timelines import title
-from liger_train.row import NOT_RUN, SETUP, WITHIN_SPREAD, overlapping
+from liger_train.row import AUTO_NOTE, NOT_RUN, SETUP, WITHIN_SPREAD, overlapping
 from liger_train.setup import Setup
 
 GIB = 1 << 30
 FIGURES = 6
 ABOUT = """
-Every training runs in a process of its own. Tokens per second are those of the median step after the first two, of all ranks; peak memory is the
-most that the allocator gave out at once over the whole training, on the CPU in the second step. A cross in a picture is a training that ran out of
-memory. `÷ plain` compares with Transformers alone at the same size; `≈` marks a ratio of speeds that the steps do not tell apart, since their 0.2 to
-0.8 quantiles overlap.
+Every run has its own process. Throughput is that of the median step after the first two, summed over ranks. Peak memory is the most memory that the
+allocator had allocated at any time of the run; on the CPU, of the second step. The baseline is Transformers without Liger at the same size. `≈` marks a
+speedup within the spread of the steps: the 20th to 80th percentiles of the two runs overlap. A cross in a picture marks a run that ran out of memory.
 """.strip()
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --line: #d0d0d0; --soft: #f3f3f3; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e3e3e3; --paper: #121212; --line: #3c3c3c; --soft: #1e1e1e; }
-  /* White becomes the paper, and colours keep their hue. */
+  /* White becomes the paper, and colors keep their hue. */
   img { filter: invert(0.93) hue-rotate(180deg); }
 }
 body { background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
@@ -45,13 +44,19 @@ pre, code { background: var(--soft); font-size: 0.9rem; }
 pre { overflow-x: auto; padding: 0.75rem; }
 """.strip()
 
-# How notes begin that name the options which were chosen for the user, in rows of this version and of older ones.
-CHOSEN = re.compile(r"--[a-z-]+ \S+ was chosen|Chosen for ")
+# Notes that name the default options begin like this, in rows of this version and of older ones.
+CHOSEN = re.compile(r"--[a-z-]+ \S+ was chosen|(Chosen|Defaults) for ")
+# What `--checkpoint auto` noted in rows of older versions → what it notes now.
+OLDER_NOTES = (
+    (r"a batch is taken in (\d+) parts, and ", r"each batch is split into \1 parts; "),
+    (r"(\d+) of \d+ layers are computed again, (\d+) but for their products, (\d+) are not", AUTO_NOTE.format(r"\1", r"\2", r"\3")),
+    (r"(from step \d+ on) ", r"\1, "),
+)
 
 
 @dataclass
 class Pictures:
-    """Where each picture was written, with its caption: of sweeps by the sweep's place, and of timelines."""
+    """Caption and path of each picture: a list for each sweep, and the timelines."""
 
     sweeps: list[list[tuple[str, Path]]] = field(default_factory=list)
     timelines: list[tuple[str, Path]] = field(default_factory=list)
@@ -60,8 +65,8 @@ class Pictures:
 def page(
     rows: Sequence[Record], found: Sequence[Sweep], rest: Sequence[Record], timelines: Sequence[Record], pictures: Pictures, command: str
 ) -> str:
-    """In Markdown. Pictures are named by the paths that they have."""
-    parts = ["# Trainings", markdown.generated(command), _where(rows), ABOUT]
+    """The page in Markdown; it links to the pictures by their paths."""
+    parts = ["# Training results", markdown.generated(command), _where(rows), ABOUT]
     for sweep, drawn in zip(found, pictures.sweeps, strict=True):
         parts += [f"## {sweep.title}", f"{sweep.setting}.", *_images(drawn), _statements(sweep), _figures(sweep)]
     parts += _timelines(timelines, pictures)
@@ -71,12 +76,12 @@ def page(
 
 
 def as_html(text: str, folder: Path) -> str:
-    """One file: the same page with its pictures, whose paths start at `folder`, within it."""
+    """The same page as one HTML file with inline images; their paths are relative to `folder`."""
     text = re.sub(r"<!--.*?-->\n*", "", text, flags=re.DOTALL)
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
     body = re.sub(r'(<img src=")([^"]+)"', lambda found: f'{found[1]}{_inlined(folder / html.unescape(found[2]))}"', body)
-    title = next(iter(re.findall(r"<h1>(.*?)</h1>", body)), "Trainings")
+    title = next(iter(re.findall(r"<h1>(.*?)</h1>", body)), "Training results")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>\n{STYLE}\n</style>'
     return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}</body>\n</html>\n'
 
@@ -98,8 +103,10 @@ def _statements(sweep: Sweep) -> str:
     found = statements(sweep)
     if not found:
         return ""
-    if any(each.seed for each in found):
-        return markdown.table(("", "the seed", "here"), [(each.words, each.seed or "–", each.here) for each in found])
+    if any(each.original for each in found):
+        return markdown.table(
+            ("", f"[original report]({ORIGINAL})", "here"), [(each.words, each.original or "–", each.here) for each in found]
+        )
     return markdown.table(("", "here"), [(each.words, each.here) for each in found])
 
 
@@ -116,13 +123,13 @@ def _figures(sweep: Sweep) -> str:
     parts = [markdown.table((sweep.axis, "strategy", *_head(unit)), markdown.sparse(lines), right=(0, *range(2, 2 + FIGURES)))]
     if not any(row.get("peak_bytes") for row in sweep.rows):
         parts.append("Peak memory was not measured.")
-    parts.append(_told(sweep, lambda row: [row["reason"]]))
-    parts.append(_told(sweep, _notes))
+    parts.append(_sentences(sweep, lambda row: [row["reason"]]))
+    parts.append(_sentences(sweep, _notes))
     return "\n\n".join(part for part in parts if part)
 
 
-def _told(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> str:
-    """What is said of its trainings; of each strategy the values together of which the same is said, if it is not said of all."""
+def _sentences(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> str:
+    """The reasons or notes of its runs, each once per strategy, with the sizes that it applies to unless it applies to all."""
     found: list[tuple[str, str]] = []
     for strategy in sweep.strategies:
         rows = [row for row in sweep.rows if strategy.has(row)]
@@ -138,12 +145,18 @@ def _told(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> str:
 
 
 def _notes(row: Record) -> list[str]:
-    """What was decided, but for the options that were chosen, which stand above."""
-    return [note for note in row.get("notes") or [] if not CHOSEN.match(note)]
+    """Without the defaults, which are in the heading of the sweep."""
+    return [_today(note) for note in row.get("notes") or [] if not CHOSEN.match(note)]
+
+
+def _today(note: str) -> str:
+    for old, new in OLDER_NOTES:
+        note = re.sub(old, new, note)
+    return note
 
 
 def _head(unit: str) -> tuple[str, ...]:
-    return ("tokens/s", "0.2 – 0.8 quantile", "÷ plain", f"peak {unit}", "÷ plain", "last loss")
+    return ("tokens/s", "20th – 80th percentile", "speedup", f"peak {unit}", "÷ baseline", "last loss")
 
 
 def _unit(rows: Sequence[Record]) -> tuple[int, str]:
@@ -191,14 +204,15 @@ def _timelines(timelines: Sequence[Record], pictures: Pictures) -> list[str]:
         peak = record["peak"]
         lines.append([title(record["setup"]), f"{sum(peak.values()) / scale:.2f}", *(f"{peak[name] / scale:.2f}" for name in names)])
     about = (
-        "## Memory over time\n\nFrom the events of the allocator: the second and third step, or all up to where memory ran out. Weights, gradients and optimizer "
-        f"are told by their addresses, checkpoints are the inputs of checkpointed layers, logits are told by their size. At the peak, in {unit}:"
+        "## Memory over time\n\nFrom the allocator's events: the second and third step, or the whole run if it ran out of memory. Weights, gradients and optimizer state "
+        "are recognized by their addresses, logits by their size; checkpoints are the inputs of checkpointed layers. "
+        f"At the peak, in {unit}:"
     )
-    return [about, markdown.table(("training", "peak", *names), lines, right=range(1, 2 + len(names))), *_images(pictures.timelines)]
+    return [about, markdown.table(("run", "peak", *names), lines, right=range(1, 2 + len(names))), *_images(pictures.timelines)]
 
 
 def _others(rest: Sequence[Record], heading: bool) -> list[str]:
-    """Trainings that vary no size, each beside the plain one of the same techniques if there is one."""
+    """Runs that belong to no sweep, each compared with the baseline of the same techniques if there is one."""
     if not rest:
         return []
     scale, unit = _unit(rest)
@@ -207,16 +221,16 @@ def _others(rest: Sequence[Record], heading: bool) -> list[str]:
         same = [name for name in (*SETUP, "machine") if name != "liger"]
         plain = next((r for r in rest if r["liger"] == PLAIN and all(r[n] == row[n] for n in same)), None)
         lines.append([_named(row), row["liger"], *_cells(row, plain, scale)])
-    table = markdown.table(("training", "liger", *_head(unit)), markdown.sparse(lines), right=range(2, 2 + FIGURES))
+    table = markdown.table(("run", "liger", *_head(unit)), markdown.sparse(lines), right=range(2, 2 + FIGURES))
     return [
-        f"## {'Other trainings' if heading else 'Trainings'}",
+        f"## {'Other runs' if heading else 'Runs'}",
         table,
         markdown.reasons((f"{_named(r)} {r['liger']}", r["reason"]) for r in rest),
     ]
 
 
 def _named(row: Record) -> str:
-    """Everything about it that is not the default."""
+    """Its model and size, and every option that is not the default."""
     default = Setup(row["model"])
     shown = [
         n
@@ -230,18 +244,18 @@ def _named(row: Record) -> str:
 def _repeat(found: Sequence[Sweep], rest: Sequence[Record], command: str) -> str:
     lines = [sweep_command(sweep) for sweep in found]
     lines += [f"{_setup(row).command()} --out RESULTS" for row in rest]
-    return "## Repeat\n\n" + "\n".join(f"    {line}" for line in [*lines, command])
+    return "## How to repeat\n\n" + "\n".join(f"    {line}" for line in [*lines, command])
 
 
 def sweep_command(sweep: Sweep) -> str:
-    """What measures it again."""
+    """The command that measures it again."""
     parts, more = [], ""
-    # One command per checkpointing, since the strategies of a sweep are selections of ops.
+    # One command per value of --checkpoint, since --strategies varies --liger only.
     for checkpoint in distinct(sweep.rows, STRATEGY[1]):
         rows = [row for row in sweep.rows if row[STRATEGY[1]] == checkpoint]
         setup = _setup(rows[0] | {"liger": "all", sweep.axis: getattr(Setup, sweep.axis, 1)})
         if setup.ranks > 1:
-            # A sweep starts its ranks itself.
+            # A sweep starts its own ranks.
             setup, more = replace(setup, ranks=1), f" --sweep ranks={setup.ranks}"
         chosen = [strategy.liger for strategy in sweep.strategies if strategy.checkpoint == checkpoint]
         values = ",".join(map(str, distinct(rows, sweep.axis)))

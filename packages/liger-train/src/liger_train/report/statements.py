@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the seed says about its sweeps, beside what the rows say."""
+"""What the original report states about its sweeps, beside what our rows show."""
 
 from __future__ import annotations
 
@@ -11,61 +11,62 @@ from liger_train.row import WITHIN_SPREAD, overlapping
 
 GIB = 1 << 30
 SPEED, PEAK = "tokens_per_second", "peak_bytes"
-# The seed's card, a GeForce RTX 4090, and its two sweeps: axis, the other size → values of its statements, by their key.
-SEED_MODEL, SEED_MEMORY = "llama-3.2-1b", 24 * GIB
-SEED = {
-    ("batch", 1024): {"plain": "at 16", "liger": "never up to 112", "memory": "nearly 100 %", "speed": "nearly 100 %"},
-    ("sequence", 4): {"plain": "at 2048", "liger": "never up to 24576", "memory": "nearly 100 %", "speed": "nearly 100 %"},
+# The report that this project began with, its GPU (a GeForce RTX 4090), and its two sweeps: axis, fixed size → what it states, by key.
+ORIGINAL = "https://github.com/DandinPower/112-2-Artificial-Intelligence-Midterm"
+ORIGINAL_MODEL, ORIGINAL_MEMORY = "llama-3.2-1b", 24 * GIB
+STATED = {
+    ("batch", 1024): {"plain": "at 16", "liger": "no OOM up to 112", "memory": "nearly 100 %", "speed": "nearly 100 %"},
+    ("sequence", 4): {"plain": "at 2048", "liger": "no OOM up to 24576", "memory": "nearly 100 %", "speed": "nearly 100 %"},
 }
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One line of the table; `seed` is empty where the seed says nothing about it, or measured something else."""
+    """One line of the table; `original` is empty where the original report states nothing, or measured something else."""
 
     words: str
-    seed: str
+    original: str
     here: str
 
 
 def statements(sweep: Sweep) -> list[Statement]:
-    """Every one that the rows can answer."""
+    """Every statement that the rows can support."""
     plain, partly, fused = (sweep.strategy(name) for name in (PLAIN, PARTLY, FUSED))
     said = _said(sweep)
     found = [
-        Statement(f"{strategy.label} runs out of memory", said.get(key, ""), _first_failure(sweep, strategy))
+        Statement(f"{strategy.label}: first OOM", said.get(key, ""), _first_failure(sweep, strategy))
         for key, strategy in (("plain", plain), ("partly", partly), ("liger", fused))
         if strategy is not None
     ]
     found += [
-        Statement(f"{strategy.label}: peak memory grows by", "", growth)
+        Statement(f"{strategy.label}: growth of peak memory", "", growth)
         for strategy in (plain, partly, fused)
         if strategy is not None and (growth := _growth(sweep, strategy))
     ]
     found += [
-        Statement(f"{strategy.label}: tokens/s grow", "", growth)
+        Statement(f"{strategy.label}: scaling of tokens/s", "", growth)
         for strategy in (plain, partly, fused)
         if strategy is not None and (growth := _speed_up(sweep, strategy))
     ]
     if plain and fused and (both := _largest(sweep, [plain, fused], PEAK)):
         value, (one, other) = both
-        found.append(Statement(f"peak memory of Liger ÷ plain at {value}", "", f"{other[PEAK] / one[PEAK]:.2f}"))
+        found.append(Statement(f"peak memory, Liger ÷ baseline, at {value}", "", f"{other[PEAK] / one[PEAK]:.2f}"))
     if plain and fused and (both := _largest(sweep, [plain, fused], SPEED)):
         value, (one, other) = both
-        found.append(Statement(f"tokens/s of Liger ÷ plain at {value}", "", _speed_ratio(other, one)))
+        found.append(Statement(f"tokens/s, Liger ÷ baseline, at {value}", "", _speed_ratio(other, one)))
     if plain and fused and (highest := _highest(sweep, plain)) and (ours := _highest(sweep, fused)):
         words = f"{_speed_ratio(ours, highest)} (at {ours[sweep.axis]} ÷ at {highest[sweep.axis]})"
-        found.append(Statement("highest tokens/s of Liger ÷ highest of plain", "", words))
+        found.append(Statement("highest tokens/s, Liger ÷ baseline", "", words))
     found += _checkpoints(sweep)
     for column, words, key in ((PEAK, "memory saved", "memory"), (SPEED, "throughput gained", "speed")):
         if plain and partly and fused and (all_three := _largest(sweep, [plain, partly, fused], column)):
             value, rows = all_three
             none, some, every = (float(row[column]) for row in rows)
-            # A share of next to nothing says nothing, nor one of what steps differ by among themselves.
+            # A share of almost nothing means nothing, and neither does one of a difference within the spread of the steps.
             if abs(every / none - 1) > 0.02 and (column == PEAK or not overlapping(rows[0], rows[2])):
                 found.append(
                     Statement(
-                        f"share of the {words} at {value} that is the fused loss",
+                        f"share of the {words} at {value} due to the fused loss",
                         said.get(key, ""),
                         f"{(every - some) / (every - none):.1%}",
                     )
@@ -74,25 +75,25 @@ def statements(sweep: Sweep) -> list[Statement]:
 
 
 def _checkpoints(sweep: Sweep) -> list[Statement]:
-    """What other ways to checkpoint gain over computing every layer again."""
+    """Speedups of the other values of --checkpoint over recomputing every layer."""
     found: list[Statement] = []
     for full in (strategy for strategy in sweep.strategies if strategy.checkpoint == "full"):
         for other in (s for s in sweep.strategies if s.liger == full.liger and s.checkpoint != "full"):
             pairs = [(sweep.row(other, value), sweep.row(full, value)) for value in sweep.values]
             ratios = [one[SPEED] / base[SPEED] for one, base in pairs if one and base and _has(one, SPEED) and _has(base, SPEED)]
             if ratios:
-                words = f"tokens/s of {other.label} ÷ checkpoint full"
+                words = f"tokens/s, {other.label} ÷ checkpoint full"
                 found.append(Statement(words, "", f"{min(ratios):.2f} to {max(ratios):.2f} at {len(ratios)} sizes"))
     return found
 
 
 def _said(sweep: Sweep) -> dict[str, str]:
-    """The seed's own values, if this is its model on a card like its own."""
+    """What the original report states, if this is its model on a GPU of the same memory."""
     first = sweep.first
-    if first["model"] != SEED_MODEL or first["memory_limit"] != SEED_MEMORY:
+    if first["model"] != ORIGINAL_MODEL or first["memory_limit"] != ORIGINAL_MEMORY:
         return {}
     other = first["sequence" if sweep.axis == "batch" else "batch"]
-    return SEED.get((sweep.axis, other), {})
+    return STATED.get((sweep.axis, other), {})
 
 
 def _first_failure(sweep: Sweep, strategy: Strategy) -> str:
@@ -101,11 +102,11 @@ def _first_failure(sweep: Sweep, strategy: Strategy) -> str:
     if failed:
         return f"at {failed[0]}"
     fits = [value for value, row in rows if _has(row, SPEED)]
-    return f"never up to {fits[-1]}" if fits else "–"
+    return f"no OOM up to {fits[-1]}" if fits else "–"
 
 
 def _growth(sweep: Sweep, strategy: Strategy) -> str:
-    """From its smallest to its largest training, per thousand tokens of a step."""
+    """From its smallest to its largest run, per thousand tokens of a step."""
     rows = _rows(sweep, strategy, PEAK)
     if len(rows) < 2 or sweep.axis == "ranks":
         return ""
@@ -114,7 +115,7 @@ def _growth(sweep: Sweep, strategy: Strategy) -> str:
 
 
 def _speed_up(sweep: Sweep, strategy: Strategy) -> str:
-    """From fewest to most ranks, of which each has as much to do."""
+    """From the fewest to the most ranks; each rank has the same batch (weak scaling)."""
     rows = _rows(sweep, strategy, SPEED)
     if len(rows) < 2 or sweep.axis != "ranks":
         return ""
@@ -122,7 +123,7 @@ def _speed_up(sweep: Sweep, strategy: Strategy) -> str:
 
 
 def _largest(sweep: Sweep, strategies: list[Strategy], column: str) -> tuple[int, list[Record]] | None:
-    """The largest value at which all of them have that figure, and these rows."""
+    """The largest value at which all strategies have that figure, with their rows."""
     for value in reversed(sweep.values):
         rows = [row for strategy in strategies if (row := sweep.row(strategy, value)) is not None and _has(row, column)]
         if len(rows) == len(strategies):
@@ -143,5 +144,5 @@ def _rows(sweep: Sweep, strategy: Strategy, column: str) -> list[Record]:
 
 
 def _has(row: Record, column: str) -> bool:
-    """Whether a training ended with that figure."""
+    """Whether a run ended with that figure."""
     return row[SPEED] is not None and row[column] is not None and not row["out_of_memory"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of trainings, grouped by what varies: the batch at a sequence length, the sequence length at a batch, or the number of GPUs."""
+"""Rows of training runs, grouped by what varies: the batch size, the sequence length, or the number of ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from liger_train.setup import Setup
 ROWS = "train.json"
 SIZES = ("batch", "sequence")
 AXES = (*SIZES, "ranks")
-# What tells the lines of a picture apart; all other columns are the same in it.
+# The columns that differ between the lines of one picture; all others are the same.
 STRATEGY = ("liger", "checkpoint")
-# A training with another of these takes as long and as much memory.
+# These change neither the time nor the memory of a step.
 FREE = ("steps", "learning_rate", "seed", "nvme_folder", "trust_remote_code", "random_weights")
 DEFAULTS = {field.name: field.default for field in fields(Setup)}
 PLAIN, FUSED, PARTLY = "none", "all", "all-but-loss"
-WORDS = {PLAIN: "Transformers", PARTLY: "Liger but for the loss", FUSED: "Liger"}
+WORDS = {PLAIN: "Transformers", PARTLY: "Liger without fused loss", FUSED: "Liger"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Trainings that differ in one size and in their strategy; `rows` are in the order of that size."""
+    """Runs that differ in one size and in their strategy; `rows` are in the order of that size."""
 
     axis: str
     rows: list[Record]
@@ -61,7 +61,7 @@ class Sweep:
 
     @property
     def strategies(self) -> list[Strategy]:
-        """Plain first, Liger last, any other selection of ops between."""
+        """The baseline first, Liger last, other selections of ops between."""
         order = [PLAIN, *sorted(set(distinct(self.rows, "liger")) - {PLAIN, PARTLY, FUSED}), PARTLY, FUSED]
         found = dict.fromkeys((row["liger"], row["checkpoint"]) for row in self.rows)
         several = len({checkpoint for _, checkpoint in found}) > 1
@@ -71,7 +71,7 @@ class Sweep:
         ]
 
     def strategy(self, liger: str) -> Strategy | None:
-        """The first with that selection of ops."""
+        """The first strategy with that selection of ops."""
         return next((strategy for strategy in self.strategies if strategy.liger == liger), None)
 
     def row(self, strategy: Strategy | None, value: int) -> Record | None:
@@ -83,7 +83,7 @@ class Sweep:
 
     @property
     def setting(self) -> str:
-        """What all trainings of it have in common and what a reader cannot take for granted."""
+        """What all its runs have in common, without the defaults."""
         shown = [name for name in SETUP if name not in ("model", "device", "data", "memory_limit", *AXES, *STRATEGY, *FREE)]
         words = [self.first["precision"]]
         words += [f"{name} {self.first[name]}" for name in shown if name != "precision" and self.first[name] != DEFAULTS[name]]
@@ -93,7 +93,7 @@ class Sweep:
 
     @property
     def name(self) -> str:
-        """For the names of files."""
+        """For file names."""
         shown = [name for name in SETUP if name not in ("model", "data", "device", "memory_limit", self.axis, *SIZES, *STRATEGY, *FREE)]
         words = [self.first["model"], self.axis, self.fixed, *(str(self.first[n]) for n in shown if self.first[n] != DEFAULTS[n])]
         if self.first["memory_limit"]:
@@ -102,14 +102,14 @@ class Sweep:
 
 
 def where(row: Record) -> str:
-    """The device of a row, and how much of its memory there was."""
+    """The device of a row, and its memory limit if there is one."""
     device = _device(row)
     count = row["ranks"]
     return _limited(row, f"{'one' if count == 1 else count} {device}{'' if count == 1 else 's'}")
 
 
 def read(folders: Sequence[Path]) -> list[Record]:
-    """The rows of all these folders; of trainings that were run again the last one counts.
+    """The rows of all these folders; of repeated runs the last one counts.
 
     Raises OptionError if there are none.
     """
@@ -120,12 +120,12 @@ def read(folders: Sequence[Path]) -> list[Record]:
             kept[(*(complete[name] for name in SETUP if name not in FREE), _card(complete))] = complete
     if not kept:
         looked = ", ".join(str(folder) for folder in folders)
-        raise OptionError(f"report: a folder with {ROWS} is needed, as liger train --out FOLDER writes it; found none in {looked}")
+        raise OptionError(f"report: a folder must hold {ROWS}, which liger train --out FOLDER writes; found none in {looked}")
     return list(kept.values())
 
 
 def sweeps(rows: Sequence[Record]) -> list[Sweep]:
-    """All that vary a size, in the order of their first rows; a row may belong to two."""
+    """All sweeps, in the order of their first rows; a row may belong to several."""
     found: list[Sweep] = []
     for axis in AXES:
         groups: dict[tuple[Any, ...], list[Record]] = {}
@@ -133,11 +133,11 @@ def sweeps(rows: Sequence[Record]) -> list[Sweep]:
             same = tuple(row[name] for name in SETUP if name not in (axis, *STRATEGY, *FREE))
             groups.setdefault((*same, _card(row)), []).append(row)
         for group in groups.values():
-            # A strategy with one value has no line.
+            # A strategy with a single value makes no line.
             lines = [row for row in group if len({r[axis] for r in group if _line(r) == _line(row)}) > 1]
             if lines:
                 found.append(Sweep(axis, sorted(lines, key=lambda row: row[axis])))
-    # Those of one model together.
+    # Sweeps of one model stand together.
     models = distinct(rows, "model")
     return sorted(found, key=lambda sweep: models.index(sweep.first["model"]))
 
@@ -153,7 +153,7 @@ def _line(row: Record) -> tuple[str, str]:
 
 
 def _cards(row: Record) -> str:
-    """The devices of rows that differ in their number."""
+    """The devices of a sweep over ranks."""
     return _limited(row, f"each {_device(row)}")
 
 
@@ -166,5 +166,5 @@ def _device(row: Record) -> str:
 
 
 def _card(row: Record) -> str:
-    """The GPU, whatever the processor beside it and its threads; on the CPU the processor with its threads."""
+    """The GPU without its host; on the CPU, the processor and its threads."""
     return str(row["machine"]).partition("; ")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of `liger train --snapshot`: memory over time by category, one training or several side by side."""
+"""The pictures of `liger train --snapshot`: memory over time by category, one run or several side by side."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from liger_train.row import SETUP
 from liger_train.timeline import CATEGORIES
 
 FOLDER = "snapshots"
-COLOURS = dict(zip(CATEGORIES, ("#4b5563", "#56b4e9", "#0072b2", "#009e73", "#cc79a7", "#e5c07b"), strict=True))
+COLORS = dict(zip(CATEGORIES, ("#4b5563", "#56b4e9", "#0072b2", "#009e73", "#cc79a7", "#e5c07b"), strict=True))
 
 
 def read_timelines(folders: Sequence[Path]) -> list[Record]:
-    """The timelines of all snapshots in these folders, small trainings first.
+    """The timelines of all snapshots in these folders, small runs first.
 
-    Raises OptionError for a file that is none.
+    Raises OptionError for a file that is not a timeline.
     """
     found = []
     for path in sorted(path for folder in folders for path in (folder / FOLDER).glob("*.json")):
@@ -44,7 +44,7 @@ def read_timelines(folders: Sequence[Path]) -> list[Record]:
 
 
 def pairs(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Name of a file → what stands side by side: the strategies of one training, and the smallest and largest with the same strategy."""
+    """File name → the runs in one picture: all strategies at one size, and the smallest and largest run of one strategy."""
     found: dict[str, list[Record]] = {}
     for records_, name in (_grouped(records, ("liger", "checkpoint"), "strategies"), _grouped(records, ("batch", "sequence"), "sizes")):
         for group in records_:
@@ -57,7 +57,7 @@ def pairs(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def timeline_picture(records: Sequence[Record], path: Path) -> None:
-    """A panel per training, all with the same heights; dotted where a step begins, a cross where memory ran out."""
+    """A panel per run, all to one scale; a dotted line marks the start of a step, a cross out of memory."""
     unit, name = unit_of(max(max(_totals(r), default=0) for r in records) or 1 << 20)
     figure, panels = plt.subplots(
         1, len(records), figsize=(5.4 * len(records) + 0.6, 4.2), sharey=True, layout="constrained", squeeze=False
@@ -65,7 +65,7 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
     for record, axes in zip(records, panels[0], strict=True):
         setup, times = record["setup"], record["milliseconds"]
         layers = [[value / unit for value in record["bytes"][category]] for category in CATEGORIES]
-        axes.stackplot(times, layers, labels=CATEGORIES, colors=[COLOURS[c] for c in CATEGORIES], linewidth=0, step="post")
+        axes.stackplot(times, layers, labels=CATEGORIES, colors=[COLORS[c] for c in CATEGORIES], linewidth=0, step="post")
         axes.set_title(title(setup), fontsize=10)
         axes.set_xlabel("milliseconds")
         for step in record["steps"]:
@@ -111,7 +111,7 @@ def _grouped(records: Sequence[Record], free: tuple[str, ...], name: str) -> tup
 
 
 def _named(name: str, taken: dict[str, Any]) -> str:
-    """Of several that differ in something else each gets a number."""
+    """Names that are already taken get a number."""
     name = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name)
     count = sum(each == name or each.startswith(f"{name}-no-") for each in taken)
     return name if not count else f"{name}-no-{count + 1}"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger train`: trainings of Hugging Face models on real text, with every memory technique as a flag."""
+"""`liger train`: training runs of Hugging Face models on text, with every memory-saving technique as an option."""

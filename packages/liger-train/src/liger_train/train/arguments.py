@@ -18,10 +18,10 @@ LOW_IN_FSDP2 = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArguments:
-    """The Trainer's arguments, written nowhere; `more` goes over them. Joins the other ranks, if there are any.
+    """The arguments of the Trainer, with `more` on top. Joins the other ranks, if there are any.
 
-    Made before the model is built: DeepSpeed's stage 3 then splits each weight as soon as it is made. The object must stay alive
-    until the training ends. What checkpointing needs is in the model already (train/model.py).
+    Create them before the model: ZeRO stage 3 then shards each weight as it is created. The object must stay alive until the run
+    ends. Activation checkpointing is already set up in the model (model.py).
     """
     joined = processes.join(setup)
     given: dict[str, Any] = {
@@ -48,15 +48,15 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
     if setup.shard == "fsdp2" and setup.precision in LOW_IN_FSDP2:
         made.fsdp_plugin_args["mixed_precision_policy"] = _mixed(LOW_IN_FSDP2[setup.precision])
     if made.n_gpu > 1:
-        # The Trainer would split the batch over all GPUs that one process sees.
+        # Otherwise the Trainer splits the batch over all GPUs that the process sees.
         made._n_gpu = 1
     return made
 
 
 def _mixed(dtype: str) -> Any:
-    """Of accelerate's own policy the gradients would be summed, and the loss be told, in the low precision.
+    """A policy that reduces gradients and reports the loss in float32; accelerate's default uses the low precision for both.
 
-    Results stay what they are: a layer's in the low precision, as the products after it need them, and the loss in float32.
+    Outputs keep their dtype: those of layers the low precision, for the next matmul, and the loss float32.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainings of a sweep: every combination of the values that were given, with every strategy."""
+"""The runs of a sweep: every combination of the given values, with every strategy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from liger_train.row import NOT_RUN, Row
 from liger_train.setup import Setup
 
 STRATEGIES = ("none", "all-but-loss", "all")
-# Option → type, of all that can vary.
+# Option → type, of all options that can vary.
 SWEPT = {field.name: str(field.type) for field in fields(Setup) if field.name not in ("liger", "device") and field.type != "bool"}
 
 
 def swept(options: Sequence[str]) -> dict[str, list[Any]]:
     """Option → values, of words like "batch=1,4,8".
 
-    Raises OptionError for what is no option of a training, or no value of it.
+    Raises OptionError for an unknown option or an invalid value.
     """
     found: dict[str, list[Any]] = {}
     for option in options:
@@ -30,7 +30,9 @@ def swept(options: Sequence[str]) -> dict[str, list[Any]]:
         if name == "liger":
             raise OptionError("train: --sweep cannot vary liger; give --strategies none,all-but-loss,all")
         if name not in SWEPT or not values.strip():
-            raise OptionError(f"train: --sweep must be an option and its values, like batch=1,4,8, got {option!r}.{nearest(name, SWEPT)}")
+            raise OptionError(
+                f"train: --sweep must be an option and its values, for instance batch=1,4,8, got {option!r}.{nearest(name, SWEPT)}"
+            )
         if name in found:
             raise OptionError(f"train: --sweep must name each option once, got {name} twice; give all its values in one")
         found[name] = list(dict.fromkeys(_value(name, word.strip()) for word in values.split(",")))
@@ -38,26 +40,26 @@ def swept(options: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def strategies_of(words: str) -> list[str]:
-    """The values of `liger` in words like "none,all-but-loss,all"; several ops of one strategy are joined by a plus.
+    """The values of `liger` in words like "none,all-but-loss,all"; ops of one strategy are joined by a plus, since commas separate strategies.
 
     Raises OptionError if there are none.
     """
     found = list(dict.fromkeys(word.strip().replace("+", ",") for word in words.split(",") if word.strip()))
     if not found:
-        raise OptionError(f"train: --strategies must name values of --liger, like none,all, got {words!r}")
+        raise OptionError(f"train: --strategies must name values of --liger, for instance none,all, got {words!r}")
     return found
 
 
 def cells(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequence[str]) -> list[Setup]:
-    """Every combination, small ones first, the strategies of one after the other."""
+    """Every combination, smallest first, each with all strategies in turn."""
     combined = [replace(base, **dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
-    # Stable: what has as many tokens stays in the order in which it was given.
+    # A stable sort: combinations with equally many tokens stay in the given order.
     combined.sort(key=lambda setup: setup.batch * setup.sequence)
     return [replace(setup, liger=liger) for setup in combined for liger in strategies]
 
 
 def hopeless(setup: Setup, known: Sequence[Row]) -> str:
-    """Why a training need not be tried: one that differs only in having fewer tokens ran out of memory."""
+    """Why a run can be skipped: one that differs only in having fewer tokens ran out of memory."""
     same = [name for name in (*SWEPT, "liger", "device") if name not in ("batch", "sequence", "steps", "seed", "learning_rate")]
     for row in known:
         smaller = row.batch <= setup.batch and row.sequence <= setup.sequence
@@ -67,7 +69,7 @@ def hopeless(setup: Setup, known: Sequence[Row]) -> str:
 
 
 def _value(name: str, word: str) -> Any:
-    """A word as the type of that field."""
+    """A word, converted to the type of its field."""
     if name == "memory_limit":
         return bytes_of("train: --sweep memory_limit", word)
     kind = SWEPT[name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a training on the CPU, whose allocator keeps no record of its own: one step is watched."""
+"""The memory of a run on the CPU, measured in one step, since the CPU allocator keeps no statistics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from liger_train.row import WARM_UP
 
 
 class CpuMemory:
-    """Peak and static bytes of the last step that is not timed, by which the optimizer has its state; None until then.
+    """Peak and static bytes of the last warm-up step, in which the optimizer has its state; None until then.
 
-    The peak is what is held when the step begins, and the most that it allocates itself. What DeepSpeed holds is not found.
+    The peak is the memory at the start of the step plus the most that the step allocates. DeepSpeed's buffers are not included.
     """
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class CpuMemory:
 
 
 def _held(model: nn.Module, optimizer: Any) -> int:
-    """Weights, gradients and the state of the optimizer."""
+    """Bytes of weights, gradients and optimizer state."""
     weights = [*model.parameters(), *model.buffers()]
     inner = getattr(optimizer, "optimizer", optimizer)
-    # GaLore by layers has an optimizer for each weight.
+    # Layerwise GaLore has an optimizer per weight.
     several = getattr(inner, "optimizer_dict", {})
     state = [each.state for each in several.values()] if several else [getattr(optimizer, "state", {})]
     return held_bytes([*weights, *(weight.grad for weight in weights if weight.grad is not None), *(dict(each) for each in state)])

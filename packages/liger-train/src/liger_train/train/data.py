@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text that is trained on, as sequences of tokens: a file, a folder, a dataset on disk, or Python's standard library."""
+"""The training text as sequences of tokens: from a file, a folder, a saved dataset, or Python's standard library."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from liger_hf.presets import VOCABULARY
 from liger_train.configs import has_code_of_its_own, loading_options
 from liger_train.setup import LIBRARY, Setup
 
-# Of longer texts this much, or what the steps read: about six characters make a token at most.
+# Longer texts are cut to this length, or to what the steps need, at no more than six characters per token.
 CHARACTERS, CHARACTERS_OF_A_TOKEN = 4_000_000, 6
-# Where git looks for a zero, to tell a binary file from a text.
+# As git does: a file with a zero byte among the first 8000 is binary.
 HEAD = 8000
 NAMED = 3
-# Of a tokenizer that is trained here. What fine-tunes the saved model pads its batches.
+# Special tokens of a tokenizer that is trained here; fine-tuning the saved model needs padding.
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 
 
 @dataclass(frozen=True)
 class Data:
-    """Sequences of tokens, of which each step takes the same number, and the tokenizer that made them.
+    """Sequences of tokens, the same number for each step, and their tokenizer.
 
-    digest  tells this data from other data
+    digest  identifies the data
     """
 
     sequences: Tensor  # (number, sequence)
@@ -43,18 +43,18 @@ class Data:
 
 
 def check_source(source: str) -> None:
-    """Raise OptionError if there is nothing to read there."""
+    """Raise OptionError if there is nothing to read."""
     path = Path(source).expanduser()
     if source != LIBRARY and not path.is_dir() and not path.is_file():
         raise OptionError(
-            f"train: --data must be a file, a folder, a dataset saved by datasets, or {LIBRARY}, got {source}, which is not there"
+            f"train: --data must be a file, a folder, a dataset saved by datasets, or {LIBRARY}, got {source}, which does not exist"
         )
 
 
 def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
-    """The data of a setup for a model with so many embeddings, which may come with a tokenizer of its own.
+    """The data of a setup, for a model with `vocabulary` embeddings and perhaps its own tokenizer.
 
-    Raises OptionError if there is no such text, or too little of it.
+    Raises OptionError if there is no text, or not enough.
     """
     notes: list[str] = []
     a_step = setup.batch * setup.accumulation * setup.ranks
@@ -68,14 +68,14 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     ids = _tokens(tokenizer, texts)
     largest = int(ids.max())
     if largest >= vocabulary:
-        raise OptionError(f"train: the tokens must be below {vocabulary}, the embeddings of {setup.model}, got token {largest}")
+        raise OptionError(f"train: the tokens must be below {vocabulary}, the number of embeddings of {setup.model}, got token {largest}")
     steps = ids.numel() // (setup.sequence * a_step)
     if steps == 0:
         raise OptionError(
-            f"train: a step of {a_step} × {setup.sequence} tokens must find so many in the text, got {ids.numel()} from {setup.data}; "
-            "give more text, or a smaller --batch, --accumulation or --sequence"
+            f"train: the text must have at least the {a_step} × {setup.sequence} tokens of a step, got {ids.numel()} from {setup.data}; "
+            "use more text, or a smaller --batch, --accumulation or --sequence"
         )
-    # A step at the end of the text with fewer sequences than the others would be another one.
+    # Drop the rest of the text, which does not fill a step.
     sequences = ids[: steps * a_step * setup.sequence].view(-1, setup.sequence)
     return Data(sequences, tokenizer, hashlib.sha256(sequences.numpy().tobytes()).hexdigest(), notes)
 
@@ -104,7 +104,7 @@ def _up_to(texts: Iterable[str], limit: int) -> list[str]:
 
 
 def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
-    """The texts of a folder and those below, in a fixed order; what is hidden is left out, what is no text is told."""
+    """The text files in a folder and its subfolders, in a fixed order; hidden files are ignored, and other files are named in a note."""
     skipped: list[str] = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -120,7 +120,7 @@ def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
 
 
 def _text(path: Path) -> str | None:
-    """What is in a file; None if that is no text or cannot be read."""
+    """The text of a file; None if it is binary or cannot be read."""
     try:
         with path.open("rb") as file:
             if b"\0" in file.read(HEAD):
@@ -139,13 +139,13 @@ def _is_dataset(folder: Path) -> bool:
 
 
 def _dataset(folder: Path, notes: list[str]) -> Iterator[str]:
-    """The texts of a dataset as `save_to_disk` writes it: of its split `train`, if it has several."""
+    """The texts of a dataset written by `save_to_disk`; of several splits, `train`."""
     if importlib.util.find_spec("datasets") is None:
         raise OptionError(f"train: --data {folder} needs datasets, not installed here; pip install 'liger-train[datasets]'")
     found: Any = importlib.import_module("datasets").load_from_disk(str(folder))
     if isinstance(found, dict):
         split = "train" if "train" in found else next(iter(found))
-        notes.append(f"Of the dataset {folder} the split {split!r} is trained on.")
+        notes.append(f"Training on the split {split!r} of the dataset {folder}.")
         found = found[split]
     strings = [name for name, feature in found.features.items() if getattr(feature, "dtype", None) == "string"]
     if not strings:
@@ -156,7 +156,7 @@ def _dataset(folder: Path, notes: list[str]) -> Iterator[str]:
 
 
 def _tokenizer(setup: Setup, notes: list[str]) -> Any:
-    """The one that the model was trained with; None if it comes with none."""
+    """The tokenizer of the model; None if it has none."""
     from transformers import AutoTokenizer
 
     try:
@@ -165,7 +165,7 @@ def _tokenizer(setup: Setup, notes: list[str]) -> Any:
         if (refused := has_code_of_its_own(setup.model, problem)) is not None:
             raise refused from problem
         reason = str(problem).strip().split("\n")[0].rstrip(".")
-        notes.append(f"{setup.model} comes with no tokenizer that can be loaded ({reason}), so one was trained on the text.")
+        notes.append(f"The tokenizer of {setup.model} cannot be loaded ({reason}), so one was trained on the text.")
         return None
 
 
@@ -177,7 +177,7 @@ def _trained(texts: list[str], vocabulary: int) -> Any:
 
 
 def _tokens(tokenizer: Any, texts: list[str]) -> Tensor:
-    """The tokens of all texts, one after the other, with the tokenizer's end of a text behind each if it has one."""
+    """The concatenated tokens of all texts, each followed by the end-of-text token if the tokenizer has one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor([token for ids in encoded for token in [*ids, *end]])

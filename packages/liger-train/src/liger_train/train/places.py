@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the trainings of a sweep run: in a process each, on the CPU, on one GPU at a time each, or on several under torchrun."""
+"""Where the runs of a sweep execute: each in its own process, on the CPU, on one GPU, or on several under torchrun."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from liger_core.errors import OptionError
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
 
-# Seconds within which a process has loaded, or never will.
+# Seconds after which a process that is still loading has failed.
 LOADING = 600.0
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What is recorded of a training besides its row, and where to."""
+    """What to record of a run besides its row, and where."""
 
     folder: Path | None = None
     snapshot: bool = False
@@ -40,20 +40,20 @@ class Extras:
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and what the process wrote."""
+    """A row, and the output of the process."""
 
     row: Row
     written: str = ""
 
 
 class Place:
-    """One GPU, or the CPU: a process that trains, and one that is loading for the training after it.
+    """One GPU, or the CPU: a process that trains, and one that loads for the next run.
 
     folder    for logs
-    gpu       its number among those that this process sees; None for whatever a process takes by itself
-    share     how many places share the processors
-    patience  seconds that a training may take
-    answer    what a process does
+    gpu       its index among the GPUs that this process sees; None for the default device
+    share     the number of places that share the processors
+    patience  seconds after which a run has failed
+    answer    the function that the process runs
     """
 
     def __init__(self, folder: Path, gpu: int | None, share: int, patience: float, answer: Callable[[Any, Connection], Answer]) -> None:
@@ -64,7 +64,7 @@ class Place:
         self._running: Process | None = None
 
     def load(self) -> None:
-        """Start a process that waits for a training, if there is none."""
+        """Start a process that waits for a run, unless there is one."""
         if self._spare is None:
             with _environment(variables(self.gpu, self.share)):
                 self._spare = Process(None, self.folder / f"{uuid.uuid4().hex}.log", LOADING, self.answer)
@@ -72,7 +72,7 @@ class Place:
     def begin(self, setup: Setup, extras: Extras) -> None:
         self.load()
         self._running, self._spare, self.setup = self._spare, None, setup
-        # One that died while it loaded tells so when its answer is read.
+        # If it died while loading, reading its answer reports that.
         if self._process.wait()[0] == READY:
             with contextlib.suppress(OSError):
                 self._process.connection.send((setup, extras))
@@ -80,7 +80,7 @@ class Place:
 
     @property
     def died(self) -> bool:
-        """Whether there will be no further answer."""
+        """Whether the process will send no more answers."""
         return self._process.answered[0] == FAILED
 
     @property
@@ -88,21 +88,21 @@ class Place:
         return self._process.connection
 
     def end(self, where: dict[str, str]) -> Measured:
-        """The training's row, once it has answered or is late."""
+        """The row of the run, once it has answered or timed out."""
         process, setup = self._process, self.setup
         if setup is None:
             raise RuntimeError("nothing is running here")
         if not self.died:
-            # Without an answer it waits no longer.
+            # Do not wait if there is no answer yet.
             process.patience = 0.0
             process.wait()
         state, results = process.answered
         late = state == FAILED and results["reason"].startswith("no answer")
-        # It has nothing left to do, and what a library does at its end can take long.
+        # It is done, and the cleanup of libraries at exit can take long.
         process.kill()
         self._running = self.setup = None
         if late:
-            results = results | {"reason": f"it had not ended after {self.patience:.0f} s"}
+            results = results | {"reason": f"timed out after {self.patience:.0f} s"}
         row = row_of(setup, where, results) if state == FAILED else results["row"]
         return Measured(row, process.written())
 
@@ -119,7 +119,7 @@ class Place:
 
 
 def finished(busy: Sequence[Place]) -> list[Place]:
-    """The places at which something has been answered, or is late; waits for the first one."""
+    """The places whose run has answered or timed out; waits for the first one."""
     died = [place for place in busy if place.died]
     if died or not busy:
         return died
@@ -129,14 +129,14 @@ def finished(busy: Sequence[Place]) -> list[Place]:
 
 
 def launched(setup: Setup, where: dict[str, str], gpus: Sequence[int], extras: Extras, folder: Path, patience: float) -> Measured:
-    """A training of several ranks: the command that a user would run, by this very Python, with a port of its own."""
+    """A run of several ranks: the command that a user would run, with this Python and its own port."""
     out, log = folder / uuid.uuid4().hex, folder / f"{uuid.uuid4().hex}.log"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(setup.command())[1:], "--out", str(out)]
     words += [f"--{name}" for name in ("snapshot", "profile") if getattr(extras, name)]
     environment = dict(os.environ)
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(variables(gpu, 1)["CUDA_VISIBLE_DEVICES"] for gpu in gpus)
-    reason = f"it had not ended after {patience:.0f} s"
+    reason = f"timed out after {patience:.0f} s"
     with log.open("wb") as file:
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
@@ -145,7 +145,7 @@ def launched(setup: Setup, where: dict[str, str], gpus: Sequence[int], extras: E
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Its ranks end with it.
+            # This also stops its ranks.
             process.terminate()
             process.wait()
     written = log.read_text(errors="replace")
@@ -159,7 +159,7 @@ def launched(setup: Setup, where: dict[str, str], gpus: Sequence[int], extras: E
 
 
 def check(setup: Setup, extras: Extras) -> None:
-    """Raise OptionError if what shall be recorded cannot be."""
+    """Raise OptionError if the extras cannot be recorded."""
     if (extras.snapshot or extras.profile) and extras.folder is None:
         raise OptionError("train: --snapshot and --profile need --out, the folder that they write to")
     if extras.snapshot and extras.profile and setup.device == "cpu":
@@ -167,7 +167,7 @@ def check(setup: Setup, extras: Extras) -> None:
 
 
 def observers(setup: Setup, extras: Extras, stack: ExitStack) -> list[Any]:
-    """What watches a training until the stack is left."""
+    """The callbacks that record a run until the stack is closed."""
     found: list[Any] = []
     if extras.folder is not None and extras.snapshot:
         from liger_train.train.snapshot import Snapshot
@@ -181,7 +181,7 @@ def observers(setup: Setup, extras: Extras, stack: ExitStack) -> list[Any]:
 
 
 def variables(gpu: int | None, share: int) -> dict[str, str]:
-    """The environment of a process that sees only this GPU, and of the processors only its share."""
+    """Environment variables for a process that uses only this GPU and its share of the processors."""
     found: dict[str, str] = {}
     if gpu is not None:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -192,14 +192,14 @@ def variables(gpu: int | None, share: int) -> dict[str, str]:
 
 
 def threads(share: int) -> int:
-    """Processors for each of so many trainings at once."""
+    """Threads for each of `share` concurrent runs."""
     return max(1, (os.cpu_count() or 1) // share)
 
 
 def train(job: None, connection: Connection) -> Answer:
-    """What a process does: load, wait for a setup, train."""
+    """What a process runs: load, wait for a setup, train."""
     try:
-        # Here, so that the process which only waits need not load it.
+        # Imported here, so that the parent process does not load it.
         from liger_train.train.run import run
 
         connection.send((READY, {}))
@@ -212,7 +212,7 @@ def train(job: None, connection: Connection) -> Answer:
 
 @contextlib.contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Variables that a process gets which is started within, and that this one has only meanwhile."""
+    """Environment variables for processes started within this context."""
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

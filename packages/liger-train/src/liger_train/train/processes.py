@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank joins the others before the Trainer starts, where the Trainer itself would not do it."""
+"""How a rank joins the others before the Trainer starts, where the Trainer itself does not do it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from liger_train import zero
 from liger_train.setup import Setup
 
-# A rank that waits for one that failed gives up, instead of half an hour later.
+# A rank that waits for a failed one gives up after this time, not after half an hour.
 TIMEOUT = timedelta(minutes=10)
 
 
 def join(setup: Setup) -> dict[str, Any]:
-    """What TrainingArguments needs so that this process trains by setup.shard with the others, which torchrun has told it about."""
+    """The TrainingArguments with which this process trains by setup.shard together with the other processes of torchrun."""
     if setup.shard == "none":
         return {"ddp_backend": "gloo"} if setup.device == "cpu" and setup.ranks > 1 else {}
     if setup.ranks == 1:
@@ -25,12 +25,12 @@ def join(setup: Setup) -> dict[str, Any]:
         zero.prepare(setup)
     if setup.device == "cpu":
         return _joined_on_cpu(setup)
-    # Norms of gradients that are offloaded are summed on the host.
+    # The norms of offloaded gradients are summed on the CPU.
     return {"ddp_backend": "cuda:nccl,cpu:gloo"} if setup.shard == "fsdp2" and setup.offload != "none" else {}
 
 
 def _alone() -> None:
-    """What torchrun tells each process, for one process: DeepSpeed looks for MPI without it, and accelerate shards nothing."""
+    """Set torchrun's variables for a single process. Without them, DeepSpeed looks for MPI and accelerate does not shard."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
@@ -44,7 +44,7 @@ def free_port() -> int:
 
 
 def _joined_on_cpu(setup: Setup) -> dict[str, Any]:
-    """accelerate 1.15 shards on GPUs only, though torch and DeepSpeed do it on the CPU just as well: its state is made here."""
+    """Set up accelerate's state: accelerate 1.15 shards only on GPUs, although torch and DeepSpeed support the CPU."""
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType

@@ -13,14 +13,14 @@ from liger_train.setup import Setup
 from liger_train.train.snapshot import name_of
 
 FOLDER = "profiles"
-# Steps that are passed over, that warm the profiler up, and that are recorded.
+# The number of steps that are skipped, that warm up the profiler, and that are recorded.
 WAIT, WARM_UP, ACTIVE = 1, 1, 2
 
 
 class Profile(TrainerCallback):
-    """An observer of a training, within `with`: FOLDER/profiles/<training> gets a trace with operators, kernels, shapes and memory.
+    """A callback and context manager that writes a trace of operators, kernels, shapes and memory to FOLDER/profiles/<run>.
 
-    The folder opens in TensorBoard (torch-tb-profiler), the .pt.trace.json.gz in it also in https://ui.perfetto.dev.
+    Open the folder in TensorBoard (torch-tb-profiler), or the .pt.trace.json.gz in it in https://ui.perfetto.dev.
     """
 
     def __init__(self, setup: Setup, folder: Path) -> None:
@@ -39,7 +39,7 @@ class Profile(TrainerCallback):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write what was recorded, also of a training that ended early."""
+        """Write the trace, even if the run ended early."""
         self._profile.stop()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of one training, as torchrun starts them: how many there are, and which of them speaks."""
+"""The ranks of a run, as torchrun starts them: how many there are, and which one prints."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def first() -> bool:
 
 
 def speaks(*, failed: bool) -> bool:
-    """Whether this process prints and writes for all: the first rank, but of ranks that fail the one that failed first.
+    """Whether this process prints and writes for all ranks: the first rank, or the one that failed first.
 
-    The first rank may be waiting for one that failed, and will then never speak.
+    The first rank may be waiting for a failed one forever.
     """
     if count() == 1:
         return True
@@ -31,7 +31,7 @@ def speaks(*, failed: bool) -> bool:
     from torch.distributed import TCPStore
 
     try:
-        # The store by which torchrun's processes have met.
+        # The store of torchrun's rendezvous.
         where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(*where, is_master=False, timeout=timedelta(seconds=10))
         return bool(store.add("liger/failed", 1) == 1)
@@ -40,14 +40,14 @@ def speaks(*, failed: bool) -> bool:
 
 
 def leave(code: int) -> None:
-    """Part from the other ranks and end with this exit code; one that failed makes torchrun end the others. Nothing without any."""
+    """Leave the other ranks and exit with this code; torchrun then stops the others if it is a failure. Without other ranks, do nothing."""
     import torch.distributed as dist
 
     if not dist.is_initialized() and count() == 1:
         return
-    # Ranks that wait for one that failed would never come to a barrier.
+    # Ranks that wait for a failed one never reach a barrier.
     if code != FAILED and dist.is_initialized():
-        # The first one is still writing, and torchrun ends it as soon as another one ends with an exit code.
+        # The first rank may still be writing, and torchrun stops it as soon as another rank exits with a nonzero code.
         dist.barrier()
         dist.destroy_process_group()
     end(code)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training does, noted at the end of each step without making the device wait."""
+"""Losses, times and memory of a run, recorded at the end of each step without synchronizing the device."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from liger_train.setup import Setup
 from liger_train.train import ranks
 from liger_train.train.cpu_memory import CpuMemory
 
-Tell = Callable[[int, str], object]
-# A moment: seconds on the CPU, an event in the stream of a GPU.
+Show = Callable[[int, str], object]
+# A point in time: seconds on the CPU, an event in the stream on a GPU.
 Moment = Any
 
 
 class Interruption:
-    """While it is entered, the first Ctrl-C or request to end is noted instead of raised; the second one acts as ever."""
+    """Within this context, the first SIGINT or SIGTERM is noted instead of raised; the second one acts as usual."""
 
-    # torchrun tells the other ranks by the second one that a rank has failed, for which they would wait in vain.
+    # torchrun uses SIGTERM to stop the other ranks when one has failed; they would wait for it forever.
     SIGNALS = (signal.SIGINT, signal.SIGTERM) if ranks.count() == 1 else (signal.SIGINT,)
 
     def __init__(self) -> None:
@@ -58,15 +58,15 @@ class Interruption:
 
 
 class Recorder(TrainerCallback):
-    """Loss and time of every step, and the memory.
+    """Records the loss and time of every step, and the peak memory.
 
-    losses  of every step, of all ranks: the mean over their tokens
-    timed   seconds of every step but the first two after a start, and those before `time_anew`
-    memory  what measures it on the CPU, if anything does
+    losses  of every step: the mean over the tokens of all ranks
+    timed   seconds of every step except the first two after a start and those before `restart_timing`
+    memory  measures the memory on the CPU; None if nothing does
     """
 
-    def __init__(self, setup: Setup, device: torch.device, interruption: Interruption, tell: Tell) -> None:
-        self.setup, self.device, self.interruption, self.tell = setup, device, interruption, tell
+    def __init__(self, setup: Setup, device: torch.device, interruption: Interruption, show: Show) -> None:
+        self.setup, self.device, self.interruption, self.show = setup, device, interruption, show
         self.memory: CpuMemory | None = None
         self.losses: list[float] = []
         self.timed: list[float] = []
@@ -99,51 +99,51 @@ class Recorder(TrainerCallback):
         if self.memory is not None:
             self.memory.end_step(model, optimizer)
             self.static_bytes = self.memory.static if self.memory.static is not None else self.static_bytes
-        # Micro-batch losses are already divided by the tokens of the whole batch.
+        # Micro-batch losses are already normalized by the tokens of the whole batch.
         loss = torch.stack(self.micro).float().sum()
         self.micro.clear()
         step = torch.stack([loss.double(), torch.full_like(loss, self.interruption.asked, dtype=torch.float64)])
         if dist.is_initialized():
-            # All ranks stop after the same step, whichever of them was told to.
+            # All ranks stop after the same step, whichever of them was interrupted.
             dist.all_reduce(step)
             step /= dist.get_world_size()
-        # Into pinned memory, and known once the moment after it has passed: reading it from the device would wait for the next step.
+        # To pinned memory, and complete once the event after it is: reading from the device would wait for the next step.
         step = step.to("cpu", non_blocking=True)
         now = self._now()
         self._pending.append((step, self._last, now))
         self._last = now
         if self.device.type == "cuda":
             self.static_bytes = torch.cuda.memory_allocated(self.device)
-        # On a GPU the step before, which has ended meanwhile, so that the next one is enqueued while this one runs.
+        # On a GPU, settle only the previous step, which has ended by now: the next one is enqueued while this one runs.
         ends_at_once = self.interruption.asked and not dist.is_initialized()
         self._settle(1 if self.device.type == "cuda" and not ends_at_once else 0)
-        self._tell_figures()
+        self._show_figures()
         if self.interrupted and state.global_step < state.max_steps:
             control.should_training_stop = True
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # What saving takes is no part of the next step.
+        # The time to save does not count as part of the next step.
         self._last = None
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.settle()
         self._ended = True
-        self._tell_figures()
+        self._show_figures()
 
     def settle(self) -> None:
         """Wait for the steps that are still running."""
         self._settle(0)
 
-    def time_anew(self) -> None:
-        """Forget the times up to now, and that of the next step, unless the training has ended."""
+    def restart_timing(self) -> None:
+        """Discard the times so far and that of the next step, unless the run has ended."""
         if not self._ended:
             self.settle()
             self.timed.clear()
             self._begun = WARM_UP - 1
 
     def join(self) -> None:
-        """Take the slowest rank's times, and the memory of the fullest."""
+        """Take the time of the slowest rank for each step, and the highest memory of any rank."""
         self.settle()
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (self.timed, self._peaks(), self.static_bytes))
@@ -151,20 +151,20 @@ class Recorder(TrainerCallback):
         self.earlier_peaks = (max(peaks[0] or 0 for _, peaks, _ in ranks), max(peaks[1] or 0 for _, peaks, _ in ranks))
         self.static_bytes = max((static for _, _, static in ranks if static is not None), default=None)
 
-    def restore(self, told: dict[str, Any]) -> None:
-        """Go on from what an earlier run told."""
-        self.losses, self.timed = list(told["losses"]), list(told["timed"])
-        self.earlier_peaks = (told["peak_bytes"] or 0, told["peak_reserved_bytes"] or 0)
-        self.static_bytes = told["static_bytes"]
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Continue from the progress that an earlier run saved."""
+        self.losses, self.timed = list(progress["losses"]), list(progress["timed"])
+        self.earlier_peaks = (progress["peak_bytes"] or 0, progress["peak_reserved_bytes"] or 0)
+        self.static_bytes = progress["static_bytes"]
 
-    def told(self) -> dict[str, Any]:
-        """What a later run needs to go on."""
+    def progress(self) -> dict[str, Any]:
+        """The state that a later run needs to continue."""
         self.settle()
         peaks = dict(zip(("peak_bytes", "peak_reserved_bytes"), self._peaks(), strict=True))
         return {"losses": self.losses, "timed": self.timed, "static_bytes": self.static_bytes} | peaks
 
     def results(self) -> dict[str, Any]:
-        """The columns of a Row that are known up to now."""
+        """The columns of a Row that are known so far."""
         peak, reserved = self._peaks()
         found: dict[str, Any] = {
             "losses": list(self.losses),
@@ -207,13 +207,13 @@ class Recorder(TrainerCallback):
         return max(now[0], self.earlier_peaks[0]), max(now[1], self.earlier_peaks[1])
 
     def _tokens(self) -> int:
-        """Tokens of a step, of all ranks."""
+        """Tokens per step, of all ranks."""
         return self.setup.batch * self.setup.sequence * self.setup.accumulation * self.setup.ranks
 
-    def _tell_figures(self) -> None:
-        """Those of the last step that has ended, which on a GPU is not the last one that was enqueued."""
+    def _show_figures(self) -> None:
+        """Show the last step that has ended; on a GPU, later ones are already enqueued."""
         if self.losses:
-            self.tell(len(self.losses), self._figures())
+            self.show(len(self.losses), self._figures())
 
     def _figures(self) -> str:
         words = [f"loss {self.losses[-1]:.4f}"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training by the Transformers Trainer, and the row that comes of it, however it ends."""
+"""One training run by the Transformers Trainer, and its row of results, however it ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from liger_train.train.profile import Profile
 from liger_train.train.record import Interruption, Recorder
 from liger_train.train.snapshot import Snapshot
 
-# What may change from one run to the next of the same training.
+# The options that may differ when a run is resumed.
 MAY_CHANGE = ("steps", "memory_limit", "device", "nvme_folder", "trust_remote_code")
 
 PROJECTORS = {
@@ -63,47 +63,47 @@ def run(
     bar: Progress | None = None,
     notes: Sequence[str] = (),
 ) -> Row:
-    """Train, and tell what it took; memory that runs out, a failure and an interruption are rows, too.
+    """Train, and return the results. Running out of memory, a failure and an interruption are results, too.
 
-    folder         where checkpoints go: every `save_every` steps, at the end, and when it is interrupted; none without
-    resume         go on from the newest checkpoint there that is whole; the losses are then those of a training that never stopped
-    deterministic  every sum in one order, so that two runs have the same losses, bit for bit
-    observers      further callbacks of the Trainer
-    notes          what was decided before
+    folder         where to save checkpoints: every `save_every` steps, at the end, and when interrupted; None saves none
+    resume         resume from the latest intact checkpoint there; the losses are then those of an uninterrupted run
+    deterministic  use deterministic algorithms, so that two runs have bit-identical losses
+    observers      more callbacks for the Trainer
+    notes          decisions made so far, one sentence each
 
-    Raises OptionError or DeviceError for a setup that cannot be trained, before anything large is loaded.
+    Raises OptionError or DeviceError for an unsupported setup, before anything large is loaded.
     """
     techniques.check(setup)
     if resume:
         _check_resumable(setup)
     device = _device(setup)
-    training = _Training(setup, device, list(notes), bar, deterministic)
-    training.recorder.memory = _memory(setup, training.notes, observers)
+    current = _Run(setup, device, list(notes), bar, deterministic)
+    current.recorder.memory = _memory(setup, current.notes, observers)
     results: dict[str, Any] = {}
     try:
         with _order_of_sums():
-            training.train(folder, resume, save_every, observers)
+            current.train(folder, resume, save_every, observers)
     except LigerError:
         raise
     except KeyboardInterrupt:
         if setup.ranks > 1:
-            # The other ranks wait for this one; torchrun ends them when it ends.
+            # The other ranks wait for this one; torchrun stops them when it ends.
             raise
         results = {"interrupted": True, "reason": "interrupted"}
     except Exception as error:
         _, results = failure(error)
-    row = row_of(setup, machine.describe(device), training.results() | results)
-    del training
+    row = row_of(setup, machine.describe(device), current.results() | results)
+    del current
     release(device)
     return row
 
 
 def _memory(setup: Setup, notes: list[str], observers: Sequence[TrainerCallback]) -> CpuMemory | None:
-    """What measures the memory of a training on the CPU, if it can be measured."""
+    """Measures the memory of a run on the CPU, where that is possible."""
     if setup.device != "cpu":
         return None
     if setup.shard in ZERO:
-        notes.append("Peak memory was not measured: what DeepSpeed holds on the CPU cannot be seen.")
+        notes.append("Peak memory was not measured: DeepSpeed's buffers on the CPU cannot be tracked.")
         return None
     if any(isinstance(observer, Profile | Snapshot) for observer in observers):
         notes.append("Peak memory was not measured: --snapshot and --profile need the same profiler.")
@@ -113,18 +113,18 @@ def _memory(setup: Setup, notes: list[str], observers: Sequence[TrainerCallback]
 
 def _check_resumable(setup: Setup) -> None:
     if setup.optimizer == "galore-layerwise":
-        # Its state is in as many optimizers as there are weights, of which the Trainer saves none.
-        raise OptionError("train: --resume cannot restore --optimizer galore-layerwise, whose state no checkpoint has; use galore")
+        # It has one optimizer per weight, and the Trainer saves the state of none of them.
+        raise OptionError("train: --resume cannot restore --optimizer galore-layerwise, whose state is not saved; use galore")
     if setup.offload == "nvme":
-        # DeepSpeed 0.19 restores the weights that the optimizer has in float32, and takes a step with those from before that.
+        # DeepSpeed 0.19 restores the float32 weights of the optimizer, but takes the first step with the weights from before that.
         raise OptionError(
-            "train: --resume cannot restore --offload nvme exactly, since the first step would take the weights of the start; "
-            "give the checkpoint as --model, which begins with a new optimizer, or train with --offload parameters"
+            "train: --resume cannot restore --offload nvme exactly, since the first step would use the initial weights; "
+            "give the checkpoint as --model, which starts with new optimizer state, or train with --offload parameters"
         )
 
 
 def largest_batch(setup: Setup, attempt: Callable[[Setup], Row]) -> Row:
-    """The row of the first batch that does not run out of memory, from setup.batch down by a quarter each time."""
+    """The row of the first batch size that fits, from setup.batch down by a quarter each time."""
     tried: list[int] = []
 
     def fewer() -> int:
@@ -140,19 +140,19 @@ def largest_batch(setup: Setup, attempt: Callable[[Setup], Row]) -> Row:
 
     found: Row = search()
     failed = ", ".join(map(str, tried[:-1]))
-    note = f"--batch auto: {tried[-1]}" + (f", since memory ran out with {failed}." if failed else ", the first one that was tried.")
+    note = f"--batch auto: {tried[-1]}" + (f"; ran out of memory with {failed}." if failed else ", the first one tried.")
     return replace(found, notes=[*(found.notes or []), note])
 
 
 def release(device: torch.device) -> None:
-    """Give back what nothing holds any more."""
+    """Free unused memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _device(setup: Setup) -> torch.device:
-    """The device of this rank, with no more memory than the setup allows."""
+    """The device of this rank, with its memory capped as the setup says."""
     device = machine.measurable_device("train", setup.device)
     if device.type == "cpu":
         if setup.memory_limit is not None:
@@ -170,39 +170,39 @@ def _device(setup: Setup) -> torch.device:
     return device
 
 
-class _Training:
-    """A training that is running, and what is known of it."""
+class _Run:
+    """A run in progress, and its results so far."""
 
     def __init__(self, setup: Setup, device: torch.device, notes: list[str], bar: Progress | None, deterministic: bool) -> None:
         self.setup, self.device, self.notes, self.bar, self.deterministic = setup, device, notes, bar, deterministic
         if deterministic:
-            notes.append("--deterministic: every sum has one order; the times are those of a training that takes care of it.")
+            notes.append("--deterministic: the times include the cost of deterministic algorithms.")
         self.interruption = Interruption()
-        self.recorder = Recorder(setup, device, self.interruption, self._tell)
+        self.recorder = Recorder(setup, device, self.interruption, self._show)
         self.known: dict[str, Any] = {}
         self.task = bar.add_task("preparing", total=setup.steps, unit="step") if bar else None
 
     def train(self, folder: Path | None, resume: bool, save_every: int, observers: Sequence[TrainerCallback]) -> None:
-        with _place(folder) as place, _with_a_place_on_the_disk(self.setup) as setup, _quiet():
-            # Before the model: DeepSpeed splits weights as soon as they are made, while these are alive.
+        with _place(folder) as place, _with_private_disk_folder(self.setup) as setup, _quiet():
+            # Before the model: while these arguments exist, DeepSpeed shards weights as they are created.
             arguments = self._arguments(setup, place, folder, save_every)
-            self._tell(None, "reading the text")
+            self._show(None, "reading the text")
             vocabulary = config_of(self.setup).get_text_config().vocab_size
             data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in PRESETS)
             self.notes.extend(data.notes)
             before = self._before(folder, resume, data)
             if before is not None:
-                self.recorder.restore(before.told)
+                self.recorder.restore(before.progress)
             if before is not None and before.step >= self.setup.steps:
-                self.known = before.told["known"]
-                self.notes.append(f"All {before.step} steps were taken before; {before.folder} is the trained model.")
+                self.known = before.progress["known"]
+                self.notes.append(f"All {before.step} steps were done before; {before.folder} is the trained model.")
                 return
-            self._tell(None, "loading the model")
+            self._show(None, "loading the model")
             built = build(self.setup, self.device)
             _name_tokens(built.model, data.tokenizer)
             self.notes.extend(built.notes)
             self.known = _counts(built.model) | {"replaced": built.replaced}
-            sealer = _Sealer(lambda: self._told(built.model, data), data.tokenizer)
+            sealer = _Sealer(lambda: self._progress(built.model, data), data.tokenizer)
             spenders = spending.observers(self.setup, self._decided)
             callbacks = [self.recorder, sealer, *spenders, *observers]
             trainer = _Trainer(built.model, arguments, data, self.recorder, callbacks, lambda: spenders[0].parts if spenders else 1)
@@ -212,7 +212,7 @@ class _Training:
             self._end(folder)
 
     def results(self) -> dict[str, Any]:
-        # A device that failed cannot be waited for.
+        # A device that failed cannot be synchronized.
         with contextlib.suppress(Exception):
             self.recorder.settle()
         return self.known | self.recorder.results() | {"notes": self.notes}
@@ -224,12 +224,12 @@ class _Training:
             more |= {"save_strategy": "steps", "save_steps": every, "save_total_limit": saved.KEPT}
         arguments = training_arguments(setup, place, **more)
         if self.device.type == "cpu":
-            # accelerate 1.15 numbers it by rank, and torch.load knows no "cpu:0" when the Trainer restores an optimizer.
+            # accelerate 1.15 numbers the CPU by rank, but torch.load does not know "cpu:0" when the Trainer restores an optimizer.
             vars(arguments)["_setup_devices"] = self.device
         return arguments
 
     def _before(self, folder: Path | None, resume: bool, data: Data) -> saved.Saved | None:
-        """The checkpoint to go on from; all ranks take the one that the first rank finds."""
+        """The checkpoint to resume from; all ranks use the one that the first rank finds."""
         if folder is None:
             return None
         found: list[Any] = [None, []]
@@ -237,41 +237,41 @@ class _Training:
             saved.check_new(folder, resume)
             found[0] = saved.newest(folder, found[1]) if resume else None
             if resume and found[0] is None:
-                found[1].append(f"There is no checkpoint in {folder} to go on from; the training begins.")
+                found[1].append(f"There is no checkpoint in {folder} to resume from; starting from scratch.")
         if dist.is_initialized() and self.setup.ranks > 1:
             dist.broadcast_object_list(found)
         before: saved.Saved | None = found[0]
         self.notes.extend(found[1])
         if before is not None:
             saved.check_same(before, _same(self.setup), data.digest)
-            self.notes.append(f"The training went on from step {before.step}, {before.folder}.")
+            self.notes.append(f"Resumed from step {before.step}, {before.folder}.")
         return before
 
-    def _told(self, model: nn.Module, data: Data) -> dict[str, Any]:
+    def _progress(self, model: nn.Module, data: Data) -> dict[str, Any]:
         known = self.known | {"checkpointed_layers": checkpointed_layers(model)}
-        return self.recorder.told() | {"known": known, "setup": _same(self.setup), "text": data.digest}
+        return self.recorder.progress() | {"known": known, "setup": _same(self.setup), "text": data.digest}
 
     def _end(self, folder: Path | None) -> None:
-        """What the ranks know of each other only now, and a word on an interruption."""
+        """Gather the results of all ranks, and note an interruption."""
         if dist.is_initialized() and self.setup.ranks > 1:
             self.recorder.join()
         if self.recorder.interrupted:
             step = len(self.recorder.losses)
-            kept = f"a checkpoint is in {folder}" if folder else "nothing was saved, since there is no --output"
+            kept = f"a checkpoint was saved in {folder}" if folder else "nothing was saved, since there is no --output"
             self.notes.append(f"Interrupted after step {step} of {self.setup.steps}; {kept}.")
 
     def _decided(self, sentence: str) -> None:
-        """Later steps take another time than those up to now."""
+        """Note a decision that changes the time of later steps."""
         self.notes.append(sentence)
-        self.recorder.time_anew()
+        self.recorder.restart_timing()
 
-    def _tell(self, step: int | None, doing: str) -> None:
+    def _show(self, step: int | None, doing: str) -> None:
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=step, description=doing)
 
 
 class _Trainer(Trainer):
-    """A Trainer that keeps the loss of every micro-batch, on the device and unrounded, and takes one in as many parts as it is told."""
+    """A Trainer that keeps the unrounded loss of every micro-batch on the device, and can split micro-batches into parts."""
 
     def __init__(
         self,
@@ -283,12 +283,12 @@ class _Trainer(Trainer):
         parts: Callable[[], int],
     ) -> None:
         super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), callbacks=callbacks)
-        # It prints a summary to standard output, where a single JSON object may be due.
+        # It prints a summary to standard output, which may have to be a single JSON object.
         self.remove_callback(PrinterCallback)
         self.micro, self.parts = recorder.micro, parts
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        # Only a loss that is divided by the tokens of the whole batch is the sum of those of its parts.
+        # Only a loss normalized by the tokens of the whole batch is the sum of the losses of its parts.
         parts = 1 if num_items_in_batch is None else self.parts()
         pieces = zip(*(value.tensor_split(min(parts, len(value))) for value in inputs.values()), strict=True)
         losses = [super(_Trainer, self).training_step(model, dict(zip(inputs, piece, strict=True)), num_items_in_batch) for piece in pieces]
@@ -298,28 +298,28 @@ class _Trainer(Trainer):
 
 
 class _Sealer(TrainerCallback):
-    """Marks a checkpoint that begins, puts the tokenizer beside it, and seals it once all ranks have written theirs."""
+    """Marks a checkpoint as unfinished, adds the tokenizer, and seals it once all ranks have written their files."""
 
-    def __init__(self, told: Callable[[], dict[str, Any]], tokenizer: Any) -> None:
-        self.told, self.tokenizer = told, tokenizer
+    def __init__(self, progress: Callable[[], dict[str, Any]], tokenizer: Any) -> None:
+        self.progress, self.tokenizer = progress, tokenizer
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # Others have decided: the Trainer's own callback, and the recorder, which comes before this one.
+        # The Trainer's own callback and the recorder, which run before this one, decide whether to save.
         if control.should_save and _rank() == 0:
             saved.begin(_checkpoint(args, state))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        told = self.told()
+        progress = self.progress()
         if dist.is_initialized():
             dist.barrier()
         if _rank() == 0:
             folder = _checkpoint(args, state)
             self.tokenizer.save_pretrained(folder)
-            saved.seal(folder, told)
+            saved.seal(folder, progress)
 
 
 def _name_tokens(model: Any, tokenizer: Any) -> None:
-    """Tell a model that knows no end of a text, and no padding, those of its tokenizer, so that what is saved can generate."""
+    """Give a model without end-of-text and padding tokens those of its tokenizer, so that the saved model can generate."""
     for config in (model.config, model.generation_config):
         for name in ("eos_token_id", "pad_token_id"):
             if config is not None and getattr(config, name, None) is None:
@@ -332,7 +332,7 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 @contextlib.contextmanager
 def _order_of_sums() -> Iterator[None]:
-    """What the Trainer sets for a deterministic training is undone after it."""
+    """Restore the global settings that the Trainer changes for a deterministic run."""
     cudnn = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     flags = cudnn.deterministic, cudnn.benchmark
@@ -345,7 +345,7 @@ def _order_of_sums() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No bars within the bar, and none of the Trainer's warnings: they tell that tied weights are saved once, and what may change did."""
+    """Silence nested progress bars and the Trainer's warnings, which only say that tied weights are saved once and that allowed options changed."""
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("trainer", "trainer_utils")]
     levels, bars = [logger.level for logger in loggers], transformers_logging.is_progress_bar_enabled()
     for logger in loggers:
@@ -362,7 +362,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _place(folder: Path | None) -> Iterator[Path]:
-    """Where the Trainer may write."""
+    """The folder that the Trainer writes to."""
     if folder is not None:
         with saved.held(folder) if ranks.first() else contextlib.nullcontext():
             yield folder
@@ -372,8 +372,8 @@ def _place(folder: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _with_a_place_on_the_disk(setup: Setup) -> Iterator[Setup]:
-    """The setup with a folder of its own in its `nvme_folder`: DeepSpeed names files there by their rank only, and leaves them behind."""
+def _with_private_disk_folder(setup: Setup) -> Iterator[Setup]:
+    """The setup with a private folder in its `nvme_folder`: DeepSpeed names its files only by rank, and does not remove them."""
     if setup.offload != "nvme":
         yield setup
         return
@@ -382,12 +382,12 @@ def _with_a_place_on_the_disk(setup: Setup) -> Iterator[Setup]:
 
 
 def _same(setup: Setup) -> dict[str, Any]:
-    """What must not change from one run to the next of the same training."""
+    """The options that must not change when a run is resumed."""
     return {name: value for name, value in asdict(setup).items() if name not in MAY_CHANGE}
 
 
 def _counts(model: Any) -> dict[str, int]:
-    """Weights, and those that are trained; DeepSpeed's stage 3 leaves nothing of them in their place but the number."""
+    """The number of weights and of trained weights; ZeRO stage 3 leaves only the number in place of each weight."""
     if any(hasattr(weight, "ds_numel") for weight in model.parameters()):
         every = {weight: weight.ds_numel for weight in model.parameters()}
         return {"parameters": sum(every.values()), "trainable_parameters": sum(n for w, n in every.items() if w.requires_grad)}
@@ -395,7 +395,7 @@ def _counts(model: Any) -> dict[str, int]:
 
 
 def _projectors(optimizer: str) -> list[Any]:
-    """What the state of these optimizers holds besides tensors; torch.load makes nothing else that it does not know."""
+    """Classes in the state of these optimizers that torch.load must be allowed to load."""
     name = next((name for name in PROJECTORS if optimizer.startswith(name)), None)
     if name is None:
         return []

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved of a training, so that it goes on exactly where it was: Transformers' checkpoints, each with a seal.
+"""Saved checkpoints from which a run resumes exactly: those of Transformers, each with a seal.
 
-The Trainer writes a checkpoint file by file. A run that is killed meanwhile, or a disk that is full, leaves half of one, which
-the Trainer would load. The seal is written last and in one piece: it holds the size and the hash of every file, and what the
-training had done so far. Before the first file there is an unfinished seal, by which half a checkpoint is known as one of these
-and not as somebody else's.
+The Trainer writes a checkpoint file by file. If the run is killed meanwhile, or the disk is full, part of a checkpoint remains, which
+the Trainer would load. The seal is written last and atomically: it holds the size and hash of every file, and the progress of the
+run. An unfinished seal is written first, which tells a partial checkpoint of ours from a folder that somebody else wrote.
 """
 
 from __future__ import annotations
@@ -28,31 +27,31 @@ from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
 
 SEAL = "liger.json"
-# Held while a run writes to a folder, and says which one does. Never removed, as in results.py.
+# Locked while a run writes to a folder, and names that run. Never removed, as in results.py.
 LOCK = ".liger.run.lock"
 UNFINISHED = SEAL + ".part"
 NUMBER = (int, float)
 SIZE = (int, type(None))
-# What a seal holds besides the files, and the types of the values in it; SEAL's writers are _Sealer and Recorder.told.
+# The fields of a seal besides the files, and their types; _Sealer and Recorder.progress provide them.
 FIELDS = {"setup": dict, "known": dict, "text": str, "losses": list, "timed": list} | dict.fromkeys(
     ("peak_bytes", "peak_reserved_bytes", "static_bytes"), SIZE
 )
-# The newest one and the one before, should the newest be damaged.
+# The latest one, and the one before it in case the latest is damaged.
 KEPT = 2
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is whole, and what its seal tells."""
+    """An intact checkpoint, and the progress in its seal."""
 
     folder: Path
     step: int
-    told: dict[str, Any]
+    progress: dict[str, Any]
 
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep other runs from writing to a folder. The lock is the operating system's: it ends with the process, however that ends.
+    """Keep other runs from writing to a folder. The operating system releases the lock when the process ends, however it ends.
 
     Raises OptionError if another run holds it.
     """
@@ -84,41 +83,41 @@ def check_output(folder: Path, resume: bool) -> None:
 def check_new(folder: Path, resume: bool) -> None:
     """Raise OptionError for checkpoints that a run would overwrite."""
     if not resume and checkpoints(folder):
-        raise OptionError(f"train: --output must be a folder without checkpoints, got {folder}; --resume goes on from them")
+        raise OptionError(f"train: --output must be a folder without checkpoints, got {folder}; --resume resumes from them")
 
 
 def begin(folder: Path) -> None:
-    """Declare a checkpoint that is about to be written unfinished."""
+    """Mark a checkpoint as unfinished before it is written."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SEAL).unlink(missing_ok=True)
     (folder / UNFINISHED).touch()
 
 
-def seal(folder: Path, told: dict[str, Any]) -> None:
-    """Declare a checkpoint whole."""
+def seal(folder: Path, progress: dict[str, Any]) -> None:
+    """Mark a checkpoint as complete."""
     files = {str(path.relative_to(folder)): _print_of(path) for path in _files(folder)}
     part = folder / UNFINISHED
     with part.open("w") as file:
-        json.dump(told | {"files": files}, file)
+        json.dump(progress | {"files": files}, file)
         file.flush()
         os.fsync(file.fileno())
     part.replace(folder / SEAL)
 
 
 def newest(folder: Path, notes: list[str]) -> Saved | None:
-    """The last checkpoint that is whole. Later ones are set aside, or removed if they are unfinished, with a sentence for each.
+    """The latest intact checkpoint. Later ones are set aside, or removed if they are unfinished, with a note for each.
 
-    Of those with a seal that were set aside before, none is kept when there is a new one.
+    Sealed checkpoints that an earlier call set aside are removed when there is a new one.
     """
     before = [path for path in folder.glob("damaged-checkpoint-*") if (path / SEAL).is_file()]
     for path in reversed(checkpoints(folder)):
         if (path / UNFINISHED).exists() and not (path / SEAL).exists():
             shutil.rmtree(path)
-            notes.append(f"{path.name} was not written to its end and was removed; resuming from the checkpoint before it.")
+            notes.append(f"{path.name} was not completely written and was removed; resuming from the checkpoint before it.")
             continue
-        problem, told = _read(path)
+        problem, progress = _read(path)
         if problem is None:
-            return Saved(path, _step(path), told)
+            return Saved(path, _step(path), progress)
         while before:
             shutil.rmtree(before.pop())
         aside = _free(path.with_name("damaged-" + path.name))
@@ -128,33 +127,33 @@ def newest(folder: Path, notes: list[str]) -> Saved | None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All that there are, whole or not, in the order of their steps."""
+    """All checkpoints, intact or not, in the order of their steps."""
     found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
     return sorted(found, key=_step)
 
 
 def check_same(saved: Saved, setup: dict[str, Any], text: str) -> None:
-    """Raise OptionError if a checkpoint is of another training: one of these options was another, or the text has changed."""
-    was = saved.told["setup"]
-    # A version that did not have an option yet trained as if it were not given.
+    """Raise OptionError if a checkpoint is of another run: an option differs, or the text has changed."""
+    was = saved.progress["setup"]
+    # An older version without an option trained with its default.
     others = [f"--{name.replace('_', '-')} {was[name]}" for name in setup if name in was and was[name] != setup[name]]
     if others:
         raise OptionError(
-            f"train: --resume needs the options of the training in {saved.folder.parent}, where it was {', '.join(others)}; "
+            f"train: --resume needs the options of the run in {saved.folder.parent}, which had {', '.join(others)}; "
             "give these, or another --output"
         )
-    if saved.told["text"] != text:
-        raise OptionError(f"train: the text of the training in {saved.folder.parent} must be as it was for --resume, but it has changed")
+    if saved.progress["text"] != text:
+        raise OptionError(f"train: --resume needs the text of the run in {saved.folder.parent}, but it has changed")
 
 
 def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
-    """What is wrong with a checkpoint, or None, and what its seal tells."""
+    """The problem with a checkpoint, or None, and the progress in its seal."""
     try:
-        told: dict[str, Any] = json.loads((path / SEAL).read_text())
-        wrong = next((name for name, kind in FIELDS.items() if not isinstance(told[name], kind)), None)
-        if wrong or not all(isinstance(number, NUMBER) for number in (*told["losses"], *told["timed"])):
+        progress: dict[str, Any] = json.loads((path / SEAL).read_text())
+        wrong = next((name for name, kind in FIELDS.items() if not isinstance(progress[name], kind)), None)
+        if wrong or not all(isinstance(number, NUMBER) for number in (*progress["losses"], *progress["timed"])):
             return f"its seal {SEAL} cannot be read: {wrong or 'losses'}", {}
-        for name, known in told["files"].items():
+        for name, known in progress["files"].items():
             file = path / name
             if not file.is_file():
                 return f"{name} is missing", {}
@@ -162,12 +161,12 @@ def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
             if size != known["bytes"]:
                 return f"{name} has {size} bytes of {known['bytes']}", {}
             if _print_of(file) != known:
-                return f"{name} is not what was written", {}
+                return f"{name} has changed since it was written", {}
     except FileNotFoundError:
-        return "it was not written to its end", {}
+        return "it was not completely written", {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its seal {SEAL} cannot be read: {type(error).__name__}", {}
-    return None, told
+    return None, progress
 
 
 def _files(folder: Path) -> list[Path]:

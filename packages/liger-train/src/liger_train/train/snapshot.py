@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger train --snapshot`: what the memory holds during the first steps, by category."""
+"""`liger train --snapshot`: memory during the first steps, by category."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from liger_bench.memory import CpuAllocations, storages
 from liger_train.setup import Setup
 from liger_train.timeline import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, Event, Guess, Tag, Timeline, logits_sizes, timeline
 
-# Kernels are compiled and the optimizer makes its state in the first; the others are like all that follow.
+# In the first step kernels are compiled and the optimizer state is allocated; the others are typical.
 STEPS = 3
 FOLDER = "snapshots"
 MOST_EVENTS = 1_000_000
 
 
 class Snapshot(TrainerCallback):
-    """An observer of a training, within `with`: FOLDER/snapshots gets a picture, the timeline as JSON, and on a GPU PyTorch's own snapshot.
+    """A callback and context manager that writes a picture, the timeline as JSON, and on a GPU PyTorch's snapshot to FOLDER/snapshots.
 
-    The events come from the allocator, so that what a kernel's launcher takes counts, too. What they are for is told by the addresses
-    of weights, gradients and optimizer state, by the inputs of checkpointed layers, and by the size of logits; the rest is "other".
+    The events come from the allocator, so the workspaces of kernels count, too. Their category follows from the addresses of weights,
+    gradients, optimizer state and the inputs of checkpointed layers, and from the size of logits; the rest is "other".
     The snapshot (.pickle) opens in https://docs.pytorch.org/memory_viz.
     """
 
@@ -48,20 +48,20 @@ class Snapshot(TrainerCallback):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write what was recorded, also of a training that ran out of memory."""
+        """Write the recording, even if the run ran out of memory."""
         self._stop()
         if self._recorded is not None:
             self._write(self._recorded)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
-        # A search for the batch trains again and again; the last one counts.
+        # --batch auto trains several times; the last run counts.
         self._stop()
         self.tags, self.starts, self._updates = [], [], []
         config = model.config.get_text_config()
         fused = self.setup.liger == "all" or "linear_cross_entropy" in self.setup.liger
         tokens = None if fused else self.setup.batch * self.setup.sequence
         self._logits = logits_sizes(config.vocab_size, config.hidden_size, tokens)
-        # Before its optimizer has state; the tags of what was there before the first event say what that was.
+        # Before the optimizer has state. These tags give the categories of memory allocated before the first event.
         held = self._tag(WEIGHTS, model.parameters())
         held |= self._tag(WEIGHTS, model.buffers())
         held |= self._tag(GRADIENTS, (p.grad for p in model.parameters()))
@@ -92,7 +92,7 @@ class Snapshot(TrainerCallback):
             self._stop()
 
     def _hook(self, model: Any) -> None:
-        """See the layers' inputs and every gradient as soon as they are there."""
+        """Tag the inputs of layers and every gradient as soon as they exist."""
 
         def layer(module: Any, inputs: tuple[Any, ...]) -> None:
             if getattr(module, "gradient_checkpointing", False) and module.training:
@@ -105,7 +105,7 @@ class Snapshot(TrainerCallback):
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 self._handles.append(module.register_forward_pre_hook(layer))
-            # Only where others have hooks already, as ZeRO-3 that gathers the weights there: Liger calls a module with hooks as it is.
+            # Only on modules that have hooks already, such as those by which ZeRO-3 gathers weights: Liger does not fuse modules with hooks.
             elif module._forward_pre_hooks and next(module.parameters(recurse=False), None) is not None:
                 self._handles.append(module.register_forward_pre_hook(gathered))
         for parameter in model.parameters():
@@ -113,11 +113,11 @@ class Snapshot(TrainerCallback):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(lambda p: self._tag(GRADIENTS, (p.grad,)) and None))
 
     def _guess(self, size: int, time: float) -> str | None:
-        """Logits, but for what the optimizer takes for itself, which may be as large as the head."""
+        """Logits by size, except during the update, when the optimizer may allocate memory of the size of the LM head."""
         return None if any(start <= time < end for start, end in self._updates) else self._logits(size, time)
 
     def _tag(self, category: str, tensors: Iterable[Any]) -> dict[int, int]:
-        """Note what these are for; returns address → bytes."""
+        """Tag these tensors with a category; returns address → bytes."""
         now = _now()
         found = {s.data_ptr(): s.nbytes() for tensor in tensors for s in storages(tensor) if s.device.type == self.setup.device}
         self.tags += [Tag(now, address, category) for address in found if address]
@@ -146,12 +146,12 @@ class Snapshot(TrainerCallback):
 
 
 def record_of(setup: Setup, line: Timeline, asked: int | None, where: dict[str, str]) -> dict[str, Any]:
-    """What a file holds. `asked`: the bytes that there was no memory for."""
+    """The contents of the JSON file; `asked` is the size of the allocation that failed."""
     return {"setup": asdict(setup), **line.columns(), "peak": line.peak, "asked": asked, **where}
 
 
 def name_of(setup: Setup) -> str:
-    """A name for the files of a training: model, size and Liger, then whatever decides about memory and is not the default."""
+    """A file name for a run: model, size and Liger, then every option that affects memory and is not the default."""
     skipped = (
         "model",
         "batch",
@@ -175,7 +175,7 @@ def name_of(setup: Setup) -> str:
 
 
 class _Recorded:
-    """What an allocator did: bytes at addresses before, events, and the bytes that were asked for in vain."""
+    """A recording: address → bytes from before, events, and the size of the allocation that failed."""
 
     def __init__(self, held: dict[int, int], events: list[Event], asked: int | None = None, snapshot: Any = None) -> None:
         self.held, self.events, self.asked, self.snapshot = held, events, asked, snapshot
@@ -183,7 +183,7 @@ class _Recorded:
 
 class _Gpu:
     def start(self) -> None:
-        # Not where memory is released: that loses what a checkpoint raises, to end early (https://github.com/pytorch/pytorch/issues/179536).
+        # Not the stacks of releases: recording them loses the exception by which a checkpoint stops early (https://github.com/pytorch/pytorch/issues/179536).
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
 
     def stop(self) -> _Recorded:
@@ -194,13 +194,13 @@ class _Gpu:
 
 
 def from_snapshot(snapshot: dict[str, Any], device: int) -> _Recorded:
-    """The events of PyTorch's snapshot, and by going back through them from its end, what was held before."""
+    """The events of PyTorch's snapshot, and the memory before them, reconstructed backwards from the end."""
     trace = snapshot["device_traces"][device]
     actions = {"alloc": 1, "free_requested": -1}
     events = [Event(e["time_us"], e["addr"], actions[e["action"]] * e["size"]) for e in trace if e["action"] in actions]
     held: dict[int, int] = {}
     for segment in snapshot["segments"]:
-        # Of a segment's blocks only the first has an address in older versions; they lie one behind the other.
+        # In older versions only the first block of a segment has an address; blocks are contiguous.
         address = segment["address"]
         for block in segment["blocks"]:
             if block["state"] == "active_allocated" and segment["device"] == device:
@@ -213,7 +213,7 @@ def from_snapshot(snapshot: dict[str, Any], device: int) -> _Recorded:
             held[event.address] = -event.bytes
     failed = next((e for e in trace if e["action"] == "oom"), None)
     if failed is not None:
-        # What is released afterwards is no part of the training.
+        # Releases after that are no part of the run.
         events = [event for event in events if event.time <= failed["time_us"]]
     return _Recorded(held, events, None if failed is None else failed["size"], snapshot)
 
@@ -230,15 +230,15 @@ class _Cpu:
 
 
 def _state(optimizer: Any) -> list[Any]:
-    """The tensors of an optimizer; what a wrapper hides is not found."""
+    """The tensors of an optimizer, unless a wrapper hides them."""
     return list(getattr(optimizer, "state", {}).values())
 
 
 def _now() -> float:
-    """Microseconds in the clock of the events."""
+    """The current time in microseconds, on the clock of the events."""
     return time.time_ns() / 1e3
 
 
 def _beside(path: Path, suffix: str) -> Path:
-    """Not with_suffix, for which the end of llama-3.2-1b would be one."""
+    """The path with a suffix; with_suffix would replace the end of llama-3.2-1b."""
     return path.with_name(path.name + suffix)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--checkpoint auto`: the memory that is left is spent on computing fewer layers again, while the training runs."""
+"""`--checkpoint auto`: spend spare memory on recomputing fewer layers, while the run proceeds."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from liger_bench import checkpointing
 from liger_bench.checkpointing import Keeps
+from liger_train.row import AUTO_NOTE
 from liger_train.setup import Setup
 
-# Of the memory; for the allocator's gaps, and for sizes that vary from step to step.
+# The fraction of memory to keep free, for fragmentation and for sizes that vary between steps.
 MARGIN = 0.06
-# Tokens that keep a GPU busy. A batch is taken in parts of no fewer.
+# Tokens that keep a GPU busy; parts of a batch have at least so many.
 BUSY = 8192
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One step, in bytes.
+    """Measurements of one step, in bytes.
 
-    peak     the most that was held since the training began
-    before   held when the forward pass of the last layer began
-    held     what that pass left behind for the backward pass
-    retried  whether the allocator had to give back what it had kept, to serve a request
+    peak     peak memory since the run started
+    before   allocated at the start of the forward pass of the last layer
+    held     what that pass kept for the backward pass
+    retried  whether the allocator had to free cached blocks to serve a request
     """
 
     peak: int
@@ -39,20 +40,20 @@ class Seen:
 
 
 class Spending:
-    """Decides from the bytes of each step how many times a layer is moved up from Keeps.INPUT to PRODUCTS to ALL.
+    """Decides after each step how many layers to move up from Keeps.INPUT to MATMULS to ALL.
 
-    The last layer is moved first: what it keeps is gone when the layers before it are computed again. A layer that is moved adds to
-    the peak what it keeps more, at most, wherever the peak is. So as many are moved as fit between the peak and the limit; since most
-    add less, that is repeated until none fits. The first one of its kind, whose bytes are unknown, is only moved if there is room for all
-    that the last layer's recomputation took: the peak of the first step held that beyond what was there before that layer.
+    The last layer moves first: what it keeps is freed before earlier layers are recomputed. Moving a layer raises the peak by at most
+    the extra memory that it keeps. So as many layers move as fit between the peak and the limit; since most raise it by less, this is
+    repeated until none fits. The first move of each kind, whose cost is unknown, needs room for everything that recomputing the last
+    layer took: the peak of the first step minus the memory before that layer.
 
-    Where not all layers can keep their products, the batch is taken in parts, one after the other, if it may be: a part keeps so much
-    less, and all of them together compute no more than the whole batch would.
+    If not all layers can keep their matmul outputs, the batch is split into parts that run one after the other, where that is allowed:
+    each part keeps less, and all parts together compute no more than the whole batch.
 
-    splits   parts of the batch at most
-    parts    of the batch
-    moves    so many were made; layers × 2 at most
-    settled  there will be no more of them
+    splits   the most parts of a batch
+    parts    the current number of parts
+    moves    the number of moves so far, at most layers × 2
+    settled  whether there will be no more moves
     """
 
     def __init__(self, layers: int, limit: int, alike: bool = True, splits: int = 1) -> None:
@@ -64,13 +65,13 @@ class Spending:
         self._retried = False
 
     def after(self, seen: Seen) -> int:
-        """The moves that shall have been made before the next step; the step that was seen had `moves`."""
+        """The number of moves for the next step, from the measurements of a step with `moves`."""
         if self._unknown is None:
             self._unknown = max(1, seen.peak - seen.before)
             self._held.append(seen.held)
-        # Once, the allocator may have to make room for blocks of other sizes; in every step it would cost more than a layer does.
+        # One retry may be due to blocks of new sizes; a retry in every step costs more than recomputing a layer.
         again, self._retried = seen.retried and self._retried, seen.retried
-        # The peak is too high only after a jump that was too large: layers that differ, or a batch with more tokens.
+        # The peak exceeds the limit only if layers differ or a batch has more tokens.
         if again or (seen.peak > self.limit and not self.settled):
             self.moves, self.settled, self._retried = max(0, self.moves - 1), True, False
         if self.settled:
@@ -81,7 +82,7 @@ class Spending:
         return self.moves
 
     def keeps(self, layer: int) -> Keeps:
-        """What a layer keeps, 0 being the first one."""
+        """What a layer keeps; 0 is the first layer."""
         place = self.layers - 1 - layer
         return Keeps((self.moves > place) + (self.moves > self.layers + place))
 
@@ -92,21 +93,21 @@ class Spending:
         room = self.limit - seen.peak
         unknown = self._unknown or 0
         if done == 0:
-            # The first of its kind, the last layer, shows what one takes.
+            # The first move of a kind, of the last layer, measures its cost.
             return int(room >= unknown)
         self._held[kind + 1 :] = [seen.held]
         each = max(1, self._held[kind + 1] - self._held[kind])
         if not self.alike:
             return int(room >= max(each, unknown))
         if kind == 0 and (self.layers - done) * each > room and self._in_parts((self.layers - done) * each, room):
-            # The next step shows what a layer takes now, and the peak with the gradients of other parts beside it.
+            # The next step measures the cost of a layer with smaller parts, and the peak with the gradients of earlier parts.
             return 0
         return min(self.layers - done, room // each)
 
     def _in_parts(self, needed: int, room: int) -> bool:
-        """Take the batch in parts of which the layers can keep what they need, or in as many as there may be; whether that was done."""
+        """Split the batch into as many parts as the layers need, or as are allowed; returns whether it did."""
         parts = min(self.splits, self.parts * -(-needed // max(1, room)))
-        # Gradients of one part are there throughout the next one, as at the end of the whole batch: inputs and one layer come on top.
+        # The gradients of one part stay throughout the next one; the inputs of all layers and one recomputed layer come on top.
         if parts == self.parts or room < self.layers * self._held[0] * self.parts // parts + (self._unknown or 0):
             return False
         self._held = [held * self.parts // parts for held in self._held]
@@ -116,7 +117,7 @@ class Spending:
 
 
 class Memory(Protocol):
-    """Of the device of this rank, in bytes; a GPU's, or a test's."""
+    """Memory of the device of this rank, in bytes: of a GPU, or simulated in a test."""
 
     def limit(self) -> int: ...
     def allocated(self) -> int: ...
@@ -126,13 +127,13 @@ class Memory(Protocol):
 
 
 class GPU:
-    """What PyTorch's allocator knows, which needs no waiting for the device."""
+    """Counters of PyTorch's allocator, which need no synchronization."""
 
     def __init__(self, memory_limit: int | None) -> None:
         self.memory_limit = memory_limit
 
     def limit(self) -> int:
-        # Others may use the device, too.
+        # Other processes may use the device, too.
         free, _ = torch.cuda.mem_get_info()
         has = free + torch.cuda.memory_reserved()
         return has if self.memory_limit is None else min(has, self.memory_limit)
@@ -147,22 +148,22 @@ class GPU:
         return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
     def tidy(self) -> None:
-        """Give back what the allocator keeps, where other sizes will be asked for."""
+        """Free cached blocks before blocks of other sizes are needed."""
         torch.cuda.empty_cache()
 
 
 class SpendMemory(TrainerCallback):
-    """Moves the layers of the model of a Trainer as Spending decides, and tells when it is done.
+    """Moves the layers of a Trainer's model as Spending decides, and notes the result.
 
-    All ranks decide alike, by the one with the least memory left: layers that gather their weights must do so on all of them.
+    All ranks make the same decision, by the rank with the least memory left: sharded layers must recompute on all ranks or on none.
 
-    splits  parts of a batch at most
+    splits  the most parts of a batch
     """
 
-    def __init__(self, memory: Memory, tell: Callable[[str], object], splits: int = 1) -> None:
-        self.memory, self.tell, self.splits = memory, tell, splits
+    def __init__(self, memory: Memory, note: Callable[[str], object], splits: int = 1) -> None:
+        self.memory, self.note, self.splits = memory, note, splits
         self.spending: Spending | None = None
-        self._products = checkpointing.Products()
+        self._matmuls = checkpointing.Matmuls()
         self._layers: list[Any] = []
         self._hooks: list[Any] = []
         self._entered: int | None = None
@@ -172,7 +173,7 @@ class SpendMemory(TrainerCallback):
 
     @property
     def parts(self) -> int:
-        """So many the Trainer shall take a batch in."""
+        """The number of parts into which the Trainer splits each batch."""
         return self.spending.parts if self.spending else 1
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **more: Any) -> None:
@@ -188,7 +189,7 @@ class SpendMemory(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **more: Any
     ) -> None:
-        # The first step makes the state of the optimizer, unless a scaled loss overflowed; the second one is the first with it.
+        # The first step allocates the optimizer state, unless the scaled loss overflowed; only later steps include it.
         if self._last is None or not self._had_state(state, optimizer):
             return
         if self.spending is None:
@@ -196,7 +197,7 @@ class SpendMemory(TrainerCallback):
             limit = _least(self.memory.limit(), args.device)
             self.spending, self._retries = Spending(len(self._layers), limit, alike, self.splits), self.memory.retries()
         if self.spending.settled and _ranks() > 1:
-            # To ask the others would make every step wait for the device.
+            # Asking the other ranks would synchronize every step.
             return
         retries, self._retries = self._retries, self.memory.retries()
         seen = [_most(value, args.device) for value in (self.memory.peak(), *self._last, self._retries - retries)]
@@ -207,7 +208,7 @@ class SpendMemory(TrainerCallback):
             self.memory.tidy()
         for place, layer in enumerate(self._layers):
             if self.spending.keeps(place) is not kept[place]:
-                checkpointing.keep(layer, self.spending.keeps(place), self._products)
+                checkpointing.keep(layer, self.spending.keeps(place), self._matmuls)
         if self.spending.settled and (self._hooks or moves != self.spending.moves):
             self._end(state.global_step)
 
@@ -220,7 +221,7 @@ class SpendMemory(TrainerCallback):
         return had and self._has_state
 
     def _begins(self, module: nn.Module, inputs: Any) -> None:
-        # Later calls in a step recompute, or are of another micro-batch.
+        # Later calls in a step are recomputation or another micro-batch.
         if self._entered is None:
             self._entered = self.memory.allocated()
 
@@ -232,16 +233,16 @@ class SpendMemory(TrainerCallback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.tell(f"--checkpoint auto: from step {step + 1} on {_summary(self._layers, self.spending)}.")
+        self.note(f"--checkpoint auto: from step {step + 1} on, {_summary(self._layers, self.spending)}.")
 
 
-def observers(setup: Setup, tell: Callable[[str], object]) -> Sequence[SpendMemory]:
-    """The callbacks that a setup's checkpointing needs in the Trainer; `tell` gets sentences."""
-    return [SpendMemory(GPU(setup.memory_limit), tell, splits(setup))] if setup.checkpoint == "auto" else []
+def observers(setup: Setup, note: Callable[[str], object]) -> Sequence[SpendMemory]:
+    """The callbacks that a setup's checkpointing needs in the Trainer; `note` gets sentences."""
+    return [SpendMemory(GPU(setup.memory_limit), note, splits(setup))] if setup.checkpoint == "auto" else []
 
 
 def splits(setup: Setup) -> int:
-    """Parts of a batch at most: those that keep the GPU busy, where a backward pass does no more than add to gradients."""
+    """The most parts of a batch: each must keep the GPU busy, and a backward pass must only accumulate gradients."""
     if setup.ranks > 1 or setup.shard != "none" or setup.optimizer == "galore-layerwise":
         return 1
     return max(1, min(setup.batch, setup.batch * setup.sequence // BUSY))
@@ -249,13 +250,12 @@ def splits(setup: Setup) -> int:
 
 def _summary(layers: list[Any], spending: Spending | None) -> str:
     kept = [spending.keeps(place) if spending else Keeps.INPUT for place in range(len(layers))]
-    again, products = kept.count(Keeps.INPUT), kept.count(Keeps.PRODUCTS)
-    batch = f"a batch is taken in {spending.parts} parts, and " if spending and spending.parts > 1 else ""
-    return f"{batch}{again} of {len(layers)} layers are computed again, {products} but for their products, {kept.count(Keeps.ALL)} are not"
+    batch = f"each batch is split into {spending.parts} parts; " if spending and spending.parts > 1 else ""
+    return batch + AUTO_NOTE.format(*(kept.count(keeps) for keeps in Keeps))
 
 
 def _has_state(optimizer: Any) -> bool:
-    """DeepSpeed makes it before the first step, and has no `state` of its own; a layerwise optimizer has one for each weight."""
+    """DeepSpeed allocates it before the first step and has no `state`; a layerwise optimizer has a state per weight."""
     if hasattr(getattr(optimizer, "optimizer", None), "optimizer_dict"):
         return True
     try:
@@ -273,7 +273,7 @@ def _ranks() -> int:
 
 
 def _most(value: int, device: torch.device) -> int:
-    """Of all ranks."""
+    """The highest value of all ranks."""
     if _ranks() == 1:
         return value
     shared = torch.tensor(value, dtype=torch.int64, device=device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger train --sweep`: many trainings, each in a fresh process; memory that runs out is a result, after which the next one starts."""
+"""`liger train --sweep`: many training runs, each in a fresh process; running out of memory is a result, after which the next run starts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from liger_train.train.cells import STRATEGIES, cells, hopeless, strategies_of, 
 from liger_train.train.data import check_source
 from liger_train.train.places import Extras, Measured, Place, check, finished, launched, threads, train
 
-# Two steps of warm-up, and four whose median counts.
+# Two warm-up steps and four timed ones.
 STEPS = 6
-# So many more in which --checkpoint auto settles, and which do not count.
+# More steps for --checkpoint auto, in which it settles and which are not timed.
 SETTLING = 10
-# A training of few steps that takes longer hangs.
+# A run of few steps that takes longer hangs.
 PATIENCE = 1800.0
 
 Phase = Callable[[Setup], object]
@@ -52,10 +52,10 @@ def measured(
     phase: Phase = lambda setup: None,
     answer: Callable[[Any, Connection], Answer] = train,
 ) -> Generator[Measured, None, None]:
-    """Each training's row, as soon as it is there.
+    """Yield the row of each run as soon as it ends.
 
-    gpus    one training at a time on each of these; one of several ranks goes to all of them, when the others have ended
-    skip    leave out what is larger than a training that ran out of memory; `before` are rows that are known already
+    gpus    one run at a time on each of these; runs of several ranks use all of them, after the others
+    skip    skip runs larger than one that ran out of memory; `before` are the rows of earlier runs
     """
     known, extras = list(before), extras or Extras()
     alone, teams = (deque(setup for setup in setups if (setup.ranks > 1) == several) for several in (False, True))
@@ -72,7 +72,7 @@ def measured(
                             continue
                         phase(setup)
                         place.begin(setup, extras)
-                # While one process trains on a GPU the next one loads. On the CPU that would take cores from the steps that are timed.
+                # While one process trains on a GPU, the next one loads. On the CPU that would slow down the timed steps.
                 for place in places[: len(alone)] if alone and alone[0].device != "cpu" else []:
                     place.load()
                 for place in finished([place for place in places if place.setup]):
@@ -107,15 +107,15 @@ def sweep(
     settle: bool = False,
     as_json: bool = False,
 ) -> list[Row]:
-    """Train every cell, write each row at once, and print them all; what went wrong otherwise than by memory makes the exit code 1.
+    """Run every cell, write each row at once, and print them all. The exit code is 1 if any run failed other than by running out of memory.
 
-    With resume, cells that `out` has already of this machine, commit and versions are left out. With settle, those with
-    `--checkpoint auto` take as many more steps as that needs to settle.
+    With resume, cells whose rows of this machine, commit and versions are in `out` are skipped. With settle, runs with
+    `--checkpoint auto` take more steps, in which it settles.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise OptionError("train: --sweep starts its own ranks and must not run under torchrun; give --sweep ranks=1,2,4 to vary them")
+        raise OptionError("train: --sweep starts its own ranks, so it must not run under torchrun; give --sweep ranks=1,2,4 to vary them")
     if resume and out is None:
-        raise OptionError("train: --sweep with --resume needs --out, the folder of the sweep to go on with")
+        raise OptionError("train: --sweep with --resume needs --out, the folder of the sweep to resume")
     extras = Extras(out, snapshot, profile)
     check(base, extras)
     setups = cells(base, swept(options), strategies_of(strategies) if strategies is not None else list(STRATEGIES))
@@ -126,7 +126,7 @@ def sweep(
         check_source(setup.data)
     chosen = _gpus(gpus, base)
     if len(chosen) > 1:
-        # Told with the machine, and what the trainings get.
+        # Each run gets this number of threads; it is part of the machine's description.
         torch.set_num_threads(threads(len(chosen)))
     where = machine.describe(machine.measurable_device("train", base.device))
     files = Files("train", COLUMNS, out, csv)
@@ -164,12 +164,12 @@ def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
     base: Row | None = None
     for row in rows:
         if row.liger == first:
-            # What it had taken before memory ran out compares with nothing.
+            # The memory of a run that ran out of it is no baseline.
             base = None if row.tokens_per_second is None else row
         place = [str(getattr(row, name)) for name in varied]
         lines.append([*(place if row.liger == first else [""] * len(varied)), row.liger, *_figures(row, base, scale)])
     about = any(WITHIN_SPREAD in cell for line in lines for cell in line)
-    spread = f"{WITHIN_SPREAD.strip()} within the spread of the steps: their 0.2 to 0.8 quantiles overlap" if about else ""
+    spread = f"{WITHIN_SPREAD.strip()} within the spread of the steps: their 20th to 80th percentiles overlap" if about else ""
     columns = [Column(name) for name in (*varied, "liger")]
     columns += [Column("tokens/s", number=True), Column(f"÷ {first}", spread, number=True)]
     columns += [Column(f"peak {unit}", number=True), Column(f"÷ {first}", number=True), Column("last loss", number=True)]
@@ -205,7 +205,7 @@ def _gpus(words: str | None, base: Setup) -> list[int]:
     there = torch.cuda.device_count()
     numbers = [int(word) if word.strip().isdecimal() else -1 for word in words.split(",")]
     if not all(0 <= number < there for number in numbers) or len(set(numbers)) < len(numbers):
-        raise OptionError(f"train: --gpus must be numbers of different GPUs from 0 to {there - 1}, like 0,1, got {words!r}")
+        raise OptionError(f"train: --gpus must be distinct GPUs from 0 to {there - 1}, for instance 0,1, got {words!r}")
     return numbers
 
 
