@@ -21,7 +21,7 @@ import nox
 from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
-PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench")]
+PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train")]
 CONSTRAINTS = ROOT / "constraints.txt"
 # The packages and what they require; the same and what tests need besides; the newest versions, installed as README says.
 SHARED, TESTS, LATEST = (ROOT / ".nox" / name for name in ("shared", "tests", "latest"))
@@ -29,7 +29,7 @@ EDITABLE = [part for package in PACKAGES for part in ("-e", str(package))]
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 RUNNERS = ["pytest", "pytest-xdist", "hypothesis"]
 TOOLS = [*RUNNERS, "peft", "trl", "mypy"]
-# What trainings can use besides; without them these tests are skipped. They build and install in seconds, on Linux.
+# Optional libraries of training runs, without which their tests are skipped. They build and install in seconds, on Linux.
 EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"] if sys.platform == "linux" else []
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))
 PYTEST = ["-m", "pytest", "-n", WORKERS, "--device", "cpu"]
@@ -62,20 +62,20 @@ RELEASE = [
     ["model", "--model", "llama-3-8b"],
     ["model", "--model", "llama-3.2-1b", "--memory-limit", "24GiB", *CAPPED, "--steps", "2", "--seconds", "1"],
 ]
-# The two sweeps of the report that this project began with, as on its card; then larger ones on the whole card.
-SEED = ["--model", "llama-3.2-1b", "--precision", "fp16", "--shard", "zero3", "--offload", "parameters", "--memory-limit", "24GiB"]
+# The two sweeps of the original report, in the memory of its GPU; then larger ones in the memory of the whole GPU.
+ORIGINAL = ["--model", "llama-3.2-1b", "--precision", "fp16", "--shard", "zero3", "--offload", "parameters", "--memory-limit", "24GiB"]
 EIGHT_BILLION = ["--model", "llama-3-8b", "--precision", "bf16-pure", "--sequence", "512", "--sweep", "batch=8,16,32,64,96,128"]
-TRAININGS = [
-    [*SEED, "--sweep", "batch=1,4,8,16,32,64,96,112"],
-    [*SEED, "--batch", "4", "--sweep", "sequence=512,1024,2048,4096,8192,12288,16384,24576"],
+TRAINING_RUNS = [
+    [*ORIGINAL, "--sweep", "batch=1,4,8,16,32,64,96,112"],
+    [*ORIGINAL, "--batch", "4", "--sweep", "sequence=512,1024,2048,4096,8192,12288,16384,24576"],
     [*EIGHT_BILLION, "--strategies", "none,all"],
     [*EIGHT_BILLION, "--strategies", "all", "--checkpoint", "auto"],
 ]
-# With as many GPUs as there are, up to these.
+# The numbers of ranks, up to the number of GPUs.
 SCALED = ["--model", "llama-3.2-1b", "--batch", "8", "--strategies", "none,all"]
 RANKS = (1, 2, 4)
-# Recorded apart from the others, since recording takes time.
-RECORDED = [[*SEED, "--sweep", "batch=4,8", "--strategies", "none,all"], [*SEED, "--sweep", "batch=112", "--strategies", "all"]]
+# Recorded separately, since recording slows down the steps.
+RECORDED = [[*ORIGINAL, "--sweep", "batch=4,8", "--strategies", "none,all"], [*ORIGINAL, "--sweep", "batch=112", "--strategies", "all"]]
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
@@ -143,7 +143,7 @@ def sweep(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def techniques(session: nox.Session) -> None:
-    """Trainings on the CPU by techniques whose libraries compile for half a minute first."""
+    """Training runs on the CPU with techniques whose libraries first compile for half a minute."""
     python(session, "-m", "pytest", "--device", "cpu", "tests/train/techniques_that_compile.py", *session.posargs)
 
 
@@ -210,30 +210,30 @@ def benchmarks(session: nox.Session) -> None:
     session.run(here(session), "-m", "liger_core", "bench", "report", folder, "--docs", "docs/benchmarks.md", external=True)
 
 
-@nox.session(venv_backend="none")
-def trainings(session: nox.Session) -> None:
-    """Every figure of docs/trainings.md, on CUDA GPUs that nothing else uses. Started again, it goes on.
+@nox.session(name="training-results", venv_backend="none")
+def training_results(session: nox.Session) -> None:
+    """Every figure of docs/training-results.md, on otherwise idle CUDA GPUs. A second start resumes the session.
 
-    The folder of the results may be given, and the GPUs: -- benchmarks/results/trainings 0,1,2,3.
+    Optional arguments are the folder of the results and the GPUs: -- benchmarks/results/training-runs 0,1,2,3.
     """
-    folder, *gpus = session.posargs or ["results/trainings"]
+    folder, *gpus = session.posargs or ["results/training-runs"]
     chosen = ["--gpus", *gpus] if gpus else []
     ranks = [str(count) for count in RANKS if count <= len("".join(gpus).split(","))]
-    # FSDP2 has nothing to split on one.
+    # FSDP2 needs several ranks to shard anything.
     shared = [([], ranks), (["--shard", "fsdp2"], ranks[1:])] if len(ranks) > 1 else []
     sweeps_of_ranks = [[*SCALED, *shard, "--sweep", f"ranks={','.join(counts)}"] for shard, counts in shared]
     recorded = f"{folder}-recorded"
-    for where, sweeps, more in ((recorded, RECORDED, ["--snapshot"]), (folder, TRAININGS + sweeps_of_ranks, [])):
+    for where, sweeps, more in ((recorded, RECORDED, ["--snapshot"]), (folder, TRAINING_RUNS + sweeps_of_ranks, [])):
         for swept in sweeps:
             session.run(here(session), "-m", "liger_core", "train", *swept, *chosen, *more, "--out", where, "--resume", external=True)
-    # Of a training in both folders the row in the last one counts.
-    pages = ["--html", f"{folder}/report.html", "--docs", "docs/trainings.md"]
+    # If a run is in both folders, its row in the last one counts.
+    pages = ["--html", f"{folder}/report.html", "--docs", "docs/training-results.md"]
     session.run(here(session), "-m", "liger_core", "report", recorded, folder, *pages, external=True)
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheels and sdists of the four packages, installed with their constraints into a fresh environment and imported."""
+    """Wheels and sdists of all packages, installed with their constraints into a fresh environment and imported."""
     session.install("-c", str(CONSTRAINTS), "build")
     folder = Path(session.create_tmp()) / "dist"
     shutil.rmtree(folder, ignore_errors=True)
@@ -242,7 +242,7 @@ def build(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--outdir", str(folder), str(package))
     fresh = new_environment(Path(session.create_tmp()) / "fresh")
     install(session, fresh, *(str(wheel) for wheel in sorted(folder.glob("*.whl"))))
-    imports = "import liger_core, liger_triton, liger_hf, liger_bench; print(liger_core.__version__, liger_core.__file__)"
+    imports = "import liger_core, liger_triton, liger_hf, liger_bench, liger_train; print(liger_core.__version__, liger_core.__file__)"
     session.run(str(fresh), "-I", "-c", imports, external=True)
     session.run(str(fresh.with_name("liger")), "doctor", external=True)
 

@@ -19,8 +19,8 @@ from liger_bench.demo.measure import speed_is_clear, tokens_per_second
 from liger_bench.demo.model import build, twin
 from liger_bench.demo.run import _judged
 from liger_bench.demo.settings import Settings
-from liger_bench.demo.text import Sequences, library_text
 from liger_bench.demo.train import train
+from liger_bench.text import Sequences, library_text
 
 KEYS = (
     "loss_hf",
@@ -58,7 +58,7 @@ def test_demo_starts_at_the_loss_of_a_uniform_guess(tiny_demo: Finished) -> None
     assert tiny_demo.result["losses_hf"][0] == pytest.approx(math.log(32000), abs=0.1)
 
 
-def test_liger_has_the_loss_of_the_plain_training(tiny_demo: Finished) -> None:
+def test_liger_has_the_loss_of_the_baseline(tiny_demo: Finished) -> None:
     result = tiny_demo.result
     largest = max(abs(a - b) for a, b in zip(result["losses_hf"], result["losses_liger"], strict=True))
     assert result["max_loss_difference"] == largest <= 1e-3
@@ -110,7 +110,7 @@ def test_demo_replaces_something(tiny_demo: Finished) -> None:
     assert "linear_cross_entropy" in tiny_demo.result["report"]
 
 
-def test_memory_of_the_plain_loss_is_three_times_the_logits(tiny_demo: Finished) -> None:
+def test_memory_of_the_baseline_loss_is_three_times_the_logits(tiny_demo: Finished) -> None:
     logits = 2 * 64 * 32000 * 4
     # Beside the logits and what the loss makes of them there are the gradients of head and hidden states.
     gradients = (32000 + 2 * 64) * 256 * 4

@@ -19,9 +19,9 @@ from liger_bench.memory import bytes_of
 from liger_bench.model.command import SHAPES
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import IDENTITY, Job, Row
-from liger_bench.model.process import DONE, FAILED, READY, Answer, Process, _answer, failure
-from liger_bench.model.run import measured
+from liger_bench.model.run import answer, measured
 from liger_bench.model.training import BUSY, Training
+from liger_bench.process import DONE, FAILED, READY, Answer, Process, failure
 from liger_core import OptionError
 
 WHERE = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
@@ -168,7 +168,7 @@ def answer_of(job: Job) -> Answer:
     """What a process answers, asked in this one."""
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        return _answer(job, theirs)
+        return answer(job, theirs)
 
 
 class Crowded:
@@ -225,7 +225,7 @@ def test_an_interrupted_run_ends_its_processes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_killed_process_is_a_failure_with_its_reason(tmp_path: Path) -> None:
-    process = Process(job(), tmp_path / "log", patience=60)
+    process = Process(job(), tmp_path / "log", 60, answer)
     assert process.process.pid is not None
     os.kill(process.process.pid, signal.SIGKILL)
     state, results = process.wait()
@@ -236,7 +236,7 @@ def test_a_killed_process_is_a_failure_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_a_process_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
-    process = Process(job(), tmp_path / "log", patience=0.0)
+    process = Process(job(), tmp_path / "log", 0.0, answer)
     state, results = process.wait()
     process.end()
     assert (state, results["reason"]) == (FAILED, "no answer in 0 s")
@@ -258,8 +258,8 @@ def test_a_process_measures_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) 
         return {}
 
     monkeypatch.setattr(Training, "measure", measure)
-    answer: Any = _answer(job(), Connection())  # type: ignore[arg-type]
-    assert [*happened, answer[0]] == [READY, "told", "measured", DONE]
+    last: Any = answer(job(), Connection())  # type: ignore[arg-type]
+    assert [*happened, last[0]] == [READY, "told", "measured", DONE]
 
 
 @pytest.mark.parametrize("implementation", ["hf-compiled", "liger-compiled"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option of every command of liger-bench that is a number or a path, with values that make no sense: generated from the commands."""
+"""Every numeric or path option of every command of liger-bench and liger-train, with nonsensical values; generated from the commands."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch
 import typer
 
 from bench.commands import InProcess
+from liger_bench import plugin as bench_plugin
 from liger_bench.model.job import COLUMNS
-from liger_bench.plugin import liger_commands
+from liger_train import plugin as train_plugin
 
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1" + 30 * "0")
 # Options that are numbers within words.
@@ -74,7 +75,8 @@ def kinds(hint: Any) -> set[Any]:
 
 def options() -> Iterator[Option]:
     app = typer.Typer()
-    liger_commands(app)
+    for plugin in (bench_plugin, train_plugin):
+        plugin.liger_commands(app)
     groups = [("", app), *((f"{group.name} ", group.typer_instance) for group in app.registered_groups)]
     for prefix, group in groups:
         for command in group.registered_commands:

@@ -19,9 +19,9 @@ from liger_bench.distributed.job import Row as DistributedRow
 from liger_bench.measurements import rows_as
 from liger_bench.model import command as model
 from liger_bench.model.job import Row as ModelRow
-from liger_bench.train import command as train
-from liger_bench.train import sweep
-from liger_bench.train.row import Row as TrainRow
+from liger_train.row import Row as TrainRow
+from liger_train.train import command as train
+from liger_train.train import sweep
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WIDTH = 100
@@ -85,12 +85,12 @@ def test_liger_demo(printed: Read) -> None:
 def test_liger_train(printed: Read) -> None:
     rows = rows_as(TrainRow, stored("2026-11-21-h200-techniques/train.json"))
     for row in rows:
-        train._print(row, said=[])
+        train._print(row, printed=[])
     assert fits(printed(), {"peak memory", "tokens per second"})
 
 
 def test_liger_train_sweep(printed: Read) -> None:
-    rows = rows_as(TrainRow, stored("2026-11-21-h200-trainings/train.json"))
+    rows = rows_as(TrainRow, stored("2026-11-21-h200-training-runs/train.json"))
     sweep.show([row for row in rows if row.model == "llama-3-8b"], ["batch", "checkpoint"])
     assert fits(printed(), {row.liger for row in rows if row.model == "llama-3-8b"})
 

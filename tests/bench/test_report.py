@@ -18,10 +18,10 @@ from bench.commands import Finished, InProcess
 from liger_bench.bench.rows import HEADER
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import COLUMNS
+from liger_bench.records import MODEL_IDENTITY, OP_IDENTITY, read, sizes_of
 from liger_bench.report.page import page
 from liger_bench.report.pictures import COLOURS, LABEL_GAP, _spread, styles
-from liger_bench.report.records import MODEL_IDENTITY, OP_IDENTITY, read, sizes_of
-from liger_bench.report.targets import Target, Verdict, judged, read_reasons, read_targets
+from liger_bench.targets import Target, Verdict, judged, read_reasons, read_targets
 from liger_core import OptionError
 from liger_core.ops import CATALOGUE
 from liger_hf.presets import PRESETS

@@ -35,8 +35,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, Callable[..., Any]]] = {
         "liger_bench.distributed.command.remaining",
         lambda jobs, *_: jobs[0].model,
     ),
-    "train": (("train", "--model"), "liger_bench.train.command._trained", lambda setup, *_: setup.model),
-    "plan": (("plan", "--device", "cpu", "--model"), "liger_bench.plan.command._plan", lambda setup, *_: setup.model),
+    "train": (("train", "--model"), "liger_train.train.command._trained", lambda setup, *_: setup.model),
+    "plan": (("plan", "--device", "cpu", "--model"), "liger_train.plan.command._plan", lambda setup, *_: setup.model),
     "inspect": (("inspect",), "liger_hf.inspection.inspect", lambda config, **_: config.to_dict()),
 }
 
@@ -57,7 +57,7 @@ def test_every_command_takes_every_name(command: str, name: str, monkeypatch: py
 
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    for user in ("liger_hf.configs", "liger_bench.train.model"):
+    for user in ("liger_hf.configs", "liger_train.configs"):
         monkeypatch.setattr(f"{user}.hub_is_reachable", lambda: False)
 
 

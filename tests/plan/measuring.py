@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training on the CPU really takes."""
+"""The measured memory of a run on the CPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from liger_bench.train.run import run
-from liger_bench.train.setup import Setup
+from liger_train.setup import Setup
+from liger_train.train.run import run
 
 CPU = torch.device("cpu")
 
 
 def tiny(**changes: object) -> Setup:
-    """A short training of two layers on the CPU."""
+    """A short run of two layers on the CPU."""
     return Setup("tiny", **({"batch": 2, "sequence": 64, "device": "cpu", "precision": "fp32", "checkpoint": "none", "steps": 1} | changes))
 
 

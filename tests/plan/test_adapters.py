@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from liger_bench.plan import adapters, step
-from liger_bench.plan.advice import _alternative
-from liger_bench.plan.step import Prediction, predict
-from liger_bench.train.setup import Setup
-from liger_bench.train.techniques import TECHNIQUES
 from liger_core import OptionError
 from liger_core.commands import main
+from liger_train.plan import adapters, step
+from liger_train.plan.advice import _alternative
+from liger_train.plan.step import Prediction, predict
+from liger_train.setup import Setup
+from liger_train.techniques import TECHNIQUES
 
 SETUPS: dict[str, dict[str, Any]] = {
     "plain": {"liger": "none", "checkpoint": "none"},
@@ -89,7 +89,7 @@ def test_adapters_beside_experts_need_peft(tmp_path: Path, monkeypatch: pytest.M
         predict(Setup(str(tmp_path), batch=2, sequence=64, adapter="lora", device="cuda"))
 
 
-def test_an_alternative_that_needs_peft_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alternative_that_needs_peft_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_peft(monkeypatch)
     save("qwen3_moe", EXPERTS, tmp_path)
     setup = Setup(str(tmp_path), batch=2, sequence=64, adapter="lora", device="cuda")

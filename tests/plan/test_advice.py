@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liger_bench.plan import planning
-from liger_bench.plan.advice import CHECKLIST, alternatives, checklist, largest_batch
-from liger_bench.plan.formulas import formulas
-from liger_bench.plan.step import Prediction
-from liger_bench.train.setup import Setup
+from liger_train.plan import planning
+from liger_train.plan.advice import CHECKLIST, alternatives, checklist, largest_batch
+from liger_train.plan.formulas import formulas
+from liger_train.plan.step import Prediction
+from liger_train.setup import Setup
 
 GiB = 1 << 30
 
@@ -50,7 +50,7 @@ def test_several_ranks_share() -> None:
 def test_the_checklist_passes_over_what_excludes_an_earlier_item() -> None:
     items = {item.title: item for item in checklist(Setup("tiny"), 0, predicting(counted))}
     assert items["GaLore"].prediction is None
-    assert items["GaLore"].problem.startswith("after the items before it, --optimizer galore cannot go with --shard zero3")
+    assert items["GaLore"].problem.startswith("with the items before it, --optimizer galore cannot be combined with --shard zero3")
 
 
 def test_a_setup_that_fits_needs_no_technique() -> None:
@@ -110,7 +110,7 @@ def test_an_alternative_changes_one_option() -> None:
             assert changed == [other.technique.option]
 
 
-def test_an_alternative_that_cannot_be_says_why() -> None:
+def test_an_unsupported_alternative_has_the_reason() -> None:
     found = {
         a.technique.value: a for a in alternatives(Setup("tiny", shard="zero3"), predicting(counted)) if a.technique.option == "precision"
     }

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from liger_bench.plan import planning
-from liger_bench.plan.comparison import Compared
-from liger_bench.plan.step import Prediction
-from liger_bench.plan.tables import print_compared, print_plan
 from liger_bench.printing import amount, size
-from liger_bench.train import command, sweep
-from liger_bench.train.row import Row, row_of
-from liger_bench.train.setup import Setup
+from liger_train.plan import planning
+from liger_train.plan.comparison import Compared
+from liger_train.plan.step import Prediction
+from liger_train.plan.tables import print_compared, print_plan
+from liger_train.row import Row, row_of
+from liger_train.setup import Setup
+from liger_train.train import command, sweep
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WHERE = {"machine": "Some CPU, 2 threads", "versions": "python 3.11, liger-core 1, torch 9.9, transformers 5", "commit": "abc", "date": ""}
@@ -55,13 +55,13 @@ def cells(text: str, name: str) -> list[str]:
     return next(line for line in lines if name in line)
 
 
-def test_a_ratio_within_the_spread_of_the_steps_says_so(printed: Callable[[], str]) -> None:
+def test_a_ratio_within_the_spread_of_the_steps_is_marked(printed: Callable[[], str]) -> None:
     sweep.show([trained("none", 1000.0), trained("all-but-loss", 1020.0), trained("all", 1300.0)], ["batch"])
     text = printed()
     assert cells(text, "all-but-loss")[3] == "≈ 1.02"
     assert cells(text, "all")[3] == "1.30"
     assert cells(text, "none")[3] == "1.00"
-    assert "÷ none  ≈ within the spread of the steps: their 0.2 to 0.8 quantiles overlap" in text
+    assert "÷ none  ≈ within the spread of the steps: their 20th to 80th percentiles overlap" in text
 
 
 def test_without_such_a_ratio_nothing_is_explained(printed: Callable[[], str]) -> None:
@@ -76,12 +76,12 @@ def test_small_memory_has_digits(printed: Callable[[], str]) -> None:
     assert cells(text, "all")[4:6] == ["8.50", "0.13"]
 
 
-def test_a_training_is_summed_up_in_few_lines(printed: Callable[[], str]) -> None:
+def test_a_run_is_summarized_in_few_lines(printed: Callable[[], str]) -> None:
     parameters = {"parameters": 2_150_000, "trainable_parameters": 33_792, "step_seconds": 0.1, "replaced": "rope 2, swiglu 2"}
-    command._print(trained("all", 1000.0, **parameters), said=[])
+    command._print(trained("all", 1000.0, **parameters), printed=[])
     text = printed()
     assert cells(text, "parameters")[1] == "2.15 M, 33.8 K of them trained"
-    assert cells(text, "peak memory")[1] == "64 MiB, 24 MiB of them between steps"
+    assert cells(text, "peak memory")[1] == "64 MiB, 24 MiB of it between steps"
     assert text.splitlines()[-1] == "Some CPU, 2 threads; torch 9.9, transformers 5, commit abc"
     assert len(text.splitlines()) < 12
 
@@ -89,7 +89,7 @@ def test_a_training_is_summed_up_in_few_lines(printed: Callable[[], str]) -> Non
 def test_a_plan_fits_a_terminal(printed: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
     def foresee(setup: Setup) -> Prediction:
         held = {"weights": 2_500_000_000_000, "logits and loss": 250_000_000_000}
-        return Prediction(setup, sum(held.values()), held, "update of the weights", 1 << 40, 1_235_814_400, 1_235_814_400)
+        return Prediction(setup, sum(held.values()), held, "weight update", 1 << 40, 1_235_814_400, 1_235_814_400)
 
     monkeypatch.setattr(planning, "predict", foresee)
     setup = replace(LONG, optimizer="adamw", shard="none", offload="none", ranks=2)
@@ -98,7 +98,7 @@ def test_a_plan_fits_a_terminal(printed: Callable[[], str], monkeypatch: pytest.
     text = printed()
     assert cells(text, "--optimizer adamw-torchao-4bit")[1:3] == ["2561.14", "+0.00"]
     assert "1.24 B parameters\n" in text
-    assert "batch · sequence · vocabulary · 4, three at once = 112 · 24576 ·" in text
+    assert "batch · sequence · vocabulary · 4, three copies = 112 · 24576 ·" in text
     assert "do not fit with any of these techniques" in text
     offered = [other.technique for other in found.alternatives if other.prediction]
     assert len(offered) > 10
@@ -114,7 +114,7 @@ def test_a_comparison_fits_a_terminal(printed: Callable[[], str]) -> None:
 
 def test_rows_of_gpus_fit_a_terminal(printed: Callable[[], str]) -> None:
     for row in json.loads((RESULTS / "2026-11-21-h200-techniques" / "train.json").read_text()):
-        command._print(row_of(TINY, WHERE, row), said=[])
+        command._print(row_of(TINY, WHERE, row), printed=[])
     printed()
 
 

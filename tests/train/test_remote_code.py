@@ -15,12 +15,12 @@ import transformers.dynamic_module_utils
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.commands import InProcess
-from liger_bench.charts.command import _sizes
-from liger_bench.plan.comparison import compared
-from liger_bench.train.data import read
-from liger_bench.train.row import row_of
-from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
+from liger_train.plan.comparison import compared
+from liger_train.report.command import _sizes
+from liger_train.row import row_of
+from liger_train.setup import Setup
+from liger_train.train.data import read
 
 SIZES = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 CODE = """
@@ -38,7 +38,7 @@ class OwnModel(LlamaForCausalLM):
 class OwnTokenizer(PreTrainedTokenizerFast):
     pass
 """
-REFUSED = "comes with Python code of its own, which runs only with --trust-remote-code; read the code before you give it"
+REFUSED = "has Python code of its own, which runs only with --trust-remote-code; read the code first"
 COMMANDS = {
     "train": ("--steps", "1", "--sequence", "16", "--liger", "none", "--data", __file__, "--device", "cpu"),
     "plan": ("--sequence", "16", "--no-techniques"),
@@ -75,13 +75,13 @@ def test_standard_input_does_not_decide(liger: InProcess, command: str, model: P
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_code_runs_where_the_option_says_so(liger: InProcess, command: str, model: Path, marker: Path) -> None:
+def test_the_code_runs_with_the_option(liger: InProcess, command: str, model: Path, marker: Path) -> None:
     code, said = liger(command, "--model", str(model), *COMMANDS[command], "--trust-remote-code")
     assert code == 0, said
     assert marker.exists()
 
 
-def test_the_command_of_a_setup_says_that_its_code_may_run() -> None:
+def test_the_command_of_a_setup_has_the_option_for_its_code() -> None:
     assert Setup("own", trust_remote_code=True).command() == "liger train --model own --trust-remote-code"
 
 

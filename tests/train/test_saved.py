@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from liger_bench.train import saved
 from liger_core.errors import OptionError
+from liger_train.train import saved
 
 TOLD: dict[str, Any] = {
     "setup": {"model": "tiny"},
@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
 
 
 def resumed(folder: Path) -> tuple[int | None, list[str]]:
-    """The step that a run goes on from, and what it says."""
+    """The step that a run resumes from, and its notes."""
     notes: list[str] = []
     found = saved.newest(folder, notes)
     return (None if found is None else found.step), notes
@@ -85,19 +85,19 @@ def test_a_seal_from_before_there_was_an_option_is_of_a_run_without_it(folder: P
     found = saved.newest(folder, [])
     assert found is not None
     saved.check_same(found, {"model": "tiny", "new_option": False}, "a hash")
-    with pytest.raises(OptionError, match="where it was --model tiny;"):
+    with pytest.raises(OptionError, match="which had --model tiny;"):
         saved.check_same(found, {"model": "small", "new_option": False}, "a hash")
 
 
 def test_an_unfinished_checkpoint_is_removed(folder: Path) -> None:
     saved.begin(folder / "checkpoint-6")
     (folder / "checkpoint-6" / "model.safetensors").write_bytes(b"wei")
-    note = "checkpoint-6 was not written to its end and was removed; resuming from the checkpoint before it."
+    note = "checkpoint-6 was not completely written and was removed; resuming from the checkpoint before it."
     assert resumed(folder) == (4, [note])
     assert names(folder) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_a_checkpoint_that_is_written_anew_is_unfinished_meanwhile(folder: Path) -> None:
+def test_a_checkpoint_that_is_rewritten_is_unfinished_meanwhile(folder: Path) -> None:
     saved.begin(folder / "checkpoint-4")
     assert resumed(folder)[0] == 2
 

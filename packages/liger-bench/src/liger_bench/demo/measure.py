@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed and memory of a training step, plain and with Liger, on steps of their own.
+"""Speed and memory of a training step with and without Liger, on separate steps.
 
-The loss curves come from two whole trainings, one after the other. Speed does not: whatever else the machine does meanwhile, its
+The loss curves come from two complete runs, one after the other. Speed does not: whatever else the machine does meanwhile, its
 temperature and the state of its caches would favour one of them. Here both models share one set of parameters and one optimizer,
 each takes a warm-up step, and then they take turns on the same batch in the order plain, Liger, Liger, plain. On a GPU the median
 counts. On a CPU, which other processes share, the fastest step of each does: what they take can only slow a step down, and it slows

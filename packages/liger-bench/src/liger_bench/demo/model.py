@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from liger_bench.checkpointing import checkpoint_layers
 from liger_bench.demo.settings import Settings
-from liger_bench.train.checkpointing import checkpoint_layers
 from liger_hf.presets import preset
 
 
@@ -32,7 +32,7 @@ def random_model(
 
 
 def twin(model: PreTrainedModel, settings: Settings) -> PreTrainedModel:
-    """Another model of the same class on the very same parameters, so that two variants can take turns in one training."""
+    """Another model of the same class that shares all parameters, so that two variants can alternate in one run."""
     other = _build(settings, torch.device("meta"), "sdpa")
     for mine, theirs in zip(model.modules(), other.modules(), strict=True):
         theirs._parameters.update(mine._parameters)

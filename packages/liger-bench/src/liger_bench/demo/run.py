@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo itself: two trainings, their comparison, and the result as a dictionary."""
+"""The demo itself: two training runs, their comparison, and the result as a dictionary."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from liger_bench.agreement import bound, largest_difference
 from liger_bench.demo.measure import Stepper, loss_memory, speed_is_clear, tokens_per_second
 from liger_bench.demo.model import build, parameters, twin
 from liger_bench.demo.settings import Settings
-from liger_bench.demo.text import Sequences, Text, library_text
 from liger_bench.demo.train import train
+from liger_bench.text import Sequences, Text, library_text
 from liger_core import explain, linear_cross_entropy
 
 # Called at the end of a step, with what can be said of it.

@@ -12,7 +12,7 @@ from liger_hf.presets import LARGE, checked_preset
 
 @dataclass(frozen=True)
 class Settings:
-    """One demo run; `checkpointing` recomputes activations, as trainings of large models do."""
+    """One demo run; `checkpointing` recomputes activations, as is usual for large models."""
 
     size: str
     device: torch.device

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from liger_bench.demo.settings import Settings
-from liger_bench.demo.text import Sequences
+from liger_bench.text import Sequences
 
 
 def train(model: PreTrainedModel, data: Sequences, settings: Settings, advance: Callable[[str], object], *, pieces: int = 1) -> list[float]:

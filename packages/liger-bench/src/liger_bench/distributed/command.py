@@ -46,7 +46,7 @@ def distributed(
     steps: Annotated[int, typer.Option(min=WARM_UP + 1, help=f"Training steps; all but the first {WARM_UP} are timed.")] = 10,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on GPUs).")] = None,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds after which a training that has not ended is given up.")] = 300.0,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds after which a run has failed.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_columns: AllColumns = False,
     out: Annotated[Path | None, typer.Option(help="Folder whose distributed.csv and distributed.json the rows are appended to.")] = None,
@@ -56,7 +56,7 @@ def distributed(
 ) -> None:
     """Train a model on every GPU (NCCL), or on processes of the CPU (gloo), by DDP, FSDP2 and DeepSpeed ZeRO, plain and with Liger.
 
-    Random weights and tokens, gradient checkpointing, AdamW. Exit code 1 if a training fails or if losses differ by more than rounding explains.
+    Random weights and tokens, gradient checkpointing, AdamW. Exit code 1 if a run fails or if losses differ by more than rounding explains.
     """
     place = machine.measurable_device("bench distributed", device)
     precision = machine.dtype_name(machine.named_dtype("bench distributed", dtype, place))

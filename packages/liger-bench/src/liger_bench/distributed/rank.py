@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does: a training per job, one after the other, and of each its losses, times and memory."""
+"""What one rank does: one run per job, each with its losses, times and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from liger_bench.distributed.job import LIGER, REORDERED, WARM_UP, Job
-from liger_bench.model.process import DONE, Answer, failure
+from liger_bench.process import DONE, Answer, failure
 
 # A rank that waits for one that failed gives up, instead of half an hour later.
 TIMEOUT = timedelta(minutes=10)

@@ -21,8 +21,8 @@ from liger_bench.model.job import COLUMNS, IDENTITY, Job, Row, row_of
 from liger_bench.model.run import Measured, measured
 from liger_bench.model.table import FIGURES, cells, title
 from liger_bench.printing import AllColumns
-from liger_bench.report.records import with_derived
-from liger_bench.report.targets import TARGETS, Target, Verdict, judged, read_targets
+from liger_bench.records import with_derived
+from liger_bench.targets import TARGETS, Target, Verdict, judged, read_targets
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Cell, Column, output, print_table
 from liger_hf.presets import NAMES, checked_preset

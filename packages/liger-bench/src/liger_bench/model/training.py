@@ -98,7 +98,7 @@ class Training:
         ] + [{"name": BUSY, "calls": None, "ms": total / 1e3 / PROFILED_STEPS, "share": 1.0}]
 
     def step(self) -> Tensor:
-        # The other outputs end with this frame, as they do in a training.
+        # The other outputs are freed on return, as in a training run.
         loss: Tensor = self.model(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
         return loss.detach()

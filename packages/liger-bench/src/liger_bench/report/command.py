@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from liger_bench.report.records import Records, distinct, read
-from liger_bench.report.targets import REASONS, TARGETS, Verdict, judged, read_reasons, read_targets
+from liger_bench.records import Records, distinct, read
+from liger_bench.targets import REASONS, TARGETS, Verdict, judged, read_reasons, read_targets
 from liger_bench.writable import check_file
 from liger_core.errors import OptionError
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from liger_bench import markdown
 from liger_bench.model.table import HEAD, cells, title
-from liger_bench.report import markdown
-from liger_bench.report.records import Record, Records, distinct, find
-from liger_bench.report.targets import Verdict
+from liger_bench.records import Record, Records, distinct, find
+from liger_bench.targets import Verdict
 
 MIB = 1 << 20
 PASSES = {"forward": "forward", "full": "full", "evaluation": "evaluation"}
