@@ -22,14 +22,8 @@ BLOCK = 1024
 def gated(name: str) -> Callable[..., Any]:
     """The differentiable gated unit `name(gate, up or None, activation, overwrite)`."""
     return differentiable(
-        TritonKernel(f"{name}(Tensor gate, Tensor? up, int activation, bool overwrite) -> (Tensor y)", _allocate, _launch),
-        TritonKernel(
-            f"{name}_backward(Tensor grad_y, Tensor gate, Tensor? up, int activation, bool overwrite, bool[2] needs)"
-            " -> (Tensor? grad_gate, Tensor? grad_up)",
-            _allocate_backward,
-            _launch_backward,
-            _recycle_backward,
-        ),
+        TritonKernel(name, _allocate, _launch),
+        TritonKernel(f"{name}_backward", _allocate_backward, _launch_backward, _recycle_backward),
     )
 
 
@@ -38,7 +32,7 @@ def _allocate(gate: Tensor, up: Tensor | None, activation: int, overwrite: bool)
     return (gate.new_empty((*gate.shape[:-1], width)),)
 
 
-def _launch(y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool) -> None:
+def _launch(y: Tensor, /, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool) -> None:
     first, second = _halves(gate, up)
     rows, width, tiles, block = _tiles(first, second, y)
     if rows * width:
@@ -60,7 +54,7 @@ def _recycle_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activatio
 
 
 def _launch_backward(
-    grad_gate: Tensor | None, grad_up: Tensor | None, grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool,
+    grad_gate: Tensor | None, grad_up: Tensor | None, /, grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool,
     needs: list[bool],
 ) -> None:  # fmt: skip
     first, second = _halves(gate, up)

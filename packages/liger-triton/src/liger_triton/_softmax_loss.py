@@ -100,6 +100,9 @@ class TritonPasses:
         scale_launch(grid, tensor, scale, out, size, ADD=add, IN_PLACE=out is tensor, BLOCK=SCALE_BLOCK, num_warps=8)
 
 
+PASSES = TritonPasses()
+
+
 def _dense(options: RowOptions) -> RowOptions:
     weight = options.class_weight
     return options if weight is None or weight.is_contiguous() else options._replace(class_weight=weight.contiguous())

@@ -32,8 +32,8 @@ INTERPRETER_PROCESSORS = 2
 class TritonKernel(Kernel):
     """A Kernel that launches on the device of its tensors, whichever device is current."""
 
-    def __init__(self, schema: str, allocate: Any, launch: Any, recycle: Any = None) -> None:
-        super().__init__(NAMESPACE, schema, allocate, launch, recycle)
+    def __init__(self, name: str, allocate: Any, launch: Any, recycle: Any = None) -> None:
+        super().__init__(NAMESPACE, name, allocate, launch, recycle)
         self.anchor = next(i for i, a in enumerate(self.schema.arguments) if str(a.type) == "Tensor")
 
     def execute(self, args: tuple[Any, ...], allocate: Any) -> Outputs:

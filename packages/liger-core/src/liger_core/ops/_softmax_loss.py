@@ -18,7 +18,8 @@ since no implementation may wait for the device to find out.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class LossMetrics(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """The scalars and per-class weights of the formula above."""
+    """The scalars and per-class weights of the formula above, by default those that change nothing."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -53,6 +54,18 @@ class RowOptions(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
     class_weight: Tensor | None = None
+
+    @classmethod
+    def among(cls, options: Mapping[str, Any], **more: Any) -> Self:
+        """Those of them that are among the options of an op."""
+        return cls(**{name: options[name] for name in cls._fields if name in options}, **more)
+
+
+class Asked(NamedTuple):
+    """Which results of a row are asked for beside its loss."""
+
+    with_prediction: bool = False
+    with_entropy: bool = False
 
 
 class RowResults(NamedTuple):
@@ -64,13 +77,15 @@ class RowResults(NamedTuple):
     entropy: Tensor | None
 
 
-def row_results(like: Tensor, metrics: bool) -> RowResults:
+def row_results(like: Tensor, asked: Asked) -> RowResults:
     """New memory for the results of as many rows as the tensor has, on its device."""
     rows, dtype, device = like.shape[0], accumulator(like.dtype), like.device
-    loss, statistics = torch.empty(rows, dtype=dtype, device=device), torch.empty(rows, 2, dtype=dtype, device=device)
-    if not metrics:
-        return RowResults(loss, statistics, None, None)
-    return RowResults(loss, statistics, torch.empty(rows, dtype=torch.int64, device=device), torch.empty_like(loss))
+    return RowResults(
+        torch.empty(rows, dtype=dtype, device=device),
+        torch.empty(rows, 2, dtype=dtype, device=device),
+        torch.empty(rows, dtype=torch.int64, device=device) if asked.with_prediction else None,
+        torch.empty(rows, dtype=dtype, device=device) if asked.with_entropy else None,
+    )
 
 
 class EntropyTerm(NamedTuple):
@@ -82,6 +97,8 @@ class EntropyTerm(NamedTuple):
 
 class RowPasses(Protocol):
     """What a backend provides; everything else about the losses is written once in core."""
+
+    def __hash__(self) -> int: ...
 
     def losses(
         self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool
@@ -149,6 +166,9 @@ class TorchPasses:
             value = tensor[rows].to(scale.dtype)
             value = value.mul_(scale) if value.data_ptr() == out[rows].data_ptr() else value * scale
             out[rows] = value.add_(out[rows]) if add else value
+
+
+TORCH_PASSES = TorchPasses()
 
 
 def _blocks(tensor: Tensor) -> list[slice]:
