@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import re
 import subprocess
@@ -103,6 +104,38 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.split(".")[0])
     return names
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Name → file of every module of a package; the package itself has the name of its folder."""
+    named = {".".join(path.relative_to(folder(package).parent).with_suffix("").parts): path for path in sources(package)}
+    return {name.removesuffix(".__init__"): path for name, path in named.items()}
+
+
+def imported_modules(path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of its own package that a file imports, wherever in the file; what only a type checker reads does not count."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(n) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for n in ast.walk(node)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= submodules if submodules <= known.keys() else {node.module, *submodules}
+    return names & known.keys()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_imports_itself_through_others(package: str) -> None:
+    """`prepare` of the graph of imports fails at the first cycle, and names it."""
+    known = modules(package)
+    graph = graphlib.TopologicalSorter({name: imported_modules(path, known) - {name} for name, path in known.items()})
+    graph.prepare()
 
 
 @pytest.mark.parametrize("package", PACKAGES)

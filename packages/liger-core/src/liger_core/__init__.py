@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liger's operators: interfaces, pure-PyTorch references, and the choice of a backend for each."""
 
+from liger_core import builtin, plugins
 from liger_core.backend import Backend
 from liger_core.errors import (
     BackendError,
@@ -22,6 +23,8 @@ from liger_core.ops._softmax_loss import LossMetrics
 from liger_core.selection import use
 
 __version__ = "0.1.0"
+
+plugins.offer(builtin)
 
 __all__ = [
     "Backend",

@@ -165,10 +165,18 @@ def _raise(reason: Unsupported, *args: Any, **kwargs: Any) -> NoReturn:
     raise reason
 
 
-def _settle() -> bool:
-    from liger_core import selection
+# The selection's `settle`, which makes every op ready for its first call.
+_prepare: list[Callable[[], None]] = []
 
-    selection.settle()
+
+def before_first_call(prepare: Callable[[], None]) -> None:
+    """What ops need from above them is handed to them: they import nothing of it."""
+    _prepare[:] = [prepare]
+
+
+def _settle() -> bool:
+    for prepare in _prepare:
+        prepare()
     return True
 
 

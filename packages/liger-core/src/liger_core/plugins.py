@@ -45,6 +45,12 @@ class Plugin:
 
 
 OURSELVES = Plugin(CORE, "liger-core")
+_own: list[object] = []
+
+
+def offer(plugin: object) -> None:
+    """Core's own plugin, which stands above this file."""
+    _own[:] = [plugin]
 
 
 @dataclass
@@ -142,11 +148,10 @@ def attempt(what: str, call: Callable[[], T]) -> T:
 
 
 def _load_all() -> Registry:
-    from liger_core import builtin
-
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
-    manager.register(builtin, CORE)
+    for plugin in _own:
+        manager.register(plugin, CORE)
     found = Registry(manager, disabled=tuple(filter(None, os.environ.get(DISABLE, "").replace(" ", "").split(","))))
     found.plugins[CORE] = OURSELVES
     # In the order of names, so that nothing depends on the order of installation.

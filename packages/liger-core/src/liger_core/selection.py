@@ -16,7 +16,7 @@ import torch
 
 from liger_core.backend import Backend
 from liger_core.errors import BackendError, Unsupported, nearest
-from liger_core.op import Choice, Op
+from liger_core.op import Choice, Op, before_first_call
 from liger_core.plugins import LOCK, Registry, forget, registry
 
 AUTO = "auto"
@@ -154,6 +154,9 @@ def settle() -> None:
             if not _settled:
                 _environment()
                 _apply(registry())
+
+
+before_first_call(settle)
 
 
 def reset() -> None:
