@@ -26,8 +26,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from liger_core import Backend, BackendError, Op, Unsupported, explain, layer_norm, linear_log_prob, rms_norm, rope, selection, swiglu, use
+from liger_core.builtin import CATALOGUE
 from liger_core.op import Choice
-from liger_core.ops import CATALOGUE
 from liger_core.plugins import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_selection")
@@ -467,19 +467,19 @@ def test_a_declined_call_runs_the_reference_under_auto_and_says_so_once(preferre
 # Two backends of different priority: the narrow one adds 1 and declines rows wider than 32, the broad one adds 2 and those wider than 64.
 NARROW_AND_BROAD = """
     import liger_core
-    from liger_core import Backend, Unsupported, hookimpl
+    from liger_core import Backend, Implementation, Unsupported, hookimpl
 
-    def of(widest, shift):
+    def of(widest, shift, handed_over=0):
         def rms_norm(x, weight=None, eps=1e-6, *, weight_offset=0.0, cast="input"):
             if x.shape[-1] > widest:
                 raise Unsupported(f"rows of {x.shape[-1]}, more than {widest}")
             return liger_core.rms_norm.reference(x, weight, eps, weight_offset=weight_offset, cast=cast) + shift
-        return {liger_core.rms_norm: rms_norm}
+        return {liger_core.rms_norm: Implementation(rms_norm, handed_over)}
 
     @hookimpl
     def liger_backends():
         return [
-            Backend("broad", ("cpu",), 100, of(64, 2), handed_over=HANDED_OVER, supports_fake_tensors=True),
+            Backend("broad", ("cpu",), 100, of(64, 2, HANDED_OVER), supports_fake_tensors=True),
             Backend("narrow", ("cpu",), 150, of(32, 1), supports_fake_tensors=True),
         ]
 """
@@ -487,7 +487,7 @@ NARROW_AND_BROAD = """
 
 @pytest.fixture
 def narrow_and_broad(install: Install) -> None:
-    install("two", NARROW_AND_BROAD.replace("HANDED_OVER", "{}"))
+    install("two", NARROW_AND_BROAD.replace("HANDED_OVER", "0"))
 
 
 BY_WIDTH = pytest.mark.parametrize(
@@ -514,7 +514,7 @@ def test_a_declined_call_goes_to_the_next_backend_without_a_graph_break(
 
 def test_a_declined_call_is_handed_over_where_the_next_backend_does(install: Install) -> None:
     torch._dynamo.reset()
-    install("two", NARROW_AND_BROAD.replace("HANDED_OVER", "{liger_core.rms_norm: 128}"))
+    install("two", NARROW_AND_BROAD.replace("HANDED_OVER", "128"))
     compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True, dynamic=False)
     for rows, shift in ((2, 0), (3, 2)):
         x = torch.randn(rows, 64)
@@ -721,7 +721,8 @@ def test_rope_may_be_named_with_its_keywords(third: None) -> None:
 def third_that_hands_over(install: Install) -> None:
     """The backend that `auto` takes, which leaves rms_norm in compiled regions to the compiler."""
     source = THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY", "50")
-    install("third", source.replace("50, table", f"50, table, handed_over={{liger_core.rms_norm: {X.numel()}}}"))
+    handing_over = f"{{**table, liger_core.rms_norm: liger_core.Implementation(rms_norm, {X.numel()})}}"
+    install("third", source.replace("50, table", f"50, {handing_over}"))
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["auto", "named"])

@@ -20,7 +20,7 @@ from liger_bench.bench.measure import Bench
 from liger_bench.bench.rows import Row
 from liger_bench.peers import Peer, eager, torch_compile
 from liger_core import Op, cross_entropy, geglu, rms_norm, swiglu
-from liger_core.ops import CATALOGUE
+from liger_core.builtin import CATALOGUE
 
 CPU = torch.device("cpu")
 WHERE = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}

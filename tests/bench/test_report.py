@@ -24,7 +24,7 @@ from liger_bench.report.pictures import COLOURS, LABEL_GAP, _spread, styles
 from liger_bench.report.records import MODEL_IDENTITY, OP_IDENTITY, read, sizes_of
 from liger_bench.report.targets import Target, Verdict, judged, read_reasons, read_targets
 from liger_core import OptionError
-from liger_core.ops import CATALOGUE
+from liger_core.builtin import CATALOGUE
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"

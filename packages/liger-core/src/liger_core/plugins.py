@@ -57,6 +57,7 @@ def offer(plugin: object) -> None:
 class Registry:
     """All that the plugins offer, and what is wrong with them.
 
+    handed_over  backend → op → elements up to which a compiled region gets the reference
     unavailable  backend → why it cannot run here, by its own account
     left_out     backend → the fault for which it was not loaded
     failed       plugin → its faults
@@ -68,6 +69,7 @@ class Registry:
     ops: dict[str, Op[..., Any]] = field(default_factory=dict)
     backends: dict[str, Backend] = field(default_factory=dict)
     implementations: dict[str, dict[str, Callable[..., Any]]] = field(default_factory=dict)
+    handed_over: dict[str, dict[str, int]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     failed: dict[str, list[str]] = field(default_factory=dict)
@@ -248,7 +250,9 @@ def _add_backend(found: Registry, plugin: Plugin, backend: Backend) -> None:
     backend.check()
     reason = attempt(f"backend {backend.name!r}: its availability check", backend.unavailable)
     if reason is None:
-        found.implementations[backend.name] = attempt(f"backend {backend.name!r}: loading it", lambda: backend.table(found.ops))
+        table = attempt(f"backend {backend.name!r}: loading it", lambda: backend.table(found.ops))
+        found.implementations[backend.name] = {op: each.function for op, each in table.items()}
+        found.handed_over[backend.name] = {op: each.handed_over for op, each in table.items()}
     else:
         found.unavailable[backend.name] = reason
     found.backends[backend.name] = replace(backend, distribution=plugin.distribution)

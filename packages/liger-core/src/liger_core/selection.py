@@ -131,12 +131,12 @@ def standing_in(device: str, place: str) -> Iterator[list[str]]:
     before = {op: op.choice for op in found.ops.values()}
     loaded: list[str] = []
     links: dict[Op[..., Any], list[_Link]] = {op: [] for op in before}
-    # A negative priority keeps a backend from running where it would be slow, and here nothing runs.
-    for backend in sorted(found.backends.values(), key=lambda backend: abs(backend.priority)):
+    # Nothing runs here, so that it does not matter whether `auto` would take a backend.
+    for backend in sorted(found.backends.values(), key=lambda backend: backend.priority):
         if device in backend.device_types and backend.supports_fake_tensors:
             with suppress(Exception):
                 for name, implementation in backend.table(found.ops).items():
-                    links[found.ops[name]].insert(0, _Link(backend.name, implementation, implementation))
+                    links[found.ops[name]].insert(0, _Link(backend.name, implementation.function, implementation.function))
                 loaded.append(backend.name)
     for op, tried in links.items():
         op.choice = _in_turn(op, {**_ranked(found, op), place: tried})
@@ -247,7 +247,8 @@ def _choose(found: Registry, op: Op[..., Any]) -> tuple[str, str]:
 
 def ranking(found: Registry, op: Op[..., Any]) -> dict[str, list[str]]:
     """Device type → the available backends that `auto` tries in turn, by descending priority; after them comes the reference, which has 0."""
-    able = [backend for name, backend in found.backends.items() if backend.priority > 0 and op.name in found.implementations.get(name, {})]
+    others = {name: backend for name, backend in found.backends.items() if backend.automatic and name != "reference"}
+    able = [backend for name, backend in others.items() if op.name in found.implementations.get(name, {})]
     ranked: dict[str, list[str]] = {}
     for backend in sorted(able, key=lambda backend: (-backend.priority, backend.name)):
         for device in backend.device_types:
@@ -310,8 +311,8 @@ def _in_turn(op: Op[..., Any], links: Mapping[str, list[_Link]]) -> Choice:
 def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
     """What a compiled region gets where this backend is selected."""
     implementation = found.implementations[backend][op.name]
-    most = found.backends[backend].handed_over.get(op)
-    if most is None:
+    most = found.handed_over.get(backend, {}).get(op.name, 0)
+    if not most:
         return implementation
 
     def by_size(*args: Any, **kwargs: Any) -> Any:
