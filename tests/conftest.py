@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", default=None, help="device of the tests; cuda if there is one, else cpu")
     group.addoption("--backend", default=None, help="test only this backend, and select it for the tests of single ops")
     group.addoption("--seed", type=int, default=0, help="seed of every test")
+    group.addoption("--examples", type=int, default=None, help="random calls of each op and backend in tests/fuzz")
 
 
 def pytest_configure(config: pytest.Config) -> None:

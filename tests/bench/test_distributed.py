@@ -179,7 +179,10 @@ def test_another_commit_or_number_of_ranks_is_another_measurement() -> None:
     ("arguments", "sentence"),
     [
         (("--strategy", "zer3"), "--strategy must be one of fsdp2, ddp, zero0, zero1, zero2, zero3, got 'zer3'. Did you mean 'zero3'?"),
-        (("--model", "7b"), "bench distributed: --model must be one of tiny, small, 1b, 8b, got '7b'"),
+        (
+            ("--model", "7b"),
+            "bench distributed: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'",
+        ),
         (("--dtype", "float16"), "bench distributed: --dtype must be float32 or bfloat16, got 'float16'"),
         (("--resume",), "bench distributed: --resume needs --out, the folder of the run to go on with"),
     ],

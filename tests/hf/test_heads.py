@@ -11,7 +11,6 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import liger_hf
@@ -46,7 +45,8 @@ def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one() -> None:
 
 def adapted(model: Any, target: str, **options: Any) -> Any:
     """The model with LoRA on some projection, its second factor not zero, so that both get a gradient."""
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM", **options))
+    peft = pytest.importorskip("peft", reason="needs peft")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
@@ -144,7 +144,7 @@ def test_weights_that_accelerate_has_offloaded_are_used_where_its_hooks_bring_th
     outputs, expected = patched(**tokens()), plain(**tokens())
     torch.testing.assert_close(outputs.loss, expected.loss)
     with torch.no_grad():
-        torch.testing.assert_close(patched(**tokens()).logits, expected.logits, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(patched(**tokens()).logits, expected.logits)
 
 
 @pytest.mark.cpu

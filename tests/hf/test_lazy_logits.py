@@ -301,6 +301,14 @@ def test_writing_into_lazy_logits_is_an_error(pair: tuple[Any, Any], write: Call
         write(pair[1](**tokens()).logits)
 
 
+def test_vmap_takes_the_logits_themselves(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair
+    logits = patched(**tokens()).logits
+    with pytest.raises(ValueError, match="LazyLogits"):
+        torch.vmap(torch.sum)(logits)
+    torch.testing.assert_close(torch.vmap(torch.sum)(logits.materialize()), torch.vmap(torch.sum)(plain(**tokens()).logits))
+
+
 def test_reading_after_the_optimizer_step_is_an_error(pair: tuple[Any, Any]) -> None:
     patched = pair[1]
     outputs = patched(**tokens())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import liger_hf
@@ -50,6 +51,8 @@ def test_patched_computes_what_plain_does_and_the_page_says_what_was_replaced(mo
 
 def test_the_page_names_every_type() -> None:
     page = PAGE.read_text()
+    if f"of Transformers {transformers.__version__}," not in page:
+        pytest.skip(f"docs/models.md is not of Transformers {transformers.__version__}, which may have other types")
     assert [name for name in (*TYPES, *COMPOSITES) if f"| {name} |" not in page and f"* {name}: " not in page] == []
     assert f"| {WRONG} |" not in page
 

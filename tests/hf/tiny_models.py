@@ -67,6 +67,12 @@ def twin(model: nn.Module) -> Any:
     return copy.deepcopy(model)
 
 
+def checkpoint_layers(model: Any, reentrant: bool = False) -> None:
+    """Under the name since Transformers 5.23, or the one before."""
+    start = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    start({"use_reentrant": reentrant})
+
+
 def step(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
     """The loss and the gradient of every parameter, by name."""
     model.zero_grad()

@@ -41,14 +41,17 @@ def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_plan_as_json_holds_everything(plan: Plan, tmp_path: Path) -> None:
-    code, output, _ = plan(*TINY, "--memory-limit", "160MiB", "--out", str(tmp_path), "--json")
+    code, output, said = plan(*TINY, "--memory-limit", "160MiB", "--out", str(tmp_path), "--json")
     found: dict[str, Any] = json.loads(output)
     assert code == 0
+    assert "predicting " in said
     assert found["fits"] is True
     assert found["prediction"]["peak_bytes"] == predict(Setup("tiny", 2, 64)).peak_bytes
     assert found["largest_batch"] > 2
+    assert found["command"] == found["prediction"]["command"]
+    assert found["checklist"] == []
     assert found["command"].startswith("liger train --model tiny")
-    assert shlex.split(found["command"])[-2:] == ["--memory-limit", str(160 << 20)]
+    assert shlex.split(found["command"])[-2:] == ["--memory-limit", "160MiB"]
     assert [formula["name"] for formula in found["formulas"]] == ["static", "checkpoints", "logits"]
     assert {"lora", "adamw-8bit", "none"} <= {row["value"] for row in found["techniques"]}
     assert json.loads((tmp_path / "plan.json").read_text()) == found
@@ -64,6 +67,13 @@ def test_what_does_not_fit_is_an_exit_code_and_a_way_out(plan: Plan) -> None:
     assert "liger train --model tiny --batch 8 --sequence 256" in output
 
 
+def test_the_command_for_the_cpu_is_one_that_can_be_run(plan: Plan) -> None:
+    _, output, _ = plan(*TINY, "--device", "cpu", "--memory-limit", "1GiB", "--no-techniques", "--json")
+    found = json.loads(output)
+    assert found["memory_limit"] == 1 << 30
+    assert found["command"] == "liger train --model tiny --batch 2 --sequence 64 --device cpu"
+
+
 def test_without_a_limit_no_verdict_is_given(plan: Plan) -> None:
     code, output, _ = plan(*TINY, "--no-techniques", "--device", "cpu", "--precision", "fp32")
     assert code == 0
@@ -77,6 +87,7 @@ def test_without_a_limit_no_verdict_is_given(plan: Plan) -> None:
         (("--model", "tiny", "--device", "tpu"), "plan: --device must be cuda or cpu, got 'tpu'"),
         (("--model", "tiny", "--optimizer", "adamww"), "Did you mean 'adamw'?"),
         (("--model", "tiny", "--memory-limit", "much"), "must be a size like 24GiB"),
+        (("--model", "tiny", "--memory-limit", "24"), "must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?"),
         (("--compare", "nothing.json"), "plan: --compare must name rows of `liger train` or `liger bench model`, nothing.json has none"),
         (("--model", "tiny", "--offload", "parameters"), "plan: --offload parameters needs --shard zero3 or fsdp2"),
     ],

@@ -58,13 +58,13 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("changes", SETUPS.values(), ids=SETUPS)
-def test_a_prediction_is_what_the_trainer_takes(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_prediction_is_what_the_trainer_takes(changes: dict[str, Any]) -> None:
     if "adapter" in changes:
         pytest.importorskip("peft")
     if changes.get("adapter") == "qlora" or "optimizer" in changes:
         pytest.importorskip("bitsandbytes")
     setup = tiny(**changes)
-    assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup, tmp_path), rel=0.02)
+    assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup), rel=0.02)
 
 
 @pytest.mark.parametrize(("precision", "liger"), [("fp32", "none"), ("bf16-pure", "all")])
@@ -74,7 +74,7 @@ def test_a_head_of_its_own_is_not_in_4_bits(precision: str, liger: str, tmp_path
     config = AutoConfig.for_model("llama", **{**LLAMA, "tie_word_embeddings": False})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     setup = replace(tiny(adapter="qlora", precision=precision, liger=liger), model=str(tmp_path / "model"))
-    assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup, tmp_path), rel=0.02)
+    assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup), rel=0.02)
 
 
 def _rows(folder: str, file: str) -> list[dict[str, Any]]:

@@ -180,9 +180,10 @@ def test_no_share_is_taken_of_what_the_steps_of_one_training_differ_by() -> None
 
 
 def test_options_that_were_chosen_are_not_told_again() -> None:
-    notes = ["--checkpoint full was chosen for a GPU: Of every layer only the input is kept.", "--checkpoint auto: from step 7 on 0 of 16"]
-    text = text_of([replace(each, notes=notes[: 1 + (each.batch == 4)]) for each in by_batch(1, 4, strategies=["none", "all"])])
-    assert "was chosen" not in text
+    notes = ["--checkpoint full was chosen for a GPU: Of every layer only the input is kept.", "Chosen for NVIDIA H200: --precision bf16."]
+    notes.append("--checkpoint auto: from step 7 on 0 of 16")
+    text = text_of([replace(each, notes=notes[: 2 + (each.batch == 4)]) for each in by_batch(1, 4, strategies=["none", "all"])])
+    assert "hosen for" not in text
     assert "* Transformers at 4; Liger at 4: --checkpoint auto: from step 7 on 0 of 16" in text
 
 
@@ -190,6 +191,44 @@ def test_a_figure_of_the_page_is_that_of_the_row_with_its_ratio_to_the_plain_one
     text = text_of(by_batch(1, 4))
     assert line(text, "4", "Transformers")[2:] == ["1,000", "950 – 1,050", "1.00", "7.10", "1.00", "10.5000"]
     assert line(text, "Liger", "0.19")[2:6] == ["1,500", "1,450 – 1,550", "1.50", "1.38"]
+
+
+def test_a_ratio_within_the_spread_of_the_steps_is_marked() -> None:
+    noisy = [replace(each, low_tokens_per_second=500.0) if each.liger == "all" else each for each in by_batch(1, 4)]
+    text, told = text_of(noisy), said(noisy)
+    assert line(text, "4", "Transformers")[4] == "1.00"
+    assert line(text, "Liger", "0.19")[4] == "≈ 1.50"
+    assert line(text, "Liger but for the loss")[4] == "≈ 1.01"
+    assert told["tokens/s of Liger ÷ plain at 4"] == ("", "≈ 1.50")
+    assert told["highest tokens/s of Liger ÷ highest of plain"] == ("", "≈ 1.50 (at 1 ÷ at 1)")
+
+
+ON_CPU = Setup("tiny", precision="fp32", checkpoint="none", device="cpu")
+
+
+def on_cpu(**results: Any) -> list[Row]:
+    return [replace(each, machine="Some CPU, 2 threads", **results) for each in by_batch(1, 4, base=ON_CPU, strategies=["none", "all"])]
+
+
+def test_small_memory_is_told_in_a_small_unit() -> None:
+    text = text_of(on_cpu(peak_bytes=17 << 19))
+    assert "peak MiB" in text
+    assert line(text, "1", "Transformers")[5] == "8.50"
+
+
+def test_speeds_without_memory_are_reported_without_an_empty_picture(tmp_path: Path) -> None:
+    rows = on_cpu(peak_bytes=None, static_bytes=None)
+    (sweep,) = found(rows)
+    sweep_picture(sweep, sweep.strategies, tmp_path / "speed.png")
+    sweep_picture(found(on_cpu())[0], sweep.strategies, tmp_path / "both.png")
+    # One panel instead of two.
+    widths = [matplotlib.image.imread(tmp_path / f"{name}.png").shape[1] for name in ("speed", "both")]
+    assert 2 * widths[0] == pytest.approx(widths[1], abs=2)
+    assert "Peak memory was not measured." in text_of(rows)
+    told = said(rows)
+    assert told["Transformers runs out of memory"] == ("", "never up to 4")
+    assert told["tokens/s of Liger ÷ plain at 4"] == ("", "1.50")
+    assert not [words for words in told if "peak memory" in words]
 
 
 def test_what_ran_out_of_memory_failed_or_was_left_out_is_told_with_its_reason() -> None:
@@ -264,6 +303,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_report_is_one_file_with_every_picture_in_it(liger: InProcess, folder: Path) -> None:
     code, errors = liger("report", str(folder), "--docs", str(folder / "docs" / "page.md"))
     assert code == 0, errors
+    assert "drawing timeline-" in errors
     html, text = (folder / "report.html").read_text(), (folder / "docs" / "page.md").read_text()
     sources = re.findall(r'src="([^"]*)"', html)
     assert len(sources) == 7

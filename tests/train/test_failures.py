@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +30,22 @@ from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
 
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
-# What the command does, but that it dies in the middle of its sixth step, as by kill -9.
+# What the command does, but that it dies in the middle of its sixth step, as by kill -9, and hurries with its log.
 KILLED = """
-import os, signal, sys
-from pathlib import Path
+import os, signal, time
 from transformers import TrainerCallback
+from liger_bench import progress
 from liger_bench.train import command
-from liger_bench.train.run import run
 from liger_core.commands import main
 
 class Killer(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if state.global_step == 5:
+            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
 
-command._trained = lambda setup, search, options, extras: run(setup, observers=[Killer()], **options)
+progress.NEXT_LINE = 0.01
+command.observers = lambda setup, extras, stack: [Killer()]
 main()
 """
 
@@ -58,8 +61,8 @@ class At(TrainerCallback):
             self.do()
 
 
-def raising(error: BaseException) -> Callable[[], None]:
-    def do() -> None:
+def raising(error: BaseException) -> Callable[..., None]:
+    def do(*_: Any) -> None:
         raise error
 
     return do
@@ -93,7 +96,7 @@ def stopped(failed: Path, tmp_path: Path) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != saved.LOCK)
 
 
 @pytest.mark.slow
@@ -103,6 +106,7 @@ def test_a_killed_training_goes_on_with_the_losses_of_one_that_was_not(
     arguments = [*small.command().split()[1:], "--output", str(tmp_path / "saved"), "--save-every", "2", "--out", str(tmp_path / "rows")]
     killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert f"step 5/6 · loss {whole[4]:.4f} · " in killed.stderr
     assert liger(*arguments, "--resume")[0] == 0
     (row,) = json.loads((tmp_path / "rows" / "train.json").read_text())
     assert row["losses"] == whole
@@ -195,7 +199,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_taken(
 
 
 def test_without_a_whole_checkpoint_the_training_begins(small: Setup, whole: list[float], stopped: Path) -> None:
-    for path in stopped.iterdir():
+    for path in saved.checkpoints(stopped):
         cut(path)
     row = run(small, folder=stopped, resume=True)
     assert row.losses == whole
@@ -222,6 +226,48 @@ def test_checkpoints_are_not_overwritten_by_another_training(small: Setup, stopp
     with pytest.raises(OptionError, match=r"--output must be a folder without checkpoints, got .*; --resume goes on from them"):
         run(small, folder=stopped)
     assert names(stopped) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_two_runs_do_not_write_to_one_folder(
+    liger: InProcess, small: Setup, whole: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[tuple[int, str]] = []
+
+    def second_run() -> None:
+        with pytest.raises(OptionError, match="must be a folder that no other run is writing to"):
+            run(replace(small, seed=1), folder=tmp_path)
+        # Whatever loads comes after the refusal.
+        monkeypatch.setattr(command, "_trained", raising(AssertionError("this run begins")))
+        refused.extend(
+            liger("train", "--model", "tiny", "--device", "cpu", "--output", str(tmp_path), *more) for more in ([], ["--resume"])
+        )
+
+    assert run(small, folder=tmp_path, save_every=2, observers=[At(3, second_run)]).losses == whole
+    sentence = f"got {tmp_path}, in use by process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d}"
+    assert [(code, sentence in said, "give another folder, or end that run" in said) for code, said in refused] == [(2, True, True)] * 2
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_the_folder_of_a_run_that_was_killed_is_free(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+from liger_bench.train import saved
+with saved.held(Path({str(tmp_path)!r})):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == -signal.SIGKILL
+    assert "process " in (tmp_path / saved.LOCK).read_text()
+    saved.check_output(tmp_path, resume=False)
+    assert (tmp_path / saved.LOCK).read_text() == ""
+
+
+def test_checkpoints_that_would_be_overwritten_are_told_before_anything_is_loaded(
+    liger: InProcess, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_trained", raising(AssertionError("it begins")))
+    code, said = liger("train", "--model", "tiny", "--device", "cpu", "--output", str(stopped))
+    assert (code, "--output must be a folder without checkpoints" in said) == (2, True), said
 
 
 def test_a_training_that_is_done_is_told_again(small: Setup, whole: list[float], stopped: Path) -> None:
@@ -267,7 +313,9 @@ def test_with_a_technique_a_training_goes_on_exactly_too(small: Setup, tmp_path:
 SHARDED = """
 import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from liger_bench.ending import end
 from liger_bench.train import zero
 from liger_bench.train.run import run
 from liger_bench.train.setup import Setup
@@ -279,6 +327,7 @@ run(replace(setup, steps=2), folder=folder)
 row = run(setup, folder=folder, resume=True)
 assert row.losses == run(setup).losses, row
 assert len(row.losses) == 4
+end()
 """
 
 
@@ -368,6 +417,7 @@ def test_a_full_disk_while_saving_leaves_the_checkpoint_before(
     monkeypatch.undo()
     row = run(small, folder=tmp_path, save_every=2, resume=True)
     assert row.losses == whole
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
     assert row.notes is not None
     assert row.notes[-1] == f"The training went on from step 2, {tmp_path / 'checkpoint-2'}."
 

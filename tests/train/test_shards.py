@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf.two_ranks import on_two_ranks
 from liger_bench.train import checkpointing, zero
 from train.training import STEPS, Trained, saved_model, setup_of, trained
 
@@ -98,7 +99,7 @@ def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     folder = tmp_path_factory.mktemp("shards")
     saved_model(folder / "model")
-    torch.multiprocessing.spawn(work, args=(str(folder), free_port(), request.param), nprocs=2)
+    on_two_ranks(work, str(folder), free_port(), request.param)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

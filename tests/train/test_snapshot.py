@@ -44,6 +44,9 @@ def trained(setup: Setup, folder: Path, **recorded: bool) -> None:
     with ExitStack() as stack:
         row = run(setup, observers=observers(setup, Extras(folder, **recorded), stack))
     assert not row.failed, row.reason
+    if setup.device == "cpu":
+        assert row.peak_bytes is None
+        assert "Peak memory was not measured: --snapshot and --profile need the same profiler." in (row.notes or [])
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ import contextlib
 import itertools
 import json
 import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +17,7 @@ import pytest
 import typer
 
 from bench.commands import InProcess
-from liger_bench.model.process import DONE, READY
+from liger_bench.model.process import DONE, READY, Process
 from liger_bench.train import places, sweep
 from liger_bench.train.cells import NOT_RUN, cells, hopeless, strategies_of, swept
 from liger_bench.train.places import Measured, variables
@@ -40,7 +42,8 @@ def one_place() -> dict[int, Measured]:
 
 @pytest.fixture(scope="module")
 def two_places() -> list[Row]:
-    return [found.row for found in sweep.measured(setups(1, 2, 3), WHERE, gpus=[0, 1], answer=answer)]
+    on_gpus = [replace(setup, device="cuda") for setup in setups(1, 2, 3)]
+    return [found.row for found in sweep.measured(on_gpus, WHERE, gpus=[0, 1], answer=answer)]
 
 
 def test_a_training_gives_its_row(one_place: dict[int, Measured]) -> None:
@@ -80,6 +83,23 @@ def test_each_gpu_has_one_training_at_a_time_and_a_share_of_the_processors(two_p
     for number in ("0", "1"):
         times = sorted((float(begun), float(ended)) for gpu, _, begun, ended in told if gpu == number)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_the_cpu_no_process_loads_while_another_one_is_timed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loading: list[float] = []
+
+    class Timed(Process):
+        def __init__(self, *arguments: Any) -> None:
+            loading.append(time.monotonic())
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(places, "Process", Timed)
+    wanted = [replace(setup, device=device) for setup in setups(1, 2, 3)]
+    rows = [result.row for result in sweep.measured(wanted, WHERE, gpus=[0] if device == "cuda" else [], answer=answer)]
+    ended = sorted(float((row.notes or [])[-1]) for row in rows)
+    assert len(loading) == len(ended) == 3
+    assert [after > before for before, after in zip(ended, loading[1:], strict=False)] == [device == "cpu"] * 2
 
 
 def test_a_gpu_is_one_of_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +150,7 @@ def test_values_have_the_type_of_their_option(option: str, value: list[Any]) -> 
         (["batch=0"], "--sweep batch must have positive numbers, got '0'"),
         (["batch=1", "batch=2"], "must name each option once, got batch twice"),
         (["liger=none,all"], "give --strategies"),
+        ([""], "must be an option and its values"),
     ],
 )
 def test_a_sweep_of_something_else_is_refused(options: list[str], sentence: str) -> None:
@@ -138,12 +159,13 @@ def test_a_sweep_of_something_else_is_refused(options: list[str], sentence: str)
     assert sentence in str(raised.value)
 
 
-def test_a_sweep_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[int] = []
 
-    def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:
+    def measured(wanted: list[Setup], where: dict[str, str], phase: Callable[[Setup], object], **_: Any) -> Any:
         for setup in wanted:
             asked.append(setup.batch)
+            phase(setup)
             if asked == [1, 2]:
                 raise KeyboardInterrupt
             yield Measured(row_of(setup, where, {"tokens_per_second": 1.0}))
@@ -151,6 +173,7 @@ def test_a_sweep_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sweep, "measured", measured)
     with pytest.raises(KeyboardInterrupt):
         sweep.sweep(TINY, ["batch=1,2"], "all", out=tmp_path)
+    assert "1/2 · tiny 2 × 1024 all · " in capsys.readouterr().err
     rows = sweep.sweep(TINY, ["batch=1,2,3"], "all", out=tmp_path, resume=True)
     assert asked == [1, 2, 2, 3]
     assert [row.batch for row in rows] == [1, 2, 3]
@@ -211,6 +234,11 @@ def test_a_training_is_not_compared_with_one_that_ran_out_of_memory(capsys: pyte
         (("--sweep", "batch=1,2", "--snapshot"), "--snapshot and --profile need --out"),
         (("--gpus", "0"), "--gpus and --skip-larger are for --sweep"),
         (("--profile",), "--snapshot and --profile need --out"),
+        (("--strategies", ""), "--strategies must name values of --liger, like none,all, got ''"),
+        (("--sweep", "learning-rate=1e-4,nan"), "--learning-rate must be a positive number, got nan"),
+        (("--sweep", "seed=1,99999999999"), "--seed must be from 0 to 4294967295, got 99999999999"),
+        (("--sweep", "memory-limit=24"), "--sweep memory_limit must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?"),
+        (("--sweep", "batch=1", "--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library"),
         (("--snapshot", "--profile", "--out", "results"), "need the same profiler on the CPU"),
         (("--sweep", "precision=fp32,fp17"), "fp17"),
     ],

@@ -19,18 +19,19 @@ def liger_commands(app: typer.Typer) -> None:
     from liger_bench.demo.command import demo
     from liger_bench.distributed.command import distributed
     from liger_bench.model.command import model
+    from liger_bench.options import checked
     from liger_bench.plan.command import plan
     from liger_bench.report.command import report
     from liger_bench.train.command import train
 
-    app.command()(demo)
-    app.command()(train)
-    app.command()(plan)
-    app.command("report")(training_report)
+    app.command()(checked(demo))
+    app.command()(checked(train))
+    app.command()(checked(plan))
+    app.command("report")(checked(training_report))
     bench = bench_group()
-    bench.command(DEFAULT)(ops)
-    bench.command("scaling")(scaling)
-    bench.command()(model)
-    bench.command()(distributed)
-    bench.command()(report)
+    bench.command(DEFAULT)(checked(ops))
+    bench.command("scaling")(checked(scaling))
+    bench.command()(checked(model))
+    bench.command()(checked(distributed))
+    bench.command()(checked(report))
     app.add_typer(bench, name="bench")

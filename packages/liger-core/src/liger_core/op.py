@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 
+from liger_core.checks import distributed
 from liger_core.errors import LigerError, Unsupported
 
 P = ParamSpec("P")
@@ -155,6 +156,9 @@ class Op(Generic[P, R]):
             return implementation(*args, **kwargs)  # type: ignore[no-any-return]
         except Unsupported as reason:
             refused = reason
+        except (NotImplementedError, RuntimeError) as problem:
+            distributed(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
+            raise
         return choice.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from liger_core import hookspecs
 from liger_core.backend import Backend
 from liger_core.errors import PluginError, nearest
 from liger_core.op import Op
+from liger_core.versions import warn_if_untested
 
 GROUP = "liger"
 CORE = "core"
@@ -150,6 +151,7 @@ def attempt(what: str, call: Callable[[], T]) -> T:
 
 
 def _load_all() -> Registry:
+    warn_if_untested("liger-core")
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
     for plugin in _own:

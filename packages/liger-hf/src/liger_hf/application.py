@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,9 +18,11 @@ from liger_core.selection import AUTO, automatic, selected
 from liger_hf import causal_mask
 from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
+from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
 from liger_hf.rules import RULES, Rule
 from liger_hf.verification import Decision, Found, decide
+from liger_hf.versions import warn_if_untested
 
 Names = Iterable[Op[..., Any] | str] | None
 OPS = tuple(dict.fromkeys(op for rule in RULES for op in rule.ops))
@@ -58,17 +59,8 @@ def apply(
     # Nothing is installed before everything is decided: an error leaves the model as it was.
     report.patches = [patch.install() for patch in patches]
     if patches:
-        report.patches.append(Patch(model, "liger_report", report).install())
-        report.patches.append(Patch(model, "_replicate_for_data_parallel", MethodType(_replicate_for_data_parallel, model)).install())
+        report.attach(model)
     return report
-
-
-def _replicate_for_data_parallel(self: nn.Module) -> Any:
-    """In the place of the method of this name: a replica would call forwards that are bound to the modules of the first GPU."""
-    raise ModelError(
-        "liger_hf.apply: a patched model must run on several GPUs by one process each, torch.nn.DataParallel copies it within one; "
-        "start with torchrun or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES=0"
-    )
 
 
 def survey(
@@ -83,6 +75,7 @@ def survey(
     """What `apply` would do, and the patches that do it. `device`: where to check, instead of where the weights are."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
+    warn_if_untested()
     wanted = _names(caller, "only", only, OPS) - _names(caller, "exclude", exclude, ())
     report = Report(type(model).__name__, notes=_notes(model))
     looked = [
@@ -153,8 +146,9 @@ def _notes(model: nn.Module) -> list[str]:
             "drop them after each use; freeze them, or offload with FSDP2 or DeepSpeed ZeRO-3."
         )
     for kind in dict.fromkeys(type(module) for module in model.modules()):
-        owner = next(base for base in kind.__mro__ if "forward" in vars(base))
-        source = getattr(vars(owner)["forward"], "__module__", None) or owner.__module__
+        forward = unwrapped(kind.forward)
+        owner = next(base for base in reversed(kind.__mro__) if unwrapped(vars(base).get("forward")) is forward)
+        source = getattr(forward, "__module__", None) or owner.__module__
         if source.partition(".")[0] != owner.__module__.partition(".")[0]:
             notes.append(f"{owner.__name__}.forward was replaced on the class by {source}; that stays, also after undo.")
     return notes

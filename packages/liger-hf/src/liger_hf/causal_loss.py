@@ -13,8 +13,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from liger_core import cross_entropy, linear_cross_entropy
 from liger_hf.errors import LogitsError
+from liger_hf.head_weights import gathered
 from liger_hf.lazy_logits import LOSSES, LazyLogits, still_valid
-from liger_hf.projection import compute, gathered, replay, scale_and_cap
+from liger_hf.projection import compute, eager_logits, replay, scale_and_cap
 
 # Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
@@ -37,8 +38,8 @@ def causal_lm_loss(
     Differs from the loss it replaces in one value: without num_items_in_batch and with no counted label it is 0, not NaN.
     """
     target = _target(logits, labels, shift_labels, ignore_index)
-    if not isinstance(logits, LazyLogits) or logits.real is not None:
-        real = logits.materialize() if isinstance(logits, LazyLogits) else logits
+    real = _real(logits)
+    if real is not None:
         if torch.is_grad_enabled() or not _fits(real, target, vocab_size):
             return ForCausalLMLoss(real, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
         # Nobody will differentiate: no float32 copy of the logits is needed.
@@ -73,15 +74,10 @@ def plain_cross_entropy(
     """`torch.nn.functional.cross_entropy`, which some models and trainers call themselves."""
     old = size_average is not None or reduce is not None
     plain = weight is None and label_smoothing == 0.0 and reduction == "mean" and not old
-    if (
-        not isinstance(input, LazyLogits)
-        or input.real is not None
-        or not plain
-        or not _fits(input, target, input.shape[-1])
-        or input.ndim != 2
-    ):
+    real = _real(input)
+    if real is not None or not plain or not _fits(input, target, input.shape[-1]) or input.ndim != 2:
         options: dict[str, Any] = {"weight": weight, "size_average": size_average, "ignore_index": ignore_index, "reduce": reduce}
-        real = input.materialize() if isinstance(input, LazyLogits) else input
+        real = input.materialize() if real is None else real
         return F.cross_entropy(real, target, **options, reduction=reduction, label_smoothing=label_smoothing)
     loss = _fused(input, target, None, ignore_index)
     return loss if torch.is_autocast_enabled(input.hidden.device.type) else loss.to(input.dtype)
@@ -90,8 +86,21 @@ def plain_cross_entropy(
 LOSSES[F.cross_entropy] = plain_cross_entropy
 
 
+def _real(logits: Any) -> Tensor | None:
+    """The logits where there is nothing to save: they exist, or the head no longer has the weights that they are of."""
+    if not isinstance(logits, LazyLogits):
+        return logits
+    weights = logits.cell.weights
+    if torch.compiler.is_compiling() or logits.cell.open or weights is None or weights.are_in(logits.head):
+        return logits.at_hand()
+    return logits.materialize()
+
+
 def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) -> Tensor:
     still_valid(logits)
+    if logits.constant and torch.is_grad_enabled():
+        with torch.no_grad():
+            return _fused(logits, target, items, ignore_index)
     logits.cell.used = True
     device = logits.device
     if device != logits.hidden.device:
@@ -114,7 +123,7 @@ def _unmoved(logits: LazyLogits) -> LazyLogits:
     device = logits.hidden.device
     steps = [step for step in logits.steps if not (step[0] == "to" and isinstance(step[1], torch.device))]
     steps = [(kind, value[0].to(device)) if kind == "add" else (kind, *value) for kind, *value in steps]
-    return LazyLogits(logits.hidden, logits.head, logits.classes, logits.dtype, logits.cell, tuple(steps), view=True)
+    return LazyLogits(logits.hidden, logits.head, logits.classes, logits.dtype, logits.cell, tuple(steps), True, logits.constant)
 
 
 def _target(logits: Any, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -158,12 +167,13 @@ def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, i
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
 
     def part(x: Tensor, y: Tensor) -> Tensor:
-        real = replay(compute(logits.head, x, logits.cell.autocast), logits.steps)
+        real = replay(compute(logits.head, x, logits.cell.weights, logits.cell.autocast), logits.steps)
         return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum")
 
-    for start in range(0, hidden.shape[0], rows):
-        x, y = hidden[start : start + rows], labels[start : start + rows]
-        total = total + checkpoint(part, x, y, use_reentrant=False)
+    with eager_logits():
+        for start in range(0, hidden.shape[0], rows):
+            x, y = hidden[start : start + rows], labels[start : start + rows]
+            total = total + checkpoint(part, x, y, use_reentrant=False)
     if items is None:
         return total / (labels != ignore_index).sum().clamp(min=1)
     return total / (items.to(total.device) if isinstance(items, Tensor) else items)

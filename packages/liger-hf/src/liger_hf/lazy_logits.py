@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_hf.errors import LogitsError
-from liger_hf.projection import Step, compute, replay, version_of
+from liger_hf.head_weights import Weights
+from liger_hf.projection import Step, compute, replay
 
 
 class Cell:
@@ -24,22 +25,31 @@ class Cell:
     used     a loss was computed from them, so that nobody has to see the logits themselves
     open     the model's forward still runs
     changed  somebody wrote into the logits
+    weights  those of the head; None if only its hooks know them
+    version  the version counter of the head's input; None in compiled code
     """
 
-    def __init__(self, version: int | None, autocast: tuple[str, torch.dtype] | None) -> None:
+    def __init__(self, hidden: Tensor, weights: Weights | None, autocast: tuple[str, torch.dtype] | None) -> None:
         self.used = False
         self.open = True
         self.changed = False
-        self.version = version
+        self.weights = weights
+        self.version = None if torch.compiler.is_compiling() or hidden.is_inference() else hidden._version
         self.autocast = autocast
 
 
 # Functions that take lazy logits as they are; the module of the losses fills it.
 LOSSES: dict[Any, Any] = {}
+# What sees the gradient of a tensor.
+GRADIENTS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 
 class LazyLogits:
-    """`steps` applied to `head(hidden)`; `materialize()` computes that once."""
+    """`steps` applied to `head(hidden)`; `materialize()` computes that once.
+
+    view      rows of other lazy logits
+    constant  made without gradients, like the tensor that plain logits would be: none flows through them
+    """
 
     def __init__(
         self,
@@ -50,6 +60,7 @@ class LazyLogits:
         cell: Cell,
         steps: tuple[Step, ...] = (),
         view: bool = False,
+        constant: bool = False,
     ) -> None:
         self.hidden = hidden
         self.head = head
@@ -58,35 +69,57 @@ class LazyLogits:
         self.cell = cell
         self.steps = steps
         self.view_of_another = view
+        self.constant = constant
+        # The logits; and their values alone, which are all that a look without gradients needs.
         self.real: Tensor | None = None
+        self.values: Tensor | None = None
 
     def materialize(self) -> Tensor:
-        """The logits themselves."""
-        if self.real is None:
-            still_valid(self)
-            self.real = replay(compute(self.head, self.hidden, self.cell.autocast), self.steps)
+        """The logits themselves; where gradients are off, their values."""
+        found = self.at_hand()
+        if found is not None:
+            return found
+        still_valid(self)
+        if not self.constant and not torch.is_grad_enabled():
+            self.values = self._computed()
+            return self.values
+        self.real, self.values = self._computed(), None
         return self.real
 
-    def _then(self, dtype: torch.dtype, *step: Any) -> Any:
-        return LazyLogits(self.hidden, self.head, self.classes, dtype, self.cell, (*self.steps, step))
+    def at_hand(self) -> Tensor | None:
+        """What `materialize` returns if that needs no computing."""
+        return self.values if self.real is None and not torch.is_grad_enabled() else self.real
+
+    def _computed(self) -> Tensor:
+        if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+            # Tensors made in inference mode could not be used outside it.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._computed()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.constant):
+            return replay(compute(self.head, self.hidden, self.cell.weights, self.cell.autocast), self.steps)
+
+    def _then(self, dtype: torch.dtype, *step: Any, same: bool = False) -> Any:
+        """same: plain logits would be returned as they are."""
+        constant = self.constant or not (same or torch.is_grad_enabled())
+        return LazyLogits(self.hidden, self.head, self.classes, dtype, self.cell, (*self.steps, step), constant=constant)
 
     # -- what a head does between its projection and the loss
 
     def __mul__(self, other: Any) -> Any:
-        if self.real is None and isinstance(other, (int, float)):
+        if self.at_hand() is None and isinstance(other, (int, float)):
             return self._then(self.dtype, "mul", other)
         return self.materialize() * _plain(other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        if self.real is None and isinstance(other, (int, float)):
+        if self.at_hand() is None and isinstance(other, (int, float)):
             return self._then(self.dtype, "div", other)
         return self.materialize() / _plain(other)
 
     def __add__(self, other: Any) -> Any:
         if (
-            self.real is None
+            self.at_hand() is None
             and isinstance(other, Tensor)
             and other.numel() == self.classes == other.shape[-1]
             and other.dim() <= self.ndim
@@ -97,7 +130,7 @@ class LazyLogits:
     __radd__ = __add__
 
     def tanh(self) -> Any:
-        return self._then(self.dtype, "tanh") if self.real is None else self.real.tanh()
+        return self._then(self.dtype, "tanh") if self.at_hand() is None else self.materialize().tanh()
 
     def float(self) -> Any:
         return self.to(torch.float32)
@@ -114,8 +147,8 @@ class LazyLogits:
     def type_as(self, other: Any) -> Any:
         return self.to(other)
 
-    def contiguous(self) -> Any:
-        return self if self.real is None else self.real.contiguous()
+    def contiguous(self, **options: Any) -> Any:
+        return self.materialize().contiguous(**options) if options else self
 
     def to(self, *args: Any, **options: Any) -> Any:
         dtype, device = options.get("dtype"), options.get("device")
@@ -126,18 +159,18 @@ class LazyLogits:
                 dtype, device = value.dtype, value.device
             elif isinstance(value, (str, int, torch.device)) and not isinstance(value, bool):
                 device = value
-        if self.real is not None or options.get("copy") or options.get("memory_format"):
+        if self.at_hand() is not None or options.get("copy") or options.get("memory_format"):
             return self.materialize().to(*map(_plain, args), **options)
         logits = self
         # Moved when they are computed: accelerate brings the outputs of a model on several devices to the first one.
         if device is not None and torch.empty(0, device=device).device != self.device:
             logits = logits._then(logits.dtype, "to", torch.empty(0, device=device).device)
         # A step even where the dtype seems to be this one: a head of another kind may return a dtype of its own.
-        return logits if dtype is None else logits._then(dtype, "to", dtype)
+        return logits if dtype is None else logits._then(dtype, "to", dtype, same=dtype == logits.dtype)
 
     def reshape(self, *sizes: Any) -> Any:
         sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-        if self.real is None and _keeps_classes(sizes, self.shape):
+        if self.at_hand() is None and _keeps_classes(sizes, self.shape):
             return self._rows(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
         return self.materialize().reshape(*sizes)
 
@@ -148,15 +181,16 @@ class LazyLogits:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         last = end_dim % self.ndim
-        if self.real is None and last < self.ndim - 1:
+        if self.at_hand() is None and last < self.ndim - 1:
             return self._rows(self.hidden.flatten(start_dim, last))
         return self.materialize().flatten(start_dim, end_dim)
 
     def _rows(self, hidden: Tensor) -> Any:
-        return LazyLogits(hidden, self.head, self.classes, self.dtype, self.cell, self.steps, view=True)
+        constant = self.constant or not torch.is_grad_enabled()
+        return LazyLogits(hidden, self.head, self.classes, self.dtype, self.cell, self.steps, view=True, constant=constant)
 
     def __getitem__(self, index: Any) -> Any:
-        rows = _rows(index, self.ndim) if self.real is None else None
+        rows = _rows(index, self.ndim) if self.at_hand() is None else None
         if rows is None:
             return self.materialize()[_plain(index)]
         return self._rows(self.hidden[rows])
@@ -210,6 +244,10 @@ class LazyLogits:
             return args[0].tanh()
         if function in LOSSES:
             return LOSSES[function](*args, **(kwargs or {}))
+        if function is torch.autograd.grad:
+            for logits in tree_leaves((args[1:2], kwargs)):
+                if isinstance(logits, cls):
+                    logits._unwatched("torch.autograd.grad")
         return function(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -217,6 +255,8 @@ class LazyLogits:
             raise AttributeError(f"LazyLogits has no attribute {name!r}")
         if name.endswith("_"):
             self._writable(f".{name}()")
+        if name in GRADIENTS:
+            self._unwatched(f".{name}")
         return getattr(self.materialize(), name)
 
     def detach(self) -> Tensor:
@@ -235,6 +275,16 @@ class LazyLogits:
                 "take a copy with logits.clone(), or call the model with keep_logits=True"
             )
         self.cell.changed = True
+        # What is written to has its gradient, also where that is off for the writing.
+        with torch.set_grad_enabled(not self.constant):
+            self.materialize()
+
+    def _unwatched(self, what: str) -> None:
+        if self.cell.used:
+            raise LogitsError(
+                f"logits: {what} would miss the gradient of the loss, since the loss is computed without them, got logits of a step with "
+                "labels; call the model without labels and compute the loss from outputs.logits"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().__reduce_ex__(protocol)
@@ -317,12 +367,12 @@ def still_valid(logits: LazyLogits) -> None:
             "logits: a slice must be used before the logits that it was taken from are written to, they were changed in place; "
             "write to a copy made with logits.clone()"
         )
-    if torch.compiler.is_compiling() or logits.cell.open or logits.cell.version is None:
+    if torch.compiler.is_compiling():
         return
-    now = version_of(logits.head)
-    if now != logits.cell.version:
-        state = "has been sharded" if now is None else "has been updated"
+    if logits.cell.version is not None and logits.cell.version != logits.hidden._version:
         raise LogitsError(
-            f"logits: they must be read before the weight of the output head changes, it {state} since the forward pass; "
-            "read outputs.logits before optimizer.step(), or call the model with keep_logits=True"
+            "logits: they must be read before the hidden states that the output head was called with are changed in place; "
+            "read outputs.logits first, or change a copy of the hidden states"
         )
+    if not (logits.cell.open or logits.cell.weights is None):
+        logits.cell.weights.check(logits.head)

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from liger_hf.head_weights import Weights, gathered
 
 Step = tuple[Any, ...]
 
@@ -51,25 +56,53 @@ def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None, Tensor 
     return (before[0] * after[0]) / (before[1] * after[1]), abs(cap), bias
 
 
-def gathered(head: nn.Module) -> bool:
-    """The head's weights are whole only while its hooks have gathered them (ZeRO-3, a head sharded or offloaded by itself)."""
-    return any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") or p.is_meta for p in head.parameters())
+class Lazy(threading.local):
+    """The head that this thread's forward of a model wants lazy logits from."""
+
+    def __init__(self) -> None:
+        self.head: nn.Module | None = None
 
 
-def compute(head: nn.Module, hidden: Tensor, autocast: tuple[str, torch.dtype] | None) -> Tensor:
-    """The head's own projection, under the autocast that its call saw."""
-    lazy, head.liger_lazy = head.liger_lazy, False  # type: ignore[assignment]
+LAZY = Lazy()
+
+
+class _Forward(nn.Module):
+    """Runs the forward of a head without the hooks on it, which have run."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head.forward(hidden)
+
+
+def compute(head: nn.Module, hidden: Tensor, weights: Weights | None, autocast: tuple[str, torch.dtype] | None) -> Tensor:
+    """The head's own projection, with the weights and under the autocast that its call saw."""
+    if LAZY.head is head:
+        with eager_logits():
+            return compute(head, hidden, weights, autocast)
+    if autocast is None:
+        return _project(head, hidden, weights)
+    with torch.autocast(autocast[0], dtype=autocast[1]):
+        return _project(head, hidden, weights)
+
+
+@contextmanager
+def eager_logits() -> Iterator[None]:
+    """Heads return real logits. Entered outside a checkpoint, since torch.compile lets nothing in one change what is outside."""
+    before, LAZY.head = LAZY.head, None
     try:
-        if autocast is None:
-            return head(hidden) if gathered(head) else head.forward(hidden)
-        with torch.autocast(autocast[0], dtype=autocast[1]):
-            return head(hidden) if gathered(head) else head.forward(hidden)
+        yield
     finally:
-        head.liger_lazy = lazy
+        LAZY.head = before
 
 
-def version_of(head: nn.Module) -> int | None:
-    """The version counters of its plain weights, adapters too, by which a later update is noticed; compiled code carries none."""
-    if torch.compiler.is_compiling() or gathered(head) or not all(isinstance(p, nn.Parameter) for p in head.parameters()):
-        return None
-    return sum(p._version for p in head.parameters())
+def _project(head: nn.Module, hidden: Tensor, weights: Weights | None) -> Tensor:
+    if gathered(head):
+        return head(hidden)
+    if weights is None or torch.compiler.is_compiling() or weights.are_in(head):
+        return head.forward(hidden)
+    # Of a functional_call that is over, or replaced since.
+    given = {f"head.{name}": tensor for name, tensor in weights.tensors.items()}
+    return torch.func.functional_call(_Forward(head), given, (hidden,))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.modules import module as global_hooks
 from torch.overrides import TorchFunctionMode
 
 from liger_core import DeviceError
+
+# What a module computes may depend on how many tokens there are. Besides a few tokens in every dtype, checks run on one, as while
+# generating, and on more than any power of two by which modules tell long inputs from short ones, in float32.
+LENGTHS = (1, 300)
 
 
 def replica(
@@ -93,10 +99,25 @@ class DoublePrecision(TorchFunctionMode):
 
 
 @contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Hooks on all modules of the process see nothing of a check."""
+    names = [name for name, value in vars(global_hooks).items() if name.startswith("_global_") and isinstance(value, dict)]
+    before = {name: getattr(global_hooks, name) for name in names}
+    for name in names:
+        setattr(global_hooks, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(global_hooks, name, value)
+
+
+@contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Gradients are on, autocast is off, tensors are real, and the random state afterwards is that of before."""
+    """Gradients are on, autocast is off, tensors are real, nobody's hooks run, and the random state afterwards is that of before."""
     devices = [] if device.type == "cpu" else [device]
     with (
+        _without_global_hooks(),
         # A model may be made of fake tensors, to plan its memory; what is checked has values.
         unset_fake_temporarily(),
         torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),

@@ -41,6 +41,17 @@ class Case:
     run: Callable[[Callable[..., Any], bool], Results]
 
 
+def of_length(length: int, dtype: torch.dtype, run: Callable[[Callable[..., Any], bool], Results]) -> Case:
+    """A case of one sequence of so many tokens, of whose results some rows are compared, the first and the last among them."""
+    rows = sorted({*range(0, length, max(1, length // 8)), length - 1})
+
+    def few(function: Callable[..., Any], exact: bool) -> Results:
+        results = run(function, exact)
+        return {name: value[:, rows] if value.dim() > 2 and value.shape[1] == length else value for name, value in results.items()}
+
+    return Case(f"{str(dtype).removeprefix('torch.')}, length {length}", dtype, few)
+
+
 @dataclass(frozen=True)
 class Found:
     """A module that a rule knows: what might replace it and how to check that, or why it has to stay."""

@@ -47,10 +47,15 @@ def _allocate_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activati
 
 def _recycle_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool, needs: list[bool]) -> Outputs:
     """Gate and up themselves, where they share no memory: every element is read before its gradient is written there."""
-    shared = up is not None and abs(gate.data_ptr() - up.data_ptr()) < gate.numel() * gate.element_size()
-    if not overwrite or shared or not gate.is_contiguous() or not (up is None or up.is_contiguous()):
+    if not overwrite or (up is not None and _share_memory(gate, up)) or not gate.is_contiguous() or not (up is None or up.is_contiguous()):
         return _allocate_backward(grad_y, gate, up, activation, overwrite, needs)
     return tuple(t.detach() if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors of one size overlap; without addresses, which fake tensors do not have."""
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same and abs(int(a.storage_offset()) - int(b.storage_offset())) < a.numel()
 
 
 def _launch_backward(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn import Parameter
 from triton import knobs
 from triton.runtime import driver
 
@@ -20,6 +21,7 @@ if knobs.runtime.interpret:
     round_to_nearest()
 
 NAMESPACE = "liger_triton"
+PLAIN = frozenset({Tensor, Parameter})
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # Releases of Triton whose launcher `Launcher` knows how to call; 3.6 takes the arguments one by one, the others in a tuple.
 KNOWN_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
@@ -120,10 +122,14 @@ class Launcher:
 
 
 def supported(*tensors: Tensor | None) -> None:
-    """Decline dtypes that the kernels do not compute in."""
+    """Decline dtypes that the kernels do not compute in, and tensors that lie on several devices."""
     for tensor in tensors:
-        if tensor is not None and tensor.dtype not in DTYPES:
+        if tensor is None:
+            continue
+        if tensor.dtype not in DTYPES:
             raise Unsupported(f"the Triton kernels take float32, bfloat16 and float16, got {tensor.dtype}")
+        if type(tensor) not in PLAIN and hasattr(tensor, "full_tensor"):
+            raise Unsupported("the Triton kernels take plain tensors, got a DTensor")
 
 
 def fuses(block: int) -> bool:
@@ -151,10 +157,10 @@ def rows_of(x: Tensor) -> Tensor:
         return x
     if x.stride(-1) == 1 or x.is_contiguous():
         try:
-            return x.view(-1, x.shape[-1])
+            return x.view(x.shape[:-1].numel(), x.shape[-1])
         except RuntimeError:
             pass
-    return x.contiguous().view(-1, x.shape[-1])
+    return x.contiguous().view(x.shape[:-1].numel(), x.shape[-1])
 
 
 def dense_like(x: Tensor) -> Tensor:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from importlib import metadata
 
 import torch
+from packaging.version import Version
 
 from liger_core import Backend, hookimpl
 from liger_core.backend import Implementations
+from liger_core.versions import warn_if_untested
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -24,12 +27,21 @@ def liger_backends() -> list[Backend]:
 def _implementations() -> Implementations:
     from liger_triton.table import TABLE
 
+    warn_if_untested("liger-triton")
     return TABLE
 
 
 def _unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install triton; Linux only)"
-    if INTERPRETED or torch.cuda.is_available():
+    if INTERPRETED:
+        return _interpreter_problem(metadata.version("triton"), metadata.version("numpy"))
+    if torch.cuda.is_available():
         return None
     return "no CUDA GPU; set TRITON_INTERPRET=1 before the start to run the kernels in Triton's slow CPU interpreter"
+
+
+def _interpreter_problem(triton: str, numpy: str) -> str | None:
+    if Version(triton) < Version("3.7") and Version(numpy) >= Version("2.4"):
+        return f"the interpreter of Triton {triton} cannot run loops with numpy {numpy}; pip install 'numpy<2.4', or a newer Triton"
+    return None

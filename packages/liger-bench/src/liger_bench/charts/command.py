@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,9 +14,11 @@ import typer
 from rich.console import Console
 
 from liger_bench.charts.sweeps import FUSED, PLAIN, SIZES, Sweep, others, read, sweeps
+from liger_bench.progress import progress_bar
 from liger_bench.report.records import Record
 from liger_bench.train.row import SETUP
 from liger_bench.train.setup import Setup
+from liger_bench.writable import check_file
 from liger_core.errors import LigerError
 
 if TYPE_CHECKING:
@@ -34,19 +36,23 @@ def report(
     ] = None,
     docs: Annotated[Path | None, typer.Option(help="Also a page in Markdown; its pictures go to images/training beside it.")] = None,
 ) -> None:
-    """Draw the seed's figures from trainings and write one page; every figure in it comes from the results."""
+    """Write one page with charts and tables of throughput and memory; every figure in it comes from the results of liger train."""
     rows, html = read(results), html or results[0] / "report.html"
-    # These bring matplotlib, which the other commands do without.
-    from liger_bench.charts.page import as_html
-    from liger_bench.charts.timelines import read_timelines
-
-    timelines = read_timelines(results)
+    for option, path in (("--html", html), ("--docs", docs)):
+        if path is not None:
+            check_file(f"report: {option}", path)
     command = " ".join(["liger report", *(folder.as_posix() for folder in results)])
-    with tempfile.TemporaryDirectory(prefix="liger-report-") as folder:
+    with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="liger-report-") as folder:
+        task = bar.add_task("loading matplotlib", total=None)
+        # The other commands do without it.
+        from liger_bench.charts.page import as_html
+        from liger_bench.charts.timelines import read_timelines
+
+        timelines = read_timelines(results)
         # The pictures that a page in Markdown names are those that the one file has in it.
         base = Path(folder) if docs is None else docs.parent
-        text, count = _written(rows, timelines, base / IMAGES, base, command)
-        html.parent.mkdir(parents=True, exist_ok=True)
+        place = _Place(base, lambda name: bar.update(task, description=f"drawing {name}"))
+        text, count = _written(rows, timelines, place, command)
         html.write_text(as_html(text, base), encoding="utf-8")
     if docs is not None:
         docs.write_text(text, encoding="utf-8")
@@ -54,25 +60,34 @@ def report(
     Console(highlight=False).print(f"{written}: {len(rows)} trainings, {count} pictures", soft_wrap=True)
 
 
-def _written(rows: list[Record], timelines: list[Record], images: Path, base: Path, command: str) -> tuple[str, int]:
-    """The page in Markdown, whose pictures are drawn into `images` and named from `base`, and how many these are."""
+@dataclass(frozen=True)
+class _Place:
+    """The folder of a page, whose pictures go to IMAGES below it; `tell` gets the name of each picture before it is drawn."""
+
+    folder: Path
+    tell: Callable[[str], object]
+
+    def draw(self, name: str, drawing: Draw) -> Path:
+        """The path of a picture as the page names it."""
+        self.tell(name)
+        path = IMAGES / f"{name}.png"
+        drawing(self.folder / path)
+        return path
+
+
+def _written(rows: list[Record], timelines: list[Record], place: _Place, command: str) -> tuple[str, int]:
+    """The page in Markdown, and how many pictures it has."""
     from liger_bench.charts.page import Pictures, page
     from liger_bench.charts.timelines import pairs, timeline_picture
 
     found, pictures, names = sweeps(rows), Pictures(), list[str]()
-
-    def draw(name: str, drawing: Draw) -> Path:
-        path = images / f"{name}.png"
-        drawing(path)
-        return Path(os.path.relpath(path, base))
-
     for sweep in found:
         names.append(sweep.name)
         # Those that differ in their machine or text only get numbers.
         name = sweep.name if names.count(sweep.name) == 1 else f"{sweep.name}-no-{names.count(sweep.name)}"
-        pictures.sweeps.append([(caption, draw(f"{name}{end}", drawing)) for caption, end, drawing in _pictures_of(sweep)])
+        pictures.sweeps.append([(caption, place.draw(f"{name}{end}", drawing)) for caption, end, drawing in _pictures_of(sweep)])
     for name, group in pairs(timelines).items():
-        pictures.timelines.append((f"Memory over time: {name}", draw(f"timeline-{name}", partial(timeline_picture, group))))
+        pictures.timelines.append((f"Memory over time: {name}", place.draw(f"timeline-{name}", partial(timeline_picture, group))))
     count = sum(len(drawn) for drawn in pictures.sweeps) + len(pictures.timelines)
     return page(rows, found, others(rows, found), timelines, pictures, command), count
 
@@ -98,7 +113,8 @@ def _sizes(row: Record) -> Sizes | None:
     from liger_bench.train.model import config_of
 
     try:
-        config = config_of(Setup(**{name: row[name] for name in SETUP})).get_text_config()
+        # Whatever the row says: to draw a picture, no code of a model is run.
+        config = config_of(replace(Setup(**{name: row[name] for name in SETUP}), trust_remote_code=False)).get_text_config()
         return Sizes(config.hidden_size, config.num_hidden_layers, config.vocab_size)
     except (LigerError, AttributeError):
         return None

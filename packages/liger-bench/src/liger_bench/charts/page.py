@@ -15,18 +15,20 @@ from markdown_it import MarkdownIt
 from liger_bench.charts.statements import statements
 from liger_bench.charts.sweeps import PLAIN, STRATEGY, Sweep, where
 from liger_bench.charts.timelines import title
+from liger_bench.printing import unit_of
 from liger_bench.report import markdown
 from liger_bench.report.records import Record, distinct
 from liger_bench.train.cells import NOT_RUN
-from liger_bench.train.row import SETUP
+from liger_bench.train.row import SETUP, WITHIN_SPREAD, overlapping
 from liger_bench.train.setup import Setup
 
 GIB = 1 << 30
-HEAD = ("tokens/s", "0.2 – 0.8 quantile", "÷ plain", "peak GiB", "÷ plain", "last loss")
+FIGURES = 6
 ABOUT = """
 Every training runs in a process of its own. Tokens per second are those of the median step after the first two, of all ranks; peak memory is the
-most that the allocator gave out at once over the whole training. A cross in a picture is a training that ran out of memory, and `÷ plain` compares
-with Transformers alone at the same size.
+most that the allocator gave out at once over the whole training, on the CPU in the second step. A cross in a picture is a training that ran out of
+memory. `÷ plain` compares with Transformers alone at the same size; `≈` marks a ratio of speeds that the steps do not tell apart, since their 0.2 to
+0.8 quantiles overlap.
 """.strip()
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --line: #d0d0d0; --soft: #f3f3f3; }
@@ -44,8 +46,8 @@ pre, code { background: var(--soft); font-size: 0.9rem; }
 pre { overflow-x: auto; padding: 0.75rem; }
 """.strip()
 
-# How the notes begin of options that were chosen for the user.
-CHOSEN = re.compile(r"--[a-z-]+ \S+ was chosen")
+# How notes begin that name the options which were chosen for the user, in rows of this version and of older ones.
+CHOSEN = re.compile(r"--[a-z-]+ \S+ was chosen|Chosen for ")
 
 
 @dataclass
@@ -104,14 +106,17 @@ def _statements(sweep: Sweep) -> str:
 
 def _figures(sweep: Sweep) -> str:
     plain = sweep.strategy(PLAIN)
+    scale, unit = _unit(sweep.rows)
     lines: list[list[str]] = []
     for value in sweep.values:
         base = sweep.row(plain, value)
         for strategy in sweep.strategies:
             row = sweep.row(strategy, value)
             if row is not None:
-                lines.append([str(value), strategy.label, *_cells(row, base)])
-    parts = [markdown.table((sweep.axis, "strategy", *HEAD), markdown.sparse(lines), right=(0, *range(2, 2 + len(HEAD))))]
+                lines.append([str(value), strategy.label, *_cells(row, base, scale)])
+    parts = [markdown.table((sweep.axis, "strategy", *_head(unit)), markdown.sparse(lines), right=(0, *range(2, 2 + FIGURES)))]
+    if not any(row.get("peak_bytes") for row in sweep.rows):
+        parts.append("Peak memory was not measured.")
     parts.append(_told(sweep, lambda row: [row["reason"]]))
     parts.append(_told(sweep, _notes))
     return "\n\n".join(part for part in parts if part)
@@ -138,7 +143,15 @@ def _notes(row: Record) -> list[str]:
     return [note for note in row.get("notes") or [] if not CHOSEN.match(note)]
 
 
-def _cells(row: Record, plain: Record | None) -> list[str]:
+def _head(unit: str) -> tuple[str, ...]:
+    return ("tokens/s", "0.2 – 0.8 quantile", "÷ plain", f"peak {unit}", "÷ plain", "last loss")
+
+
+def _unit(rows: Sequence[Record]) -> tuple[int, str]:
+    return unit_of(max((row.get("peak_bytes") or 0 for row in rows), default=0) or GIB)
+
+
+def _cells(row: Record, plain: Record | None, scale: int) -> list[str]:
     if row["tokens_per_second"] is None:
         word = (
             "out of memory"
@@ -149,13 +162,13 @@ def _cells(row: Record, plain: Record | None) -> list[str]:
             if row.get("failed")
             else "–"
         )
-        return [word, *["–"] * (len(HEAD) - 1)]
+        return [word, *["–"] * (FIGURES - 1)]
     low, high, losses = row.get("low_tokens_per_second"), row.get("high_tokens_per_second"), row.get("losses")
     return [
         f"{row['tokens_per_second']:,.0f}",
         "–" if low is None or high is None else f"{low:,.0f} – {high:,.0f}",
         _ratio(row, plain, "tokens_per_second"),
-        "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.2f}",
+        "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / scale:.2f}",
         _ratio(row, plain, "peak_bytes"),
         f"{losses[-1]:.4f}" if losses else "–",
     ]
@@ -163,20 +176,24 @@ def _cells(row: Record, plain: Record | None) -> list[str]:
 
 def _ratio(row: Record, plain: Record | None, column: str) -> str:
     base = None if plain is None or plain["out_of_memory"] else plain[column]
-    return f"{row[column] / base:.2f}" if base and row[column] is not None else "–"
+    if plain is None or not base or row[column] is None:
+        return "–"
+    about = WITHIN_SPREAD if column == "tokens_per_second" and row is not plain and overlapping(row, plain) else ""
+    return f"{about}{row[column] / base:.2f}"
 
 
 def _timelines(timelines: Sequence[Record], pictures: Pictures) -> list[str]:
     if not timelines:
         return []
     names = list(timelines[0]["bytes"])
+    scale, unit = unit_of(max(sum(record["peak"].values()) for record in timelines) or GIB)
     lines = []
     for record in timelines:
         peak = record["peak"]
-        lines.append([title(record["setup"]), f"{sum(peak.values()) / GIB:.2f}", *(f"{peak[name] / GIB:.2f}" for name in names)])
+        lines.append([title(record["setup"]), f"{sum(peak.values()) / scale:.2f}", *(f"{peak[name] / scale:.2f}" for name in names)])
     about = (
         "## Memory over time\n\nFrom the events of the allocator: the second and third step, or all up to where memory ran out. Weights, gradients and optimizer "
-        "are told by their addresses, checkpoints are the inputs of checkpointed layers, logits are told by their size. At the peak, in GiB:"
+        f"are told by their addresses, checkpoints are the inputs of checkpointed layers, logits are told by their size. At the peak, in {unit}:"
     )
     return [about, markdown.table(("training", "peak", *names), lines, right=range(1, 2 + len(names))), *_images(pictures.timelines)]
 
@@ -185,12 +202,13 @@ def _others(rest: Sequence[Record], heading: bool) -> list[str]:
     """Trainings that vary no size, each beside the plain one of the same techniques if there is one."""
     if not rest:
         return []
+    scale, unit = _unit(rest)
     lines = []
     for row in rest:
         same = [name for name in (*SETUP, "machine") if name != "liger"]
         plain = next((r for r in rest if r["liger"] == PLAIN and all(r[n] == row[n] for n in same)), None)
-        lines.append([_named(row), row["liger"], *_cells(row, plain)])
-    table = markdown.table(("training", "liger", *HEAD), markdown.sparse(lines), right=range(2, 2 + len(HEAD)))
+        lines.append([_named(row), row["liger"], *_cells(row, plain, scale)])
+    table = markdown.table(("training", "liger", *_head(unit)), markdown.sparse(lines), right=range(2, 2 + FIGURES))
     return [
         f"## {'Other trainings' if heading else 'Trainings'}",
         table,

@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from liger_bench.charts.sweeps import FUSED, PARTLY, PLAIN, Strategy, Sweep
+from liger_bench.printing import unit_of
 from liger_bench.report.records import Record
 
 GIB = 1 << 30
@@ -39,27 +40,31 @@ class Sizes:
 
 def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> None:
     """Throughput and peak memory against the size, a line per strategy with its quantiles; a cross where memory ran out."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
+    shown = [row for row in sweep.rows if any(s.has(row) for s in strategies)]
+    limit, peaks = sweep.first["memory_limit"], [row["peak_bytes"] for row in shown if row.get("peak_bytes")]
+    scale, unit = unit_of(max([limit or 0, *peaks]) or GIB)
+    # Rows from before memory was measured on the CPU have nothing for the second panel.
+    has_memory = bool(limit or peaks or any(row["out_of_memory"] for row in shown))
+    figure, panels = plt.subplots(1, 1 + has_memory, figsize=(5.25 * (1 + has_memory), 4.2), layout="constrained", squeeze=False)
+    left, right = panels[0][0], panels[0][-1]
     figure.suptitle(f"{sweep.title}\n{sweep.setting}", fontsize=10, x=0.01, ha="left")
-    limit = sweep.first["memory_limit"]
-    peaks = [row["peak_bytes"] / GIB for row in sweep.rows if row.get("peak_bytes") and any(s.has(row) for s in strategies)]
     # The crosses stand at the memory that there was, or above all of it that was used.
-    ceiling = limit / GIB if limit else max(peaks, default=1.0) * 1.08
+    ceiling = limit / scale if limit else max(peaks, default=scale) / scale * 1.08
     if limit:
         right.axhline(ceiling, color=INK, linewidth=0.9, linestyle="--")
-        right.annotate(f"{ceiling:g} GiB", (0, ceiling), (2, 3), textcoords="offset points", fontsize=8)
+        right.annotate(f"{ceiling:g} {unit}", (0, ceiling), (2, 3), textcoords="offset points", fontsize=8)
     failing = [s for s in strategies if any(s.has(row) and row["out_of_memory"] for row in sweep.rows)]
     for strategy in strategies:
         style = _style(strategy, sweep.strategies)
         # A little apart, so that crosses at the same place do not hide each other.
         apart = 0.24 * (failing.index(strategy) - (len(failing) - 1) / 2) if strategy in failing else 0.0
         known = [(place, row) for place, value in enumerate(sweep.values) if (row := sweep.row(strategy, value)) is not None]
-        for axes, columns, unit, cross in (
+        for axes, columns, one, cross in (
             (left, ("tokens_per_second", "low_tokens_per_second", "high_tokens_per_second"), 1, 0.0),
-            (right, ("peak_bytes",) * 3, GIB, ceiling),
-        ):
+            (right, ("peak_bytes",) * 3, scale, ceiling),
+        )[: 1 + has_memory]:
             points = [
-                (place, *(_value(row, column, columns[0]) / unit for column in columns)) for place, row in known if _fits(row, columns[0])
+                (place, *(_value(row, column, columns[0]) / one for column in columns)) for place, row in known if _fits(row, columns[0])
             ]
             if points:
                 places, middle, low, high = zip(*points, strict=True)
@@ -71,27 +76,28 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
                 axes.plot(failed, [cross] * len(failed), "x", color=style["color"], clip_on=False, zorder=5, **CROSS)
     for axes, label in (
         (left, "tokens per second"),
-        (right, "peak memory, GiB" if sweep.axis != "ranks" else "peak memory of a rank, GiB"),
-    ):
+        (right, f"peak memory, {unit}" if sweep.axis != "ranks" else f"peak memory of a rank, {unit}"),
+    )[: 1 + has_memory]:
         axes.set_xticks(range(len(sweep.values)), [str(value) for value in sweep.values])
         axes.set_xlim(-0.3, len(sweep.values) - 0.7)
         axes.set_ylim(0, None)
         axes.set_xlabel(f"{sweep.axis} (in even steps)")
         axes.set_ylabel(label)
     left.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    right.set_ylim(0, max(ceiling, *peaks, 0) * 1.07)
+    if has_memory:
+        right.set_ylim(0, max(ceiling, *(peak / scale for peak in peaks), 0) * 1.07)
     handles, labels = right.get_legend_handles_labels()
-    shown = list(labels)
+    named = list(labels)
     # A strategy for which memory never sufficed has a cross only.
     for strategy in strategies:
-        if strategy.label not in shown:
+        if strategy.label not in named:
             handles.append(plt.Line2D([], [], linewidth=1.8, markersize=5, **_style(strategy, sweep.strategies)))
             labels.append(strategy.label)
     if failing:
         handles.append(plt.Line2D([], [], color=INK, marker="x", linestyle="", **CROSS))
         labels.append("out of memory")
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    _finish(figure, (left, right), path)
+    _finish(figure, panels[0], path)
 
 
 def estimate_picture(sweep: Sweep, sizes: Sizes, path: Path) -> None:
@@ -101,8 +107,11 @@ def estimate_picture(sweep: Sweep, sizes: Sizes, path: Path) -> None:
     rows = [next(row for row in sweep.rows if row[sweep.axis] == value) for value in sweep.values]
     places = range(len(rows))
     estimated = [estimate(row, sizes) for row in rows]
-    axes.plot(places, [logits / GIB for _, logits in estimated], color=LOGITS, linewidth=1.8, label="logits, three in float32 (estimated)")
-    axes.plot(places, [held / GIB for held, _ in estimated], color=CHECKPOINTS, linewidth=1.8, label="checkpoints (estimated)")
+    scale, unit = unit_of(max(logits for _, logits in estimated))
+    axes.plot(
+        places, [logits / scale for _, logits in estimated], color=LOGITS, linewidth=1.8, label="logits, three in float32 (estimated)"
+    )
+    axes.plot(places, [held / scale for held, _ in estimated], color=CHECKPOINTS, linewidth=1.8, label="checkpoints (estimated)")
     for strategy in (sweep.strategy(PLAIN), sweep.strategy(FUSED)):
         if strategy is None:
             continue
@@ -110,7 +119,7 @@ def estimate_picture(sweep: Sweep, sizes: Sizes, path: Path) -> None:
         for place, value in enumerate(sweep.values):
             row = sweep.row(strategy, value)
             if row and _fits(row, "peak_bytes") and row.get("static_bytes") is not None:
-                points.append((place, (row["peak_bytes"] - row["static_bytes"]) / GIB))
+                points.append((place, (row["peak_bytes"] - row["static_bytes"]) / scale))
         if points:
             style = _style(strategy, sweep.strategies) | {"linestyle": ""}
             axes.plot(*zip(*points, strict=True), markersize=6, label=f"{strategy.label}: peak beyond static memory (measured)", **style)
@@ -118,7 +127,7 @@ def estimate_picture(sweep: Sweep, sizes: Sizes, path: Path) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xticks(places, [str(value) for value in sweep.values])
     axes.set_xlabel(f"{sweep.axis} (in even steps)")
-    axes.set_ylabel("GiB")
+    axes.set_ylabel(unit)
     axes.legend(fontsize=8, frameon=False)
     _finish(figure, (axes,), path)
 

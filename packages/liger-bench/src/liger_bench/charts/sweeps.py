@@ -21,7 +21,7 @@ AXES = (*SIZES, "ranks")
 # What tells the lines of a picture apart; all other columns are the same in it.
 STRATEGY = ("liger", "checkpoint")
 # A training with another of these takes as long and as much memory.
-FREE = ("steps", "learning_rate", "seed", "nvme_folder")
+FREE = ("steps", "learning_rate", "seed", "nvme_folder", "trust_remote_code", "random_weights")
 DEFAULTS = {field.name: field.default for field in fields(Setup)}
 PLAIN, FUSED, PARTLY = "none", "all", "all-but-loss"
 WORDS = {PLAIN: "Transformers", PARTLY: "Liger but for the loss", FUSED: "Liger"}
@@ -116,7 +116,7 @@ def read(folders: Sequence[Path]) -> list[Record]:
     kept: dict[tuple[Any, ...], Record] = {}
     for folder in folders:
         for row in read_json(folder / ROWS):
-            complete = dict.fromkeys(SETUP) | {"tokens_per_second": None, "reason": ""} | row
+            complete = DEFAULTS | {"tokens_per_second": None, "reason": ""} | row
             kept[(*(complete[name] for name in SETUP if name not in FREE), _card(complete))] = complete
     if not kept:
         looked = ", ".join(str(folder) for folder in folders)

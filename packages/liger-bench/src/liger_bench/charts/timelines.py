@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from liger_bench.charts.sweeps import WORDS
+from liger_bench.printing import unit_of
 from liger_bench.report.records import Record
 from liger_bench.train.row import SETUP
 from liger_bench.train.timeline import CATEGORIES
@@ -22,7 +23,6 @@ from liger_core.errors import OptionError
 
 FOLDER = "snapshots"
 COLOURS = dict(zip(CATEGORIES, ("#4b5563", "#56b4e9", "#0072b2", "#009e73", "#cc79a7", "#e5c07b"), strict=True))
-GIB, MIB = 1 << 30, 1 << 20
 
 
 def read_timelines(folders: Sequence[Path]) -> list[Record]:
@@ -58,7 +58,7 @@ def pairs(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 def timeline_picture(records: Sequence[Record], path: Path) -> None:
     """A panel per training, all with the same heights; dotted where a step begins, a cross where memory ran out."""
-    unit, name = (GIB, "GiB") if max(max(_totals(r), default=0) for r in records) >= GIB else (MIB, "MiB")
+    unit, name = unit_of(max(max(_totals(r), default=0) for r in records) or 1 << 20)
     figure, panels = plt.subplots(
         1, len(records), figsize=(5.4 * len(records) + 0.6, 4.2), sharey=True, layout="constrained", squeeze=False
     )

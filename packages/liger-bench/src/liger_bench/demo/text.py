@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from liger_bench.demo.settings import VOCABULARY
 from liger_core.errors import OptionError
+from liger_hf.presets import VOCABULARY
 
 # Tests and installed packages are no part of the library proper; the other two are tables rather than text.
 SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"})
@@ -43,13 +44,15 @@ def library_text(batch: int, sequence: int, limit: int = 4_000_000) -> Text:
     return Text(sequences, ids.numel(), sum(map(len, sources)), len(sources), tokenizer.get_vocab_size())
 
 
-def trained_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
-    """A tokenizer of pairs of bytes, trained on these texts: the same for the same texts, whatever they hold."""
+def trained_tokenizer(texts: list[str], vocabulary: int, special: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level BPE tokenizer, trained on these texts: the same for the same texts, whatever they hold; special tokens come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, min_frequency=2, show_progress=False, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, min_frequency=2, show_progress=False, initial_alphabet=alphabet, special_tokens=list(special)
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from liger_bench.ending import end
 from liger_bench.model.job import Job
 
 # Of PyTorch's allocators, CUDA, and cuBLAS, which takes its workspace past them.
@@ -106,6 +107,7 @@ def _work(job: Any, connection: Connection, log: Path, answer: Callable[[Any, Co
     os.dup2(file, 1)
     os.dup2(file, 2)
     connection.send(answer(job, connection))
+    end()
 
 
 def _answer(job: Job, connection: Connection) -> Answer:

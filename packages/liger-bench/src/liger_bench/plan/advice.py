@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each technique would save, the shortest way down the seed report's checklist that fits, and the largest batch that does."""
+"""What each technique would save, the first setup down the seed report's checklist that fits, and the largest batch that does."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from liger_bench.train.combinations import ZERO
 from liger_bench.train.setup import Setup
 from liger_bench.train.technique import Technique
 from liger_bench.train.techniques import LIST, NUMBER, TECHNIQUES
+from liger_core.errors import OptionError
 
 Predict = Callable[[Setup], Prediction]
 # What depends on the memory that there is, on the user, or on the machine, and not on the plan.
@@ -65,15 +66,27 @@ MANY_RANKS = ("ZeRO stage 2", "ZeRO stage 3")
 
 
 def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternative]:
-    """Every technique that the setup does not use, alone in the place of what it uses."""
+    """Every technique that the setup does not use and its device allows, alone in the place of what it uses."""
     for option, values in TECHNIQUES.items():
         for value, technique in values.items():
             if value in NO_ALTERNATIVE or value == getattr(setup, option) or (option == "shard" and setup.ranks == 1 and value != "none"):
                 continue
+            if setup.device not in technique.devices or _stays_where_it_is(setup, option, value):
+                continue
             change: dict[str, Any] = {option: value}
             changed = replace(setup, **change)
-            problem = problem_of(changed)
-            yield Alternative(technique, None if problem else foresee(changed), problem)
+            yield _alternative(technique, changed, foresee)
+
+
+def _alternative(technique: Technique, changed: Setup, foresee: Predict) -> Alternative:
+    problem = problem_of(changed)
+    if problem:
+        return Alternative(technique, None, problem)
+    try:
+        return Alternative(technique, foresee(changed))
+    except OptionError as error:
+        # Only the model shows that a library is missing.
+        return Alternative(technique, None, str(error).removeprefix("plan: "))
 
 
 def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[Item]:
@@ -84,18 +97,26 @@ def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[
     for title, changes in CHECKLIST:
         if prediction.fits(limit):
             return
+        if any(_stays_where_it_is(setup, option, value) for option, value in changes.items()):
+            continue
         if title in MANY_RANKS and setup.ranks == 1:
-            yield Item(title, changes, None, "there is one GPU")
+            if setup.device != "cpu":
+                yield Item(title, changes, None, "there is only one GPU")
             continue
         # DeepSpeed's stages also offload for one GPU.
         more = {"shard": "zero2"} if changes == {"offload": "optimizer"} and now.shard not in ZERO else {}
         changed = replace(now, **(changes | more))
         problem = problem_of(changed)
         if problem:
-            yield Item(title, changes, None, problem)
+            yield Item(title, changes, None, f"after the items before it, {problem}")
             continue
         now, prediction = changed, foresee(changed)
         yield Item(title, changes | more, prediction)
+
+
+def _stays_where_it_is(setup: Setup, option: str, value: str) -> bool:
+    """What would go to the host is there already, in a training on the CPU."""
+    return setup.device == "cpu" and (option == "offload" or value.startswith("paged"))
 
 
 def largest_batch(setup: Setup, limit: int, foresee: Predict = predict) -> int:

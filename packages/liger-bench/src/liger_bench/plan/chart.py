@@ -17,6 +17,7 @@ from rich.text import Text
 
 from liger_bench.plan.ledger import ACTIVATIONS, CATEGORIES, CHECKPOINTS, GRADIENTS, LOGITS, OPTIMIZER, OTHER, WEIGHTS
 from liger_bench.plan.step import Prediction
+from liger_bench.printing import size, unit_of
 
 # Told apart with any kind of colour vision (Okabe and Ito 2008).
 COLOURS = {
@@ -28,8 +29,7 @@ COLOURS = {
     LOGITS: "#d55e00",
     OTHER: "#999999",
 }
-WIDTH = 60
-GiB = 1 << 30
+WIDTH = 48
 
 # A name and what is predicted for it.
 Bar = tuple[str, Prediction]
@@ -40,7 +40,7 @@ def print_bars(console: Console, bars: Sequence[Bar], limit: int | None) -> None
     most = max([prediction.peak_bytes for _, prediction in bars] + ([limit] if limit else []))
     table = Table.grid(padding=(0, 1))
     for name, prediction in bars:
-        table.add_row(name, _line(prediction, most, limit), f"{prediction.peak_bytes / GiB:.2f} GiB{_verdict(prediction, limit)}")
+        table.add_row(name, _line(prediction, most, limit), f"{size(prediction.peak_bytes)}{_verdict(prediction, limit)}")
     console.print(table)
     used = [category for category in CATEGORIES if any(prediction.held.get(category) for _, prediction in bars)]
     console.print(Text("  ").join([Text("█ ", COLOURS[c]) + Text(c, "default") for c in used]))
@@ -50,21 +50,22 @@ def picture(bars: Sequence[Bar], limit: int | None, path: Path, title: str) -> N
     """The same bars as a PNG."""
     figure, axes = plt.subplots(figsize=(9, 1.4 + 0.45 * len(bars)), layout="constrained")
     names = [name for name, _ in bars]
+    scale, unit = unit_of(max(limit or 0, *(prediction.peak_bytes for _, prediction in bars)))
     left = [0.0] * len(bars)
     for category in CATEGORIES:
-        sizes = [prediction.held.get(category, 0) / GiB for _, prediction in bars]
+        sizes = [prediction.held.get(category, 0) / scale for _, prediction in bars]
         if any(sizes):
             axes.barh(names, sizes, left=left, color=COLOURS[category], label=category, height=0.7)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
     for place, total in enumerate(left):
         axes.text(total, place, f" {total:.1f}", va="center", fontsize=9)
     if limit:
-        axes.axvline(limit / GiB, color="black", linestyle="--", linewidth=1)
-        axes.text(limit / GiB, -0.75, f"{limit / GiB:g} GiB", ha="center", fontsize=9)
+        axes.axvline(limit / scale, color="black", linestyle="--", linewidth=1)
+        axes.text(limit / scale, -0.75, f"{limit / scale:g} {unit}", ha="center", fontsize=9)
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("GiB at the peak, predicted")
+    axes.set_xlabel(f"{unit} at the peak, predicted")
     axes.set_title(title, fontsize=10, loc="left", pad=18)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,10 +13,12 @@ import typer
 
 from liger_bench.memory import bytes_of
 from liger_bench.progress import progress_bar
-from liger_bench.train.setup import DEFAULTS, Setup
+from liger_bench.train.setup import DEFAULTS, Setup, check_values
 from liger_bench.train.shapes import SHAPES
 from liger_bench.train.techniques import TECHNIQUES, chosen
+from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
+from liger_hf.presets import preset_name
 
 
 def _values(option: str) -> str:
@@ -37,6 +39,9 @@ def plan(
     offload: Annotated[str, typer.Option(help=f"{_values('offload')}.")] = "none",
     adapter: Annotated[str, typer.Option(help=f"{_values('adapter')}.")] = "none",
     device: Annotated[str, typer.Option(help="cuda or cpu; it need not be there.")] = "cuda",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model. Read it first.")
+    ] = False,
     memory_limit: Annotated[
         str | None, typer.Option(help="The memory to fit in, for instance 24GiB; that of the GPU, if one is here.")
     ] = None,
@@ -50,19 +55,19 @@ def plan(
 ) -> None:
     """Predict the memory of a training before anything of it is allocated: by category, and what would make it fit.
 
-    The model is made of fake tensors and takes a step; options are those of `liger train`. Exit code 1 if it does not fit, or if a comparison
-    finds a prediction that is more than 10 % off or wrong about fitting.
+    The model is made of fake tensors and takes a step; options are those of `liger train`. Exit code 1 if this setup does not fit, even if
+    another one that does is found, or if a comparison finds a prediction that is more than 10 % off or wrong about fitting.
     """
     if (model is None) == (not compare):
         raise OptionError("plan: --model or --compare must be given, one of the two")
     if device not in ("cuda", "cpu"):
         raise OptionError(f"plan: --device must be cuda or cpu, got {device!r}")
     if compare:
-        _compare(compare, out, as_json)
+        _compare(compare, out, as_json, trust_remote_code)
         return
     limit = _limit(memory_limit, device)
     setup = Setup(
-        model=model or "",
+        model=preset_name(model or ""),
         batch=batch,
         sequence=sequence,
         liger=liger,
@@ -75,26 +80,30 @@ def plan(
         accumulation=accumulation,
         ranks=ranks,
         device=device,
-        memory_limit=limit,
+        # What `liger train` could be given: it acts as a smaller GPU, and a whole one needs no limit.
+        memory_limit=limit if memory_limit is not None and device == "cuda" else None,
+        trust_remote_code=trust_remote_code,
     )
+    check_values(setup, "plan")
     chosen(setup)
+    if out is not None:
+        check_folder("plan: --out", out)
     _plan(setup, limit, techniques, out, as_json)
 
 
 def _plan(setup: Setup, limit: int | None, techniques: bool, out: Path | None, as_json: bool) -> None:
-    from liger_bench.plan.advice import problem_of
-    from liger_bench.plan.chart import picture
-    from liger_bench.plan.planning import planned
-    from liger_bench.plan.tables import print_plan
-
-    problem = problem_of(setup)
-    if problem:
-        raise OptionError(f"plan: {problem}")
     with progress_bar() as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task("loading Transformers", total=None)
+        from liger_bench.plan.advice import problem_of
+        from liger_bench.plan.chart import picture
+        from liger_bench.plan.planning import planned
+        from liger_bench.plan.tables import print_plan
+
+        problem = problem_of(setup)
+        if problem:
+            raise OptionError(f"plan: {problem}")
         found = planned(setup, limit, techniques, lambda doing: bar.update(task, description=doing))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "plan.json").write_text(json.dumps(found.columns(), indent=1) + "\n")
         picture(found.bars, limit, out / "plan.png", f"{setup.model}, {setup.batch} × {setup.sequence} tokens")
     print(json.dumps(found.columns())) if as_json else print_plan(found)
@@ -110,19 +119,20 @@ def _limit(given: str | None, device: str) -> int | None:
     return None
 
 
-def _compare(results: list[Path], out: Path | None, as_json: bool) -> None:
+def _compare(results: list[Path], out: Path | None, as_json: bool, trust_remote_code: bool) -> None:
     from liger_bench.plan.comparison import compared, rows_in
     from liger_bench.plan.tables import compared_page, print_compared, worst
 
     rows = [row for path in results for row in rows_in(path)]
+    if out is not None:
+        check_folder("plan: --out", out)
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=len(rows))
         found = []
-        for one in compared(rows):
+        for one in compared(rows, trust_remote_code=trust_remote_code):
             found.append(one)
             bar.advance(task)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         command = shlex.join(["liger", "plan", *(word for path in results for word in ("--compare", str(path))), "--out", str(out)])
         (out / "plan-compared.md").write_text(compared_page(found, command))
     if as_json:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from liger_bench.plan.step import forward_and_backward, predict
 from liger_bench.results import read_json
 from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
+from liger_hf.presets import preset_name
 
 RESULTS = "train.json"
-# Names of `liger bench model`, and what they are to `liger train`; what it compiles, and peers, are not predicted.
-MODELS = {"1b": "llama-3.2-1b", "8b": "llama-3-8b"}
+# What `liger bench model` compiles, and peers, are not predicted.
 LIGER = {"hf": "none", "liger": "all"}
 # Errors of a prediction beyond which a comparison has failed.
 ALLOWED = 0.1
@@ -71,10 +71,11 @@ def rows_in(results: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def compared(rows: Sequence[dict[str, Any]], foresee: Predict = predict) -> Iterator[Compared]:
-    """Each row beside its prediction."""
+def compared(rows: Sequence[dict[str, Any]], foresee: Predict = predict, *, trust_remote_code: bool = False) -> Iterator[Compared]:
+    """Each row beside its prediction. Whether code of a model may run is not for the row alone to say."""
     for row in rows:
         setup = _benchmarked(row) if "implementation" in row else _trained(row)
+        setup = replace(setup, trust_remote_code=setup.trust_remote_code and trust_remote_code)
         predicted = forward_and_backward(setup) if "implementation" in row else foresee(setup).peak_bytes
         fitted = not row["out_of_memory"]
         # Unless it was a cap, how much there was is not in a row.
@@ -91,7 +92,7 @@ def _benchmarked(row: dict[str, Any]) -> Setup:
     """`liger bench model` checkpoints every layer, and its weights are in the dtype that it computes in."""
     precision = "fp32" if row["dtype"] == "float32" else "bf16-pure"
     return Setup(
-        MODELS.get(row["model"], row["model"]),
+        preset_name(row["model"]),
         row["batch"],
         row["sequence"],
         liger=LIGER[row["implementation"]],

@@ -26,15 +26,15 @@ class Plan:
 
     @property
     def bars(self) -> list[tuple[str, Prediction]]:
-        """The setup, and each step down the checklist."""
+        """The setup, and each step down the checklist if it does not fit."""
         items = [(item.title, item.prediction) for item in self.checklist if item.prediction is not None]
         return [("this setup", self.prediction), *items]
 
     @property
     def command(self) -> str | None:
-        """The command line of the first item of the checklist that fits."""
-        taken = [item.prediction for item in self.checklist if item.prediction is not None]
-        return taken[-1].setup.command() if taken and self.limit is not None and taken[-1].fits(self.limit) else None
+        """The command line of the setup if it fits, else of the first item of the checklist that does."""
+        taken = [item.prediction for item in self.checklist if item.prediction is not None] or [self.prediction]
+        return taken[-1].setup.command() if self.limit is not None and taken[-1].fits(self.limit) else None
 
     def columns(self) -> dict[str, Any]:
         return {
@@ -72,6 +72,6 @@ def planned(setup: Setup, limit: int | None, techniques: bool, tell: Callable[[s
 
     prediction = foresee(setup)
     rest = list(alternatives(setup, foresee)) if techniques else []
-    items = list(checklist(setup, limit, foresee)) if limit is not None else []
+    items = list(checklist(setup, limit, foresee)) if limit is not None and not prediction.fits(limit) else []
     largest = largest_batch(setup, limit, foresee) if limit is not None else None
     return Plan(prediction, formulas(setup, prediction.parameters), rest, items, largest, limit)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from liger_bench.plan import devices
+from liger_bench.plan.adapters import adapted
 from liger_bench.plan.ledger import ACTIVATIONS, CATEGORIES, CHECKPOINTS, GRADIENTS, LOGITS, OPTIMIZER, OTHER, WEIGHTS, Ledger, Moment
 from liger_bench.plan.optimizers import OPTIMIZERS, Weight, weights_of
 from liger_bench.plan.sharding import Sharding, held_in_four_bits, in_four_bits, optimizer_memory, sharding_of
@@ -134,7 +135,8 @@ def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
         # What computes is gathered in this precision.
         simple = replace(simple, precision="bf16-pure")
     simple = replace(simple, checkpoint="full" if setup.checkpoint in ("offload", "auto") else setup.checkpoint)
-    with mode, mock.patch.object(torch.utils, "swap_tensors", _swap), mock.patch.object(train_model, "_loaded", _from_config):
+    instead = mock.patch.multiple(train_model, _loaded=_from_config, _adapted=adapted)
+    with mode, mock.patch.object(torch.utils, "swap_tensors", _swap), instead:
         built = build(simple, CPU)
         if setup.adapter == "qlora":
             _prepare_for_four_bits(built.model)
@@ -144,7 +146,7 @@ def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
 def _from_config(setup: Setup, device: torch.device) -> Any:
     """A plan reads no weights."""
     with device:
-        return AutoModelForCausalLM.from_config(config_of(setup), dtype=weights_dtype(setup))
+        return AutoModelForCausalLM.from_config(config_of(setup), dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code)
 
 
 def _swap(old: Tensor, new: Tensor) -> None:

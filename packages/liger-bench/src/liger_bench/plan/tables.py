@@ -6,69 +6,77 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
-from liger_bench.plan.chart import GiB, print_bars
+from liger_bench.plan.chart import print_bars
 from liger_bench.plan.comparison import ALLOWED, Compared
 from liger_bench.plan.planning import Plan
-from liger_bench.printing import wide_console
+from liger_bench.printing import amount, size, unit_of
 from liger_bench.report import markdown
+from liger_core.tables import Column, output, print_table
 
 
 def print_plan(found: Plan) -> None:
-    console, prediction = wide_console(), found.prediction
+    console, prediction = output(), found.prediction
     setup = prediction.setup
-    console.print(f"{setup.model}: {prediction.parameters:,} parameters, {prediction.trainable_parameters:,} of them trained")
+    trained = (
+        f", {amount(prediction.trainable_parameters)} of them trained" if prediction.trainable_parameters < prediction.parameters else ""
+    )
+    console.print(f"{setup.model}: {amount(prediction.parameters)} parameters{trained}", markup=False)
     print_bars(console, found.bars, found.limit)
-    console.print(f"The peak is in the {prediction.doing}; {prediction.static_bytes / GiB:.2f} GiB are held between two steps.\n")
+    console.print(f"The peak is in the {prediction.doing}; {size(prediction.static_bytes)} are held between two steps.\n")
     _print_held(console, found)
     if found.alternatives:
         _print_alternatives(console, found)
     for item in found.checklist:
         if item.problem:
-            console.print(f"{item.title}: passed over, {item.problem}", markup=False)
+            console.print(f"{item.title}: skipped, since {item.problem}", markup=False)
     for note in prediction.notes:
         console.print(note, markup=False)
     if found.limit is None:
-        console.print("Whether it fits is told with --memory-limit, for instance --memory-limit 24GiB.")
+        console.print("Give a limit to see whether it fits, for instance --memory-limit 24GiB.")
         return
-    size = f"{found.limit / GiB:g} GiB"
-    most = (
-        f"{found.largest_batch} × {setup.sequence} tokens is the largest batch of this setup"
-        if found.largest_batch
-        else "no batch of this setup"
-    )
-    console.print(f"{most} that fits in {size}.")
-    if found.command:
-        console.print(f"The shortest way down the checklist that fits {setup.batch} × {setup.sequence}:\n  {found.command}", soft_wrap=True)
+    limit, batch = size(found.limit), f"{setup.batch} × {setup.sequence} tokens"
+    if found.largest_batch:
+        console.print(f"{found.largest_batch} × {setup.sequence} tokens is the largest batch of this setup that fits in {limit}.")
     else:
-        console.print(f"Nothing on the checklist makes {setup.batch} × {setup.sequence} fit in {size}; make the batch smaller.")
+        console.print(f"No batch of this setup fits in {limit}.")
+    if prediction.fits(found.limit):
+        console.print(f"{batch} fit:\n  {found.command}", soft_wrap=True, markup=False)
+    elif found.command:
+        console.print(
+            f"{batch} do not fit. The first setup that does, adding one technique at a time:\n  {found.command}",
+            soft_wrap=True,
+            markup=False,
+        )
+    else:
+        console.print(f"{batch} do not fit with any of these techniques; make the batch smaller.")
 
 
 def _print_held(console: Console, found: Plan) -> None:
-    table = Table("category", "GiB", "", "the report's formula", "", "GiB")
-    table.columns[1].justify = table.columns[5].justify = "right"
-    held = [(name, size) for name, size in found.prediction.held.items() if size]
-    for index in range(max(len(held), len(found.formulas))):
-        left = (held[index][0], f"{held[index][1] / GiB:.2f}") if index < len(held) else ("", "")
-        formula = found.formulas[index] if index < len(found.formulas) else None
-        right = (formula.name, f"{formula.words} = {formula.numbers}", f"{formula.size / GiB:.2f}") if formula else ("", "", "")
-        table.add_row(*left, "", right[0], right[1], right[2])
-    console.print(table)
+    held = {name: count for name, count in found.prediction.held.items() if count}
+    scale, unit = unit_of(max([*held.values(), *(formula.size for formula in found.formulas)]))
+    print_table(console, [Column("category"), Column(unit, number=True)], [[name, f"{count / scale:.2f}"] for name, count in held.items()])
+    lines = [[each.name, f"{each.words} = {each.numbers}", f"{each.size / scale:.2f}"] for each in found.formulas]
+    print_table(console, [Column("rule of thumb"), Column("formula", prose=True), Column(unit, number=True)], lines)
 
 
 def _print_alternatives(console: Console, found: Plan) -> None:
-    table = Table("instead", "peak GiB", "saves GiB", "costs")
-    table.columns[1].justify = table.columns[2].justify = "right"
-    for other in sorted(found.alternatives, key=lambda other: -other.saves(found.prediction)):
-        name = f"--{other.technique.option} {other.technique.value}"
-        if other.prediction is not None:
-            table.add_row(
-                name, f"{other.prediction.peak_bytes / GiB:.2f}", f"{other.saves(found.prediction) / GiB:+.2f}", other.technique.costs
-            )
-    console.print(table)
+    shown = sorted((other for other in found.alternatives if other.prediction), key=lambda other: -other.saves(found.prediction))
+    scale, unit = unit_of(found.prediction.peak_bytes)
+    lines = [
+        [
+            f"--{other.technique.option} {other.technique.value}",
+            f"{other.prediction.peak_bytes / scale:.2f}" if other.prediction else "",
+            f"{other.saves(found.prediction) / scale:+.2f}",
+            other.technique.costs,
+        ]
+        for other in shown
+    ]
+    columns = [Column("instead"), Column(f"peak {unit}", number=True), Column(f"saves {unit}", number=True), Column("costs", prose=True)]
+    print_table(console, columns, lines)
 
 
+GiB = 1 << 30
 HEAD = ("setup", "predicted GiB", "measured GiB", "error", "reserved GiB", "fits: predicted", "measured", "")
 
 
@@ -79,11 +87,10 @@ def compared_page(found: Sequence[Compared], command: str) -> str:
 
 
 def print_compared(found: Sequence[Compared]) -> None:
-    table = Table(*HEAD)
-    for one in found:
-        table.add_row(*cells_of(one))
-    console = wide_console()
-    console.print(table)
+    console = output()
+    columns = [Column("setup", prose=True), *(Column(name, number=True) for name in ("predicted GiB", "measured GiB", "error")), Column("")]
+    lines = [[cells[0], *cells[1:4], cells[-1]] for cells in map(cells_of, found)]
+    print_table(console, columns, lines)
     console.print(_summary(found))
 
 

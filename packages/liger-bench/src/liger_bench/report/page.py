@@ -183,7 +183,7 @@ def _repeat(records: Records, command: str) -> str:
     if records.models:
         lines.append("liger bench model --out RESULTS")
         limits = sorted({row["memory_limit_bytes"] for row in records.models if row["memory_limit_bytes"]})
-        lines += [f"liger bench model --model 1b --memory-limit {limit / 2**30:g}GiB --out RESULTS" for limit in limits]
+        lines += [f"liger bench model --model llama-3.2-1b --memory-limit {limit / 2**30:g}GiB --out RESULTS" for limit in limits]
     lines.append("liger bench report RESULTS")
     commands = "\n".join(f"    {line}" for line in lines)
     return f"## Repeat\n\n{commands}\n\nRatios within a run can be compared, times of different runs cannot. This page is what `{command}` writes."

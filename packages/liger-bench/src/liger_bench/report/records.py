@@ -11,6 +11,7 @@ from typing import Any
 
 from liger_bench.results import read_json
 from liger_core.errors import OptionError
+from liger_hf.presets import preset_name
 
 Record = dict[str, Any]
 OPS, MODELS = "results.json", "model.json"
@@ -48,8 +49,8 @@ def read(folder: Path) -> Records:
 
 
 def with_derived(models: list[Record]) -> list[Record]:
-    """Rows of models with the columns that follow from others: the shape, and whether it fits into the memory."""
-    return [row | {"shape": f"{row['batch']}x{row['sequence']}", "fits": _fits(row)} for row in models]
+    """Rows of models with the columns that follow from others: the shape, and whether it fits into the memory; old names are today's."""
+    return [row | {"model": preset_name(row["model"]), "shape": f"{row['batch']}x{row['sequence']}", "fits": _fits(row)} for row in models]
 
 
 def _fits(row: Record) -> int | None:

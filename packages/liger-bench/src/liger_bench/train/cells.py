@@ -17,7 +17,7 @@ STRATEGIES = ("none", "all-but-loss", "all")
 # What a reason begins with if a training was left out.
 NOT_RUN = "not run"
 # Option → type, of all that can vary.
-SWEPT = {field.name: str(field.type) for field in fields(Setup) if field.name not in ("liger", "device")}
+SWEPT = {field.name: str(field.type) for field in fields(Setup) if field.name not in ("liger", "device") and field.type != "bool"}
 
 
 def swept(options: Sequence[str]) -> dict[str, list[Any]]:
@@ -40,8 +40,14 @@ def swept(options: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def strategies_of(words: str) -> list[str]:
-    """The values of `liger` in words like "none,all-but-loss,all"; several ops of one strategy are joined by a plus."""
-    return list(dict.fromkeys(word.strip().replace("+", ",") for word in words.split(",") if word.strip()))
+    """The values of `liger` in words like "none,all-but-loss,all"; several ops of one strategy are joined by a plus.
+
+    Raises OptionError if there are none.
+    """
+    found = list(dict.fromkeys(word.strip().replace("+", ",") for word in words.split(",") if word.strip()))
+    if not found:
+        raise OptionError(f"train: --strategies must name values of --liger, like none,all, got {words!r}")
+    return found
 
 
 def cells(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequence[str]) -> list[Setup]:

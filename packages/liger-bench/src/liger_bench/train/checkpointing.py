@@ -36,6 +36,14 @@ class Keeps(IntEnum):
     ALL = 2
 
 
+def checkpoint_layers(model: Any, **options: Any) -> None:
+    """Make Transformers checkpoint every layer, with these options of its own."""
+    # The name since Transformers 5.23, which warns about the one before.
+    start = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    # Non-reentrant: inputs need no gradient, as below adapters, and layers may differ.
+    start({"use_reentrant": False}, **options)
+
+
 def enable(model: Any, how: str) -> None:
     """Make the model recompute as a setup's `checkpoint` says; "auto" begins like "full".
 
@@ -43,8 +51,7 @@ def enable(model: Any, how: str) -> None:
     """
     if how == "none":
         return
-    # Non-reentrant: inputs need no gradient, as below adapters, and layers may differ.
-    model.gradient_checkpointing_enable({"use_reentrant": False}, **({"offload": True} if how == "offload" else {}))
+    checkpoint_layers(model, **({"offload": True} if how == "offload" else {}))
     if how.isdecimal():
         every, count = layers(model), int(how)
         if count > len(every):

@@ -12,22 +12,24 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from liger_bench import machine
 from liger_bench.measurements import Files
 from liger_bench.memory import bytes_of
-from liger_bench.printing import wide_console
+from liger_bench.printing import amount, size
 from liger_bench.progress import progress_bar
-from liger_bench.train import ranks
+from liger_bench.train import ranks, saved, techniques
+from liger_bench.train.data import check_source
 from liger_bench.train.places import Extras, check, observers
-from liger_bench.train.row import COLUMNS, Row
+from liger_bench.train.row import COLUMNS, Row, where_of
 from liger_bench.train.setup import DEFAULTS, LIBRARY, Setup
 from liger_bench.train.shapes import SHAPES
 from liger_bench.train.sweep import STEPS as SWEEP_STEPS
 from liger_bench.train.sweep import sweep
 from liger_bench.train.techniques import TECHNIQUES
 from liger_core.errors import DeviceError, LigerError, OptionError
+from liger_core.tables import Column, output, print_table
+from liger_hf.presets import preset_name
 
 # The first batch that is tried for --batch auto.
 LARGEST_BATCH = 128
@@ -59,7 +61,14 @@ def train(
     offload: Annotated[str, typer.Option(help=f"{_values('offload')}; for --shard.")] = "none",
     nvme_folder: Annotated[str | None, typer.Option(help="Where --offload nvme writes.")] = None,
     adapter: Annotated[str, typer.Option(help=f"{_values('adapter')}.")] = "none",
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="Take only the config of a folder or name, and begin with the random weights of --seed."),
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = AUTO,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model. Read it first.")
+    ] = False,
     memory_limit: Annotated[str | None, typer.Option(help="Act as a smaller GPU, for instance 24GiB.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the checkpoints; the last one is the trained model.")] = None,
     save_every: Annotated[int, typer.Option(min=0, help="Steps from one checkpoint to the next; 0: only one at the end.")] = 0,
@@ -93,7 +102,7 @@ def train(
     Under torchrun (-m liger_core train …) on several GPUs. Exit code 1 if memory runs out or anything else fails, 130 after Ctrl-C.
     """
     place = machine.measurable_device("train", device)
-    sweeping = bool(sweeps or strategies)
+    sweeping = bool(sweeps) or strategies is not None
     if resume and output is None and not sweeping:
         raise OptionError("train: --resume needs --output, the folder of the checkpoints to go on from")
     if save_every and output is None:
@@ -101,7 +110,7 @@ def train(
     told = {"liger": Setup.liger if sweeping else liger, "precision": precision, "checkpoint": checkpoint}
     chosen, notes = _defaults(told, device, place)
     setup = Setup(
-        model=model,
+        model=preset_name(model),
         batch=_batch(batch),
         sequence=sequence,
         data=data,
@@ -114,10 +123,12 @@ def train(
         ranks=ranks.count(),
         device=place.type,
         memory_limit=None if memory_limit is None else bytes_of("train: --memory-limit", memory_limit),
-        steps=steps or (SWEEP_STEPS if sweeping else Setup.steps),
+        steps=(SWEEP_STEPS if sweeping else Setup.steps) if steps is None else steps,
         learning_rate=learning_rate,
         seed=seed,
         nvme_folder=nvme_folder,
+        trust_remote_code=trust_remote_code,
+        random_weights=random_weights,
     )
     if batch == AUTO:
         _check_search(setup, resume)
@@ -135,9 +146,13 @@ def train(
         raise OptionError("train: --gpus and --skip-larger are for --sweep; without it give CUDA_VISIBLE_DEVICES")
     extras = Extras(out, snapshot, profile)
     check(setup, extras)
-    files = Files.named("train", COLUMNS, out, csv)
+    techniques.check(setup)
+    files = Files("train", COLUMNS, out, csv)
     files.check()
+    check_source(setup.data)
     if ranks.first():
+        if output is not None:
+            saved.check_output(output, resume)
         _say(notes)
     options = {"folder": output, "resume": resume, "save_every": save_every, "deterministic": deterministic, "notes": notes}
     try:
@@ -151,29 +166,29 @@ def train(
         # First what was measured is shown: the disk may be full.
         print(json.dumps({"rows": [row.columns()]})) if as_json else _print(row, said=notes)
         files.append([row.columns()])
-    ranks.leave(failed=ended_badly)
-    if ended_badly or row.interrupted:
-        raise typer.Exit(INTERRUPTED if row.interrupted else 1)
+    code = ranks.FAILED if ended_badly else INTERRUPTED if row.interrupted else 0
+    ranks.leave(code)
+    if code:
+        raise typer.Exit(code)
 
 
 def _defaults(told: dict[str, str | None], device: str, found: torch.device) -> tuple[dict[str, str], list[str]]:
-    """Every option that was left to the machine, filled in, and a sentence for each that was."""
-    notes = []
-    if device == AUTO:
-        here = torch.cuda.get_device_name(found) if found.type == "cuda" else "no GPU that PyTorch can use"
-        notes.append(f"--device {found.type} was chosen, since there is {here}.")
+    """Every option that was left to the machine, filled in, and a sentence on those that were."""
     chosen = {"liger": Setup.liger} | DEFAULTS[found.type] | {name: value for name, value in told.items() if value is not None}
     if found.type == "cuda" and told["precision"] is None and not torch.cuda.is_bf16_supported(including_emulation=False):
         chosen["precision"] = "fp16"
-    where = "a GPU" if found.type == "cuda" else "the CPU"
-    for name in (name for name, value in told.items() if value is None):
-        notes.append(f"--{name} {chosen[name]} was chosen for {where}: {TECHNIQUES[name][chosen[name]].summary}")
-    return chosen, notes
+    options = [f"--device {found.type}"] if device == AUTO else []
+    options += [f"--{name} {chosen[name]}" for name, value in told.items() if value is None]
+    if found.type == "cuda":
+        where = torch.cuda.get_device_name(found)
+    else:
+        where = "the CPU, since PyTorch finds no GPU" if device == AUTO else "the CPU"
+    return chosen, [f"Chosen for {where}: {', '.join(options)}."] if options else []
 
 
 def _check_search(setup: Setup, resume: bool) -> None:
     if setup.device == "cpu":
-        raise DeviceError("train: --batch auto needs a GPU, since the memory of the host has no limit that could be kept; give a number")
+        raise DeviceError("train: --batch auto needs a GPU, since host memory has no limit that could be kept; give a number")
     if setup.ranks > 1:
         raise OptionError(
             f"train: --batch auto needs one process, got {setup.ranks} ranks, which would not run out of memory together; "
@@ -194,8 +209,11 @@ def _check_sweep(liger: str | None, output: Path | None, deterministic: bool) ->
 
 def _trained(setup: Setup, search: bool, options: dict[str, Any], extras: Extras) -> Row:
     with contextlib.redirect_stdout(sys.stderr), progress_bar() as bar, contextlib.ExitStack() as stack:
-        # This brings Transformers, which the other commands do without, and DeepSpeed, which tells its device on standard output.
+        loading = bar.add_task("loading Transformers", total=None)
+        # The other commands do without it, and without DeepSpeed, which prints its device to standard output.
         from liger_bench.train.run import largest_batch, run
+
+        bar.remove_task(loading)
 
         options["bar"] = bar if ranks.first() else None
         options["observers"] = observers(setup, extras, stack) if ranks.first() else []
@@ -217,20 +235,16 @@ def _say(sentences: list[str]) -> None:
 
 
 def _print(row: Row, said: list[str]) -> None:
-    console = wide_console()
+    console = output()
     tokens = f"{row.batch} × {row.sequence} tokens" + (f" × {row.accumulation}" if row.accumulation > 1 else "")
     where = f"{row.ranks} × {row.device}" if row.ranks > 1 else row.device
-    table = Table(
-        title=f"{row.model}, {tokens} a step, {row.precision}, Liger {row.liger}, on {where}", title_justify="left", show_header=False
-    )
-    for name, value in _figures(row).items():
-        table.add_row(name, value)
-    console.print(table, markup=False)
+    title = f"{row.model}, {tokens} a step, {row.precision}, Liger {row.liger}, on {where}"
+    print_table(console, [Column(""), Column("", prose=True)], [list(line) for line in _figures(row).items()], title=title)
     if row.reason:
         console.print(row.reason, markup=False)
     for note in (note for note in row.notes or [] if note not in said):
         console.print(note, markup=False)
-    console.print(f"{row.machine}\n{row.versions}; commit {row.commit}; {row.date}", markup=False)
+    console.print(where_of(row), markup=False)
 
 
 def _figures(row: Row) -> dict[str, str]:
@@ -239,19 +253,17 @@ def _figures(row: Row) -> dict[str, str]:
     if row.losses:
         found["steps"] = f"{len(row.losses)} of {row.steps}"
         found["loss, first and last"] = f"{row.losses[0]:.5f}, {row.losses[-1]:.5f}"
-    if row.tokens_per_second and row.step_seconds:
+    if row.tokens_per_second:
         found["tokens per second"] = f"{row.tokens_per_second:,.0f} ({row.low_tokens_per_second:,.0f} to {row.high_tokens_per_second:,.0f})"
-        found["seconds a step"] = f"{row.step_seconds:.3f}"
-    sizes = {
-        "peak memory": row.peak_bytes,
-        "with what the allocator keeps": row.peak_reserved_bytes,
-        "held between steps": row.static_bytes,
-    }
-    found |= {name: f"{size / 2**30:.2f} GiB" for name, size in sizes.items() if size is not None}
+    if row.peak_bytes is not None:
+        held = "" if row.static_bytes is None else f", {size(row.static_bytes)} of them between steps"
+        kept = "" if row.peak_reserved_bytes is None else f"; {size(row.peak_reserved_bytes)} with what the allocator keeps"
+        found["peak memory"] = size(row.peak_bytes) + held + kept
     if row.parameters and row.trainable_parameters:
-        found["parameters"] = f"{row.parameters / 1e6:,.1f} M, of which {row.trainable_parameters / 1e6:,.1f} M are trained"
+        trained = f", {amount(row.trainable_parameters)} of them trained" if row.trainable_parameters < row.parameters else ""
+        found["parameters"] = amount(row.parameters) + trained
     if row.checkpointed_layers:
-        found["layers computed twice"] = str(row.checkpointed_layers)
+        found["layers recomputed"] = str(row.checkpointed_layers)
     if row.replaced:
         found["by Liger"] = row.replaced
     return found

@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_bench.demo.settings import VOCABULARY
 from liger_bench.demo.text import library, trained_tokenizer
-from liger_bench.train.model import hub_is_reachable
+from liger_bench.train.model import has_code_of_its_own, loading_options
 from liger_bench.train.setup import LIBRARY, Setup
 from liger_core.errors import OptionError
+from liger_hf.presets import VOCABULARY
 
 # Of longer texts this much, or what the steps read: about six characters make a token at most.
 CHARACTERS, CHARACTERS_OF_A_TOKEN = 4_000_000, 6
 # Where git looks for a zero, to tell a binary file from a text.
 HEAD = 8000
 NAMED = 3
+# Of a tokenizer that is trained here. What fine-tunes the saved model pads its batches.
+END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class Data:
     notes: list[str]
 
 
+def check_source(source: str) -> None:
+    """Raise OptionError if there is nothing to read there."""
+    path = Path(source).expanduser()
+    if source != LIBRARY and not path.is_dir() and not path.is_file():
+        raise OptionError(
+            f"train: --data must be a file, a folder, a dataset saved by datasets, or {LIBRARY}, got {source}, which is not there"
+        )
+
+
 def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     """The data of a setup for a model with so many embeddings, which may come with a tokenizer of its own.
 
@@ -51,7 +62,7 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     texts = _up_to(_documents(setup.data, notes), max(CHARACTERS, wanted))
     if not any(texts):
         raise OptionError(f"train: --data must hold text, got {setup.data}, which has none{'; ' + notes[0] if notes else ''}")
-    tokenizer = _tokenizer(setup.model, notes) if own_tokenizer else None
+    tokenizer = _tokenizer(setup, notes) if own_tokenizer else None
     if tokenizer is None:
         tokenizer = _trained(texts, min(vocabulary, VOCABULARY))
     ids = _tokens(tokenizer, texts)
@@ -73,14 +84,11 @@ def _documents(source: str, notes: list[str]) -> Iterator[str]:
     if source == LIBRARY:
         yield from library(CHARACTERS)
         return
+    check_source(source)
     path = Path(source).expanduser()
     if path.is_dir():
         yield from _dataset(path, notes) if _is_dataset(path) else _folder(path, notes)
         return
-    if not path.is_file():
-        raise OptionError(
-            f"train: --data must be a file, a folder, a dataset saved by datasets, or {LIBRARY}, got {source}, which is not there"
-        )
     yield _text(path) or _no_text(path)
 
 
@@ -108,7 +116,7 @@ def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
                 yield text
     if skipped:
         more = f" and {len(skipped) - NAMED} more" if len(skipped) > NAMED else ""
-        notes.append(f"What is no text was skipped in {folder}: {', '.join(skipped[:NAMED])}{more}.")
+        notes.append(f"Files in {folder} that are not text were skipped: {', '.join(skipped[:NAMED])}{more}.")
 
 
 def _text(path: Path) -> str | None:
@@ -147,24 +155,25 @@ def _dataset(folder: Path, notes: list[str]) -> Iterator[str]:
         yield row[column] or ""
 
 
-def _tokenizer(model: str, notes: list[str]) -> Any:
+def _tokenizer(setup: Setup, notes: list[str]) -> Any:
     """The one that the model was trained with; None if it comes with none."""
     from transformers import AutoTokenizer
 
-    # Without a hub what an earlier download has left; else the libraries ask for it again and again.
-    is_here = Path(model).exists() or not hub_is_reachable()
     try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=is_here)
+        return AutoTokenizer.from_pretrained(setup.model, **loading_options(setup))
     except (OSError, ValueError, KeyError, ImportError) as problem:
+        if (refused := has_code_of_its_own(setup.model, problem)) is not None:
+            raise refused from problem
         reason = str(problem).strip().split("\n")[0].rstrip(".")
-        notes.append(f"{model} comes with no tokenizer that can be loaded ({reason}), so one was trained on the text.")
+        notes.append(f"{setup.model} comes with no tokenizer that can be loaded ({reason}), so one was trained on the text.")
         return None
 
 
 def _trained(texts: list[str], vocabulary: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(tokenizer_object=trained_tokenizer(_up_to(texts, CHARACTERS), vocabulary))
+    trained = trained_tokenizer(_up_to(texts, CHARACTERS), vocabulary, (END_OF_TEXT, PADDING))
+    return PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=END_OF_TEXT, pad_token=PADDING)
 
 
 def _tokens(tokenizer: Any, texts: list[str]) -> Tensor:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from liger_bench.train import checkpointing
 from liger_bench.train.combinations import ZERO
 from liger_bench.train.setup import Setup
 from liger_bench.train.shapes import SHAPES, shape
-from liger_core.errors import OptionError, nearest
+from liger_core.errors import OptionError
+from liger_hf.hub import hub_is_reachable
+from liger_hf.presets import NAMES, did_you_mean
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 LOSS = "linear_cross_entropy"
@@ -61,7 +63,7 @@ def config_of(setup: Setup) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(setup.model, use_cache=False, local_files_only=_is_alone(setup.model))
+        return AutoConfig.from_pretrained(setup.model, use_cache=False, **loading_options(setup))
     except (OSError, ValueError) as problem:
         raise _not_found(setup.model, problem) from problem
 
@@ -76,18 +78,18 @@ def _loaded(setup: Setup, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     config, dtype = config_of(setup), weights_dtype(setup)
-    if setup.model in SHAPES:
-        if _comes_in_pieces(setup):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
-        with device:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if _is_random(setup):
+        with contextlib.nullcontext() if _comes_in_pieces(setup) else device:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
     place = {} if _comes_in_pieces(setup) else {"device_map": {"": device}}
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            setup.model, config=config, dtype=dtype, local_files_only=_is_alone(setup.model), **place
-        )
+        return AutoModelForCausalLM.from_pretrained(setup.model, config=config, dtype=dtype, **loading_options(setup), **place)
     except (OSError, ValueError) as problem:
         raise _not_found(setup.model, problem) from problem
+
+
+def _is_random(setup: Setup) -> bool:
+    return setup.model in SHAPES or setup.random_weights
 
 
 def _comes_in_pieces(setup: Setup) -> bool:
@@ -101,13 +103,13 @@ def _quantized(setup: Setup, device: torch.device) -> Any:
     low = LOW.get(setup.precision, torch.float32)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=low)
     options: dict[str, Any] = {"config": config_of(setup), "dtype": low, "quantization_config": four_bits, "device_map": {"": device}}
-    if setup.model not in SHAPES:
+    if not _is_random(setup):
         try:
-            return AutoModelForCausalLM.from_pretrained(setup.model, local_files_only=_is_alone(setup.model), **options)
+            return AutoModelForCausalLM.from_pretrained(setup.model, **loading_options(setup), **options)
         except (OSError, ValueError) as problem:
             raise _not_found(setup.model, problem) from problem
     with device:
-        random = AutoModelForCausalLM.from_config(config_of(setup), dtype=low)
+        random = AutoModelForCausalLM.from_config(config_of(setup), dtype=low, trust_remote_code=setup.trust_remote_code)
     return type(random).from_pretrained(None, state_dict=random.state_dict(), **options)
 
 
@@ -117,10 +119,14 @@ def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     adapters = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, adapters)
+    notes.append(note_of_adapters(setup))
+    return model
+
+
+def note_of_adapters(setup: Setup) -> str:
     frozen = "4 bits" if setup.adapter == "qlora" else str(weights_dtype(setup)).removeprefix("torch.")
     own = frozen if setup.shard in ZERO else "float32"
-    notes.append(f"Adapters of rank {RANK} beside every linear layer are trained, in {own}; the frozen weights are in {frozen}.")
-    return model
+    return f"Adapters of rank {RANK} beside every linear layer are trained, in {own}; the frozen weights are in {frozen}."
 
 
 def _patched(model: nn.Module, wanted: str, notes: list[str]) -> str:
@@ -141,29 +147,35 @@ def _left_without_being_told(row: Any) -> bool:
     return row.verdict == "left" and row.reason != "not asked for"
 
 
-@cache
-def hub_is_reachable() -> bool:
-    """Asked once, for seconds: the libraries ask again and again, for most of a minute."""
-    import httpx
-    from huggingface_hub import constants
+def loading_options(setup: Setup) -> dict[str, Any]:
+    """Where a model's files may come from, and whether code among them may run: if that is left open, Transformers asks standard input.
 
-    try:
-        httpx.head(constants.ENDPOINT, timeout=5)
-    except httpx.HTTPError:
-        return False
-    return True
+    Without a hub there is what an earlier download has left; else the libraries would ask for it again and again.
+    """
+    return {
+        "local_files_only": Path(setup.model).exists() or not hub_is_reachable(),
+        "trust_remote_code": setup.trust_remote_code,
+    }
 
 
-def _is_alone(name: str) -> bool:
-    """Whether only what is on this machine can be had: a folder, or what an earlier download has left."""
-    return Path(name).exists() or not hub_is_reachable()
+def has_code_of_its_own(name: str, problem: Exception) -> OptionError | None:
+    """The sentence for what Transformers raises if a model or tokenizer is code that may not run; None for any other problem."""
+    if "trust_remote_code" not in str(problem):
+        return None
+    return OptionError(
+        f"train: --model {name} comes with Python code of its own, which runs only with --trust-remote-code; read the code before you give it"
+    )
 
 
 def _not_found(name: str, problem: Exception) -> OptionError:
+    if (refused := has_code_of_its_own(name, problem)) is not None:
+        return refused
     reason = str(problem).strip().split("\n")[0].rstrip(".")
     if not Path(name).exists() and not hub_is_reachable():
         reason = "no such folder, and the hub cannot be reached"
+    elif (Path(name) / "config.json").is_file():
+        reason += "; --random-weights takes only its config"
     return OptionError(
-        f"train: --model must be {', '.join(SHAPES)}, a folder with a config.json and weights, or a name on the hub, "
-        f"got {name!r}: {reason}.{nearest(name, SHAPES)}"
+        f"train: --model must be {NAMES}, a folder with a config.json and weights, or a name on the hub, "
+        f"got {name!r}: {reason}.{did_you_mean(name)}"
     )

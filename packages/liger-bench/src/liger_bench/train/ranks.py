@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
+
+from liger_bench.ending import end
+
+FAILED = 1
 
 
 def count() -> int:
@@ -36,16 +39,15 @@ def speaks(*, failed: bool) -> bool:
         return True
 
 
-def leave(*, failed: bool) -> None:
-    """Part from the other ranks. One that failed ends at once, upon which torchrun ends the others."""
+def leave(code: int) -> None:
+    """Part from the other ranks and end with this exit code; one that failed makes torchrun end the others. Nothing without any."""
     import torch.distributed as dist
 
-    if failed and count() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # The usual end would wait for collectives of ranks that wait for this one.
-        os._exit(1)
-    if dist.is_initialized():
+    if not dist.is_initialized() and count() == 1:
+        return
+    # Ranks that wait for one that failed would never come to a barrier.
+    if code != FAILED and dist.is_initialized():
         # The first one is still writing, and torchrun ends it as soon as another one ends with an exit code.
         dist.barrier()
         dist.destroy_process_group()
+    end(code)

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from liger_bench.printing import size
 from liger_bench.train import ranks
+from liger_bench.train.cpu_memory import CpuMemory
 from liger_bench.train.row import WARM_UP
 from liger_bench.train.setup import Setup
 
@@ -60,10 +62,12 @@ class Recorder(TrainerCallback):
 
     losses  of every step, of all ranks: the mean over their tokens
     timed   seconds of every step but the first two after a start, and those before `time_anew`
+    memory  what measures it on the CPU, if anything does
     """
 
     def __init__(self, setup: Setup, device: torch.device, interruption: Interruption, tell: Tell) -> None:
         self.setup, self.device, self.interruption, self.tell = setup, device, interruption, tell
+        self.memory: CpuMemory | None = None
         self.losses: list[float] = []
         self.timed: list[float] = []
         self.micro: list[Tensor] = []
@@ -77,11 +81,24 @@ class Recorder(TrainerCallback):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.memory is not None:
+            self.memory.begin_training(state)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, optimizer: Any = None, **more: Any
+    ) -> None:
+        if self.memory is not None:
+            self.memory.begin_step(state, model, optimizer)
         if self._last is None:
             self._last = self._now()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, optimizer: Any = None, **more: Any
+    ) -> None:
+        if self.memory is not None:
+            self.memory.end_step(model, optimizer)
+            self.static_bytes = self.memory.static if self.memory.static is not None else self.static_bytes
         # Micro-batch losses are already divided by the tokens of the whole batch.
         loss = torch.stack(self.micro).float().sum()
         self.micro.clear()
@@ -100,7 +117,7 @@ class Recorder(TrainerCallback):
         # On a GPU the step before, which has ended meanwhile, so that the next one is enqueued while this one runs.
         ends_at_once = self.interruption.asked and not dist.is_initialized()
         self._settle(1 if self.device.type == "cuda" and not ends_at_once else 0)
-        self.tell(state.global_step, self._figures())
+        self._tell_figures()
         if self.interrupted and state.global_step < state.max_steps:
             control.should_training_stop = True
             control.should_save = True
@@ -112,6 +129,7 @@ class Recorder(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.settle()
         self._ended = True
+        self._tell_figures()
 
     def settle(self) -> None:
         """Wait for the steps that are still running."""
@@ -183,7 +201,8 @@ class Recorder(TrainerCallback):
 
     def _peaks(self) -> tuple[int | None, int | None]:
         if self.device.type != "cuda":
-            return None, None
+            known = max(self.memory.peak or 0 if self.memory else 0, self.earlier_peaks[0])
+            return known or None, None
         now = (torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
         return max(now[0], self.earlier_peaks[0]), max(now[1], self.earlier_peaks[1])
 
@@ -191,11 +210,16 @@ class Recorder(TrainerCallback):
         """Tokens of a step, of all ranks."""
         return self.setup.batch * self.setup.sequence * self.setup.accumulation * self.setup.ranks
 
+    def _tell_figures(self) -> None:
+        """Those of the last step that has ended, which on a GPU is not the last one that was enqueued."""
+        if self.losses:
+            self.tell(len(self.losses), self._figures())
+
     def _figures(self) -> str:
-        words = [f"loss {self.losses[-1]:.4f}"] if self.losses else []
+        words = [f"loss {self.losses[-1]:.4f}"]
         if self.timed:
             words.append(f"{self._tokens() / self.timed[-1]:,.0f} tokens/s")
         peak = self._peaks()[0]
         if peak:
-            words.append(f"peak {peak / 2**30:.2f} GiB")
+            words.append(f"peak {size(peak)}")
         return " · ".join(words)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -17,7 +18,8 @@ class Row(Setup):
     """A setup, and what its training did.
 
     *tokens_per_second   of all ranks; median, 0.2 and 0.8 quantile of the steps after the first two
-    peak_bytes           the most memory that a rank held at once, over the whole training; peak_reserved_bytes with the allocator's own
+    peak_bytes           the most memory that a rank held at once, over the whole training; on the CPU in its second step
+    peak_reserved_bytes  with what the allocator of a GPU keeps
     static_bytes         held between two steps: weights, gradients that stay, optimizer
     losses               of every step that was taken
     checkpointed_layers  how many layers were computed twice
@@ -55,8 +57,24 @@ class Row(Setup):
 
 COLUMNS = [field.name for field in fields(Row)]
 SETUP = tuple(field.name for field in fields(Setup))
+# Before a ratio of speeds that the steps of the two trainings do not tell apart.
+WITHIN_SPREAD = "≈ "
 # What tells a measurement from another one.
 IDENTITY = (*SETUP, "machine", "versions", "commit")
+
+
+def overlapping(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the speeds of two trainings are not told apart by their steps: their 0.2 to 0.8 quantiles overlap."""
+    low, high = (f"{end}_tokens_per_second" for end in ("low", "high"))
+    if any(each.get(end) is None for each in (one, other) for end in (low, high)):
+        return False
+    return bool(one[low] <= other[high] and other[low] <= one[high])
+
+
+def where_of(row: Row) -> str:
+    """The machine and the libraries that matter most; the row itself has the rest."""
+    named = [words for words in row.versions.split(", ") if words.split(" ")[0] in ("torch", "triton", "transformers")]
+    return f"{row.machine}; {', '.join([*named, f'commit {row.commit}'])}"
 
 
 def row_of(setup: Setup, where: dict[str, str], results: dict[str, Any]) -> Row:

@@ -26,19 +26,23 @@ from transformers.utils import logging as transformers_logging
 from liger_bench import machine
 from liger_bench.demo.text import Sequences
 from liger_bench.model.process import failure
-from liger_bench.train import saved, spending, techniques
+from liger_bench.train import ranks, saved, spending, techniques
 from liger_bench.train.arguments import training_arguments
 from liger_bench.train.checkpointing import checkpointed_layers
+from liger_bench.train.combinations import ZERO
+from liger_bench.train.cpu_memory import CpuMemory
 from liger_bench.train.data import Data, read
 from liger_bench.train.model import build, config_of
+from liger_bench.train.profile import Profile
 from liger_bench.train.record import Interruption, Recorder
 from liger_bench.train.row import Row, row_of
 from liger_bench.train.setup import Setup
 from liger_bench.train.shapes import SHAPES
+from liger_bench.train.snapshot import Snapshot
 from liger_core.errors import DeviceError, LigerError, OptionError
 
 # What may change from one run to the next of the same training.
-MAY_CHANGE = ("steps", "memory_limit", "device", "nvme_folder")
+MAY_CHANGE = ("steps", "memory_limit", "device", "nvme_folder", "trust_remote_code")
 
 PROJECTORS = {
     "galore": ("galore_torch.galore_projector", "GaLoreProjector"),
@@ -72,6 +76,7 @@ def run(
         _check_resumable(setup)
     device = _device(setup)
     training = _Training(setup, device, list(notes), bar, deterministic)
+    training.recorder.memory = _memory(setup, training.notes, observers)
     results: dict[str, Any] = {}
     try:
         with _order_of_sums():
@@ -89,6 +94,19 @@ def run(
     del training
     release(device)
     return row
+
+
+def _memory(setup: Setup, notes: list[str], observers: Sequence[TrainerCallback]) -> CpuMemory | None:
+    """What measures the memory of a training on the CPU, if it can be measured."""
+    if setup.device != "cpu":
+        return None
+    if setup.shard in ZERO:
+        notes.append("Peak memory was not measured: what DeepSpeed holds on the CPU cannot be seen.")
+        return None
+    if any(isinstance(observer, Profile | Snapshot) for observer in observers):
+        notes.append("Peak memory was not measured: --snapshot and --profile need the same profiler.")
+        return None
+    return CpuMemory()
 
 
 def _check_resumable(setup: Setup) -> None:
@@ -160,12 +178,13 @@ class _Training:
         self.interruption = Interruption()
         self.recorder = Recorder(setup, device, self.interruption, self._tell)
         self.known: dict[str, Any] = {}
-        self.task = bar.add_task("preparing", total=setup.steps) if bar else None
+        self.task = bar.add_task("preparing", total=setup.steps, unit="step") if bar else None
 
     def train(self, folder: Path | None, resume: bool, save_every: int, observers: Sequence[TrainerCallback]) -> None:
         with _place(folder) as place, _with_a_place_on_the_disk(self.setup) as setup, _quiet():
             # Before the model: DeepSpeed splits weights as soon as they are made, while these are alive.
             arguments = self._arguments(setup, place, folder, save_every)
+            self._tell(None, "reading the text")
             vocabulary = config_of(self.setup).get_text_config().vocab_size
             data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in SHAPES)
             self.notes.extend(data.notes)
@@ -176,7 +195,9 @@ class _Training:
                 self.known = before.told["known"]
                 self.notes.append(f"All {before.step} steps were taken before; {before.folder} is the trained model.")
                 return
+            self._tell(None, "loading the model")
             built = build(self.setup, self.device)
+            _name_tokens(built.model, data.tokenizer)
             self.notes.extend(built.notes)
             self.known = _counts(built.model) | {"replaced": built.replaced}
             sealer = _Sealer(lambda: self._told(built.model, data), data.tokenizer)
@@ -211,8 +232,7 @@ class _Training:
             return None
         found: list[Any] = [None, []]
         if _rank() == 0:
-            if not resume and saved.checkpoints(folder):
-                raise OptionError(f"train: --output must be a folder without checkpoints, got {folder}; --resume goes on from them")
+            saved.check_new(folder, resume)
             found[0] = saved.newest(folder, found[1]) if resume else None
             if resume and found[0] is None:
                 found[1].append(f"There is no checkpoint in {folder} to go on from; the training begins.")
@@ -243,9 +263,9 @@ class _Training:
         self.notes.append(sentence)
         self.recorder.time_anew()
 
-    def _tell(self, step: int, figures: str) -> None:
+    def _tell(self, step: int | None, doing: str) -> None:
         if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, completed=step, description=figures)
+            self.bar.update(self.task, completed=step, description=doing)
 
 
 class _Trainer(Trainer):
@@ -276,19 +296,36 @@ class _Trainer(Trainer):
 
 
 class _Sealer(TrainerCallback):
-    """Puts the tokenizer beside a checkpoint that was written, and seals it once all ranks have written theirs."""
+    """Marks a checkpoint that begins, puts the tokenizer beside it, and seals it once all ranks have written theirs."""
 
     def __init__(self, told: Callable[[], dict[str, Any]], tokenizer: Any) -> None:
         self.told, self.tokenizer = told, tokenizer
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Others have decided: the Trainer's own callback, and the recorder, which comes before this one.
+        if control.should_save and _rank() == 0:
+            saved.begin(_checkpoint(args, state))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         told = self.told()
         if dist.is_initialized():
             dist.barrier()
         if _rank() == 0:
-            folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            folder = _checkpoint(args, state)
             self.tokenizer.save_pretrained(folder)
             saved.seal(folder, told)
+
+
+def _name_tokens(model: Any, tokenizer: Any) -> None:
+    """Tell a model that knows no end of a text, and no padding, those of its tokenizer, so that what is saved can generate."""
+    for config in (model.config, model.generation_config):
+        for name in ("eos_token_id", "pad_token_id"):
+            if config is not None and getattr(config, name, None) is None:
+                setattr(config, name, getattr(tokenizer, name))
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
 
 @contextlib.contextmanager
@@ -325,8 +362,8 @@ def _quiet() -> Iterator[None]:
 def _place(folder: Path | None) -> Iterator[Path]:
     """Where the Trainer may write."""
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
+        with saved.held(folder) if ranks.first() else contextlib.nullcontext():
+            yield folder
         return
     with tempfile.TemporaryDirectory(prefix="liger-train-") as temporary:
         yield Path(temporary)

@@ -3,12 +3,25 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass, fields
+
+from liger_core.errors import OptionError
 
 # The text that every machine has: the sources of Python's standard library.
 LIBRARY = "library"
 # What `liger train` takes on a device for an option that is not given, where that is not the default of the field.
+MOST = 2**31 - 1
+# Transformers seeds NumPy, too, which takes 32 bits.
+LIMITS = {
+    "batch": (1, MOST),
+    "sequence": (2, 2**24),
+    "accumulation": (1, MOST),
+    "ranks": (1, MOST),
+    "steps": (1, MOST),
+    "seed": (0, 2**32 - 1),
+}
 DEFAULTS = {"cuda": {"precision": "bf16", "checkpoint": "full"}, "cpu": {"precision": "fp32", "checkpoint": "none"}}
 
 
@@ -25,6 +38,8 @@ class Setup:
     optimizer, shard, offload, adapter    names in train/techniques.py
     memory_limit  bytes; None for all that the device has
     nvme_folder   where offload "nvme" writes
+    trust_remote_code  whether code that comes with the model may run
+    random_weights     take only the config of a folder or name
     """
 
     model: str
@@ -46,6 +61,8 @@ class Setup:
     learning_rate: float = 1e-5
     seed: int = 0
     nvme_folder: str | None = None
+    trust_remote_code: bool = False
+    random_weights: bool = False
 
     def command(self) -> str:
         """The command line that runs it on such a device: every option that is not the default there."""
@@ -53,12 +70,29 @@ class Setup:
         if self.ranks > 1:
             words = ["torchrun", "--nproc-per-node", str(self.ranks), "-m", "liger_core", "train"]
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value != DEFAULTS[self.device].get(field.name, field.default) and field.name != "ranks":
-                words += ["--" + field.name.replace("_", "-"), _size(value) if field.name == "memory_limit" else str(value)]
+            value, option = getattr(self, field.name), "--" + field.name.replace("_", "-")
+            if value == DEFAULTS[self.device].get(field.name, field.default) or field.name == "ranks":
+                continue
+            words += [option] if value is True else [option, _size(value) if field.name == "memory_limit" else str(value)]
         return shlex.join(words)
 
 
 def _size(size: int) -> str:
     """What the option takes for so many bytes."""
-    return f"{size >> 30}GiB" if size % 2**30 == 0 else str(size)
+    return next((f"{size >> bits}{unit}" for bits, unit in ((30, "GiB"), (20, "MiB")) if size % (1 << bits) == 0), f"{size}B")
+
+
+def check_values(setup: Setup, command: str = "train") -> None:
+    """Raise OptionError for a number that no training can have, or a name that is empty."""
+    for name, (low, high) in LIMITS.items():
+        value = getattr(setup, name)
+        if not low <= value <= high:
+            raise OptionError(f"{command}: --{name} must be from {low} to {high}, got {value}")
+    if setup.batch * setup.sequence > MOST:
+        raise OptionError(f"{command}: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}")
+    if not 0 < setup.learning_rate < math.inf:
+        raise OptionError(f"{command}: --learning-rate must be a positive number, got {setup.learning_rate}")
+    for name in ("model", "data", "nvme_folder"):
+        if (word := getattr(setup, name)) is not None and not word.strip():
+            option = name.replace("_", "-")
+            raise OptionError(f"{command}: --{option} must not be empty, as it is when it is a shell variable that is not set")

@@ -4,23 +4,19 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_bench import machine
+from liger_bench.memory import CpuAllocations, storages
 from liger_bench.train.setup import Setup
 from liger_bench.train.timeline import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, Event, Guess, Tag, Timeline, logits_sizes, timeline
 
@@ -123,7 +119,7 @@ class Snapshot(TrainerCallback):
     def _tag(self, category: str, tensors: Iterable[Any]) -> dict[int, int]:
         """Note what these are for; returns address → bytes."""
         now = _now()
-        found = {s.data_ptr(): s.nbytes() for tensor in tensors for s in _storages(tensor) if s.device.type == self.setup.device}
+        found = {s.data_ptr(): s.nbytes() for tensor in tensors for s in storages(tensor) if s.device.type == self.setup.device}
         self.tags += [Tag(now, address, category) for address in found if address]
         return {address: size for address, size in found.items() if address}
 
@@ -156,7 +152,21 @@ def record_of(setup: Setup, line: Timeline, asked: int | None, where: dict[str, 
 
 def name_of(setup: Setup) -> str:
     """A name for the files of a training: model, size and Liger, then whatever decides about memory and is not the default."""
-    skipped = ("model", "batch", "sequence", "liger", "steps", "seed", "learning_rate", "data", "device", "memory_limit", "nvme_folder")
+    skipped = (
+        "model",
+        "batch",
+        "sequence",
+        "liger",
+        "steps",
+        "seed",
+        "learning_rate",
+        "data",
+        "device",
+        "memory_limit",
+        "nvme_folder",
+        "trust_remote_code",
+        "random_weights",
+    )
     words = [setup.model.strip("/").replace("/", "--"), f"{setup.batch}x{setup.sequence}", setup.liger.replace(",", "+")]
     for name, value in asdict(setup).items():
         if name not in skipped and value != getattr(Setup, name):
@@ -210,40 +220,13 @@ def from_snapshot(snapshot: dict[str, Any], device: int) -> _Recorded:
 
 class _Cpu:
     def __init__(self, held: dict[int, int]) -> None:
-        self.held = held
+        self.held, self.allocations = held, CpuAllocations()
 
     def start(self) -> None:
-        # Without this the profiler writes about its own start and end to the terminal.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self.profile.__enter__()
+        self.allocations.start()
 
     def stop(self) -> _Recorded:
-        self.profile.__exit__(None, None, None)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self.profile.export_chrome_trace(str(path))
-            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        # A trace counts its microseconds from a base of its own.
-        base = trace["baseTimeNanoseconds"] / 1e3
-        found = [(e["ts"], e["args"]) for e in trace["traceEvents"] if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
-        return _Recorded(self.held, [Event(base + ts, int(args["Addr"]), int(args["Bytes"])) for ts, args in found])
-
-
-def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """The memory behind a tensor, or behind all tensors in dictionaries, lists and wrappers."""
-    if isinstance(value, dict):
-        for part in value.values():
-            yield from _storages(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _storages(part)
-    elif isinstance(value, Tensor):
-        if is_traceable_wrapper_subclass(value):
-            for name in value.__tensor_flatten__()[0]:
-                yield from _storages(getattr(value, name))
-        else:
-            yield value.untyped_storage()
+        return _Recorded(self.held, [Event(*event) for event in self.allocations.stop()])
 
 
 def _state(optimizer: Any) -> list[Any]:

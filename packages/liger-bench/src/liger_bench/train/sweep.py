@@ -16,18 +16,19 @@ from typing import Any
 
 import torch
 import typer
-from rich.table import Table
 
 from liger_bench import machine
 from liger_bench.measurements import Files, all_measured, print_failures, remaining, rows_as
 from liger_bench.model.process import Answer
-from liger_bench.printing import ratio, wide_console
+from liger_bench.printing import ratio, unit_of
 from liger_bench.train import techniques
 from liger_bench.train.cells import STRATEGIES, cells, hopeless, strategies_of, swept
+from liger_bench.train.data import check_source
 from liger_bench.train.places import Extras, Measured, Place, check, finished, launched, threads, train
-from liger_bench.train.row import COLUMNS, IDENTITY, SETUP, Row, row_of
+from liger_bench.train.row import COLUMNS, IDENTITY, SETUP, WITHIN_SPREAD, Row, overlapping, row_of, where_of
 from liger_bench.train.setup import Setup
 from liger_core.errors import DeviceError, OptionError
+from liger_core.tables import Column, output, print_table
 
 # Two steps of warm-up, and four whose median counts.
 STEPS = 6
@@ -71,8 +72,8 @@ def measured(
                             continue
                         phase(setup)
                         place.begin(setup, extras)
-                # While one process trains the next one loads, so that a training costs little beyond its steps.
-                for place in places[: len(alone)]:
+                # While one process trains on a GPU the next one loads. On the CPU that would take cores from the steps that are timed.
+                for place in places[: len(alone)] if alone and alone[0].device != "cpu" else []:
                     place.load()
                 for place in finished([place for place in places if place.setup]):
                     result = place.end(where)
@@ -117,17 +118,18 @@ def sweep(
         raise OptionError("train: --sweep with --resume needs --out, the folder of the sweep to go on with")
     extras = Extras(out, snapshot, profile)
     check(base, extras)
-    setups = cells(base, swept(options), strategies_of(strategies) if strategies else list(STRATEGIES))
+    setups = cells(base, swept(options), strategies_of(strategies) if strategies is not None else list(STRATEGIES))
     if settle:
         setups = [replace(each, steps=each.steps + SETTLING) if each.checkpoint == "auto" else each for each in setups]
     for setup in setups:
         techniques.check(setup)
+        check_source(setup.data)
     chosen = _gpus(gpus, base)
     if len(chosen) > 1:
         # Told with the machine, and what the trainings get.
         torch.set_num_threads(threads(len(chosen)))
     where = machine.describe(machine.measurable_device("train", base.device))
-    files = Files.named("train", COLUMNS, out, csv)
+    files = Files("train", COLUMNS, out, csv)
     files.check()
     before = rows_as(Row, files.read()) if resume else []
     good = [row for row in before if not row.failed and not row.interrupted and (skip or _tried(row))]
@@ -155,19 +157,23 @@ def named(setup: Setup) -> str:
 
 def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
     """A table of the rows, with ratios to the first strategy at the same place."""
-    console = wide_console()
+    console = output()
     first = rows[0].liger if rows else ""
-    table = Table(*varied, "liger", "tokens/s", f"÷ {first}", "peak GiB", f"÷ {first}", "last loss")
-    for column in table.columns[len(varied) + 1 :]:
-        column.justify = "right"
+    scale, unit = unit_of(max((row.peak_bytes or 0 for row in rows), default=0) or 1 << 30)
+    lines: list[list[str]] = []
     base: Row | None = None
     for row in rows:
         if row.liger == first:
             # What it had taken before memory ran out compares with nothing.
             base = None if row.tokens_per_second is None else row
         place = [str(getattr(row, name)) for name in varied]
-        table.add_row(*(place if row.liger == first else [""] * len(varied)), row.liger, *_figures(row, base))
-    console.print(table)
+        lines.append([*(place if row.liger == first else [""] * len(varied)), row.liger, *_figures(row, base, scale)])
+    about = any(WITHIN_SPREAD in cell for line in lines for cell in line)
+    spread = f"{WITHIN_SPREAD.strip()} within the spread of the steps: their 0.2 to 0.8 quantiles overlap" if about else ""
+    columns = [Column(name) for name in (*varied, "liger")]
+    columns += [Column("tokens/s", number=True), Column(f"÷ {first}", spread, number=True)]
+    columns += [Column(f"peak {unit}", number=True), Column(f"÷ {first}", number=True), Column("last loss", number=True)]
+    print_table(console, columns, lines)
     for row in rows:
         if row.reason:
             words = ", ".join(f"{name} {getattr(row, name)}" for name in varied)
@@ -175,16 +181,17 @@ def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
     for note in dict.fromkeys(note for row in rows for note in row.notes or []):
         console.print(note, markup=False)
     if rows:
-        console.print(f"{rows[-1].machine}\n{rows[-1].versions}; commit {rows[-1].commit}; {rows[-1].date}", markup=False)
+        console.print(where_of(rows[-1]), markup=False)
 
 
-def _figures(row: Row, base: Row | None) -> list[str]:
+def _figures(row: Row, base: Row | None, scale: int) -> list[str]:
     if row.tokens_per_second is None:
         return ["out of memory" if row.out_of_memory else "–"] + ["–"] * 4
+    about = WITHIN_SPREAD if base not in (None, row) and overlapping(vars(row), vars(base)) else ""
     return [
         f"{row.tokens_per_second:,.0f}",
-        ratio(row.tokens_per_second, base.tokens_per_second if base else None),
-        "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
+        about + ratio(row.tokens_per_second, base.tokens_per_second if base else None),
+        "–" if row.peak_bytes is None else f"{row.peak_bytes / scale:.2f}",
         ratio(row.peak_bytes, base.peak_bytes if base else None),
         f"{row.losses[-1]:.4f}" if row.losses else "–",
     ]

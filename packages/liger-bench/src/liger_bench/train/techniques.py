@@ -7,7 +7,7 @@ import importlib.util
 from typing import Any
 
 from liger_bench.train import combinations
-from liger_bench.train.setup import Setup
+from liger_bench.train.setup import Setup, check_values
 from liger_bench.train.technique import Technique
 from liger_core.errors import DeviceError, OptionError, nearest
 
@@ -40,7 +40,7 @@ ALL = (
     Technique(
         "liger",
         "all",
-        "Every op of Liger, the output projection fused with its loss among them, so that no logits of a whole batch exist.",
+        "Every op of Liger, among them the output projection fused with the loss, which never holds the logits of a whole batch.",
         "tokens × vocabulary × (2 to 4) × 4 bytes at the peak",
         "nothing; faster",
         "liger-hf",
@@ -58,18 +58,18 @@ ALL = (
     Technique(
         "precision",
         "bf16",
-        "Weights and optimizer in float32, products in bfloat16.",
+        "Weights and optimizer in float32, matmuls in bfloat16.",
         "half of the activations",
-        "8 bits of precision in the products; faster",
+        "8 bits of precision in matmuls; faster",
         "accelerate",
         arguments=lambda setup: {"bf16": True},
     ),
     Technique(
         "precision",
         "fp16",
-        "Weights and optimizer in float32, products in float16, with a scaled loss.",
+        "Weights and optimizer in float32, matmuls in float16, with loss scaling.",
         "half of the activations",
-        "5 bits of exponent in the products, steps that overflow are skipped; faster",
+        "5 bits of exponent in matmuls, steps that overflow are skipped; faster",
         "accelerate",
         devices=("cuda",),
         reason="accelerate trains in float16 only there",
@@ -88,7 +88,7 @@ ALL = (
     Technique(
         "checkpoint",
         "full",
-        "Of every layer only the input is kept; the rest is computed again in the backward pass.",
+        "Every layer keeps only its input; the rest is recomputed in the backward pass.",
         "nearly all activations of the layers",
         "a second forward pass, about a quarter of the time",
         "Transformers, torch",
@@ -96,12 +96,12 @@ ALL = (
     Technique(
         "checkpoint",
         "offload",
-        "As full, and the inputs wait in the memory of the host.",
-        "also tokens × width × bytes per layer",
+        "As full, and the inputs wait in host memory.",
+        "also tokens × hidden size × bytes per layer",
         "a copy to the host and back per layer",
         "Transformers, torch",
         devices=("cuda",),
-        reason="elsewhere activations are in the memory of the host already",
+        reason="elsewhere activations are in host memory already",
     ),
     Technique(
         "checkpoint",
@@ -111,7 +111,7 @@ ALL = (
         "little of the time that full costs",
         "torch",
         devices=("cuda",),
-        reason="the memory of the host has no limit that could be kept",
+        reason="host memory has no limit that could be kept",
     ),
     Technique(
         "checkpoint",
@@ -135,7 +135,7 @@ ALL = (
         "adamw-8bit",
         "AdamW with moments in blocks of 8 bits; those of embeddings stay in 32.",
         "6 of 8 bytes a weight of the optimizer",
-        "precision of the moments",
+        "lower-precision optimizer state",
         "bitsandbytes",
         ("bitsandbytes",),
         "bitsandbytes",
@@ -159,7 +159,7 @@ ALL = (
         "paged-adamw-8bit",
         "AdamW with moments of 8 bits that are moved to the host when the GPU's memory runs out.",
         "6 of 8 bytes a weight of the optimizer, all when it must",
-        "precision of the moments, transfers when memory is short",
+        "lower-precision optimizer state, transfers when memory is short",
         "bitsandbytes",
         ("bitsandbytes",),
         "bitsandbytes",
@@ -171,7 +171,7 @@ ALL = (
         "adamw-torchao-8bit",
         "AdamW with moments in blocks of 8 bits, compiled.",
         "6 of 8 bytes a weight of the optimizer",
-        "precision of the moments; compiles in the first step",
+        "lower-precision optimizer state; compiles in the first step",
         "torchao",
         ("torchao",),
         "torchao",
@@ -183,7 +183,7 @@ ALL = (
         "adamw-torchao-4bit",
         "AdamW with moments in blocks of 4 bits, compiled.",
         "7 of 8 bytes a weight of the optimizer",
-        "more precision of the moments; compiles in the first step",
+        "even lower-precision optimizer state; compiles in the first step",
         "torchao",
         ("torchao",),
         "torchao",
@@ -193,9 +193,9 @@ ALL = (
     Technique(
         "optimizer",
         "adafactor",
-        "Second moments by a row and a column of each weight, no first ones.",
+        "Second moments by a row and a column of each weight, no first moments.",
         "nearly all of the optimizer",
-        "converges slower for some models",
+        "converges more slowly on some models",
         "Transformers",
         arguments=_optim("adafactor"),
         problem=combinations.unsharded,
@@ -203,8 +203,8 @@ ALL = (
     Technique(
         "optimizer",
         "galore",
-        "AdamW in a space of rank 128 of the gradient of every linear layer, found anew every 200 steps.",
-        "moments of the linear layers, up to width / 128",
+        "AdamW in a space of rank 128 of the gradient of every linear layer, updated every 200 steps.",
+        "moments of the linear layers, up to hidden size / 128",
         "precision; a singular value decomposition every 200 steps",
         "galore-torch",
         ("galore-torch",),
@@ -217,7 +217,7 @@ ALL = (
         "galore-8bit",
         "GaLore with moments in blocks of 8 bits.",
         "as galore, and three quarters of the rest",
-        "as galore, and precision of the moments",
+        "as galore, and lower-precision optimizer state",
         "galore-torch, bitsandbytes",
         ("galore-torch", "bitsandbytes"),
         "galore",
@@ -244,7 +244,7 @@ ALL = (
         "optimizer",
         "apollo",
         "AdamW whose step is scaled by channels of a random projection of rank 128 of the gradient.",
-        "moments of the linear layers, up to width / 128",
+        "moments of the linear layers, up to hidden size / 128",
         "precision",
         "apollo-torch",
         ("apollo-torch",),
@@ -332,7 +332,7 @@ ALL = (
         "offload",
         "nvme",
         "As parameters, but in files, in a folder of its own within --nvme-folder that goes when the training ends.",
-        "also the memory of the host",
+        "also host memory",
         "as parameters, at the speed of the disk",
         "DeepSpeed",
         devices=("cuda",),
@@ -345,7 +345,7 @@ ALL = (
         "lora",
         "Adapters of rank 16 beside every linear layer are trained, the weights are frozen.",
         "gradients and optimizer, but for about a hundredth",
-        "what adapters of low rank can learn",
+        "limited to what low-rank adapters can learn",
         "peft",
         ("peft",),
         "peft",
@@ -383,15 +383,11 @@ def chosen(setup: Setup) -> list[Technique]:
 
 
 def check(setup: Setup) -> None:
-    """Whether every technique of a setup is known, installed, possible on its device and together with the others.
+    """Whether every value of a setup can be, and every technique is known, installed, possible on its device and together with the others.
 
     Raises OptionError or DeviceError with what to do; nothing large is loaded before.
     """
-    for name in ("batch", "accumulation", "steps", "ranks"):
-        if getattr(setup, name) < 1:
-            raise OptionError(f"train: --{name} must be at least 1, got {getattr(setup, name)}")
-    if setup.sequence < 2:
-        raise OptionError(f"train: --sequence must be at least 2, got {setup.sequence}")
+    check_values(setup)
     for technique in chosen(setup):
         given = f"--{technique.option} {getattr(setup, technique.option)}"
         if setup.device not in technique.devices:

@@ -52,6 +52,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("one_row", (n(1, 33), n(1, 33)), why="a single row")
     yield Sample("vector", (n(33), n(33)), why="no leading dimension")
     yield Sample("empty", (n(0, 16), n(0, 16)), why="nothing is launched")
+    yield Sample("no_columns", (n(2, 3, 0), n(2, 3, 0)), why="rows without columns")
 
 
 def misuses(op: str, device: torch.device) -> Iterator[Misuse]:

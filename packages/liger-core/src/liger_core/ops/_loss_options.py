@@ -63,6 +63,7 @@ def loss_option_samples(device: torch.device, rows: int, classes: int) -> Iterat
     yield "label_smoothing_whole", {"label_smoothing": 1.0}, "nothing but the smoothed part is left"
     yield "z_loss", {"z_loss": 1e-2}, "the log-sum-exp enters the loss"
     yield "softcap", {"softcap": 3.0}, "tanh and its derivative"
+    yield "large_softcap", {"softcap": 1e4, "z_loss": 1e-2}, "tanh of numbers near 0 must not cancel"
     yield "normalizer", {"normalizer": torch.tensor(37.0, device=device)}, "an external count on the device (num_items_in_batch)"
     yield "normalizer_number", {"normalizer": 37.0}, "an external count as a number"
     everything = {"class_weight": weight, "label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 3.0}

@@ -128,8 +128,7 @@ class TorchPasses:
             x = _capped(logits[rows], options)
             top = x.amax(-1, keepdim=True)
             below = x - top
-            weight = below.exp()
-            total = weight.sum(-1)
+            total = below.exp().sum(-1)
             statistics = torch.stack((top[:, 0], total.log()), dim=-1)
             results.statistics[rows] = statistics
             results.loss[rows] = _losses(below, statistics, target[rows], options)
@@ -138,8 +137,11 @@ class TorchPasses:
                 results.prediction[rows] = torch.where(counted, x.argmax(-1), -1)
             if results.entropy is not None:
                 # From distances to the maximum, which do not cancel where the softmax is peaked.
-                entropy = total.log() - torch.where(weight > 0, weight * below, 0.0).sum(-1) / total
+                weight = below.exp()
+                entropy = total.log() - torch.where(weight > 0, weight.mul_(below), 0.0).sum(-1) / total
                 results.entropy[rows] = torch.where(counted, entropy, 0.0)
+                del weight
+            del below
             if gradient:
                 factor = None if row_factor is None else row_factor[rows]
                 logits[rows] = _gradients(x, target[rows], statistics, factor, options).to(logits.dtype)
@@ -224,7 +226,7 @@ def _gradients(
     if options.z_loss:
         share = share + 2.0 * options.z_loss * (top + log_sum)
     log_p = (x - top[:, None]).sub_(log_sum[:, None])
-    d = log_p.exp().mul_(share[:, None])
+    d = (log_p.exp_() if term is None else log_p.exp()).mul_(share[:, None])
     d.scatter_add_(-1, index[:, None], -hard[:, None])
     if options.label_smoothing:
         d.sub_(options.label_smoothing / classes * (1.0 if weight is None else weight))

@@ -7,6 +7,7 @@ That gate, a method of the module, is what is replaced; the interface, its imple
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from liger_hf.patch import MARK, Patch, forward_of
-from liger_hf.replica import Draw, configuration, device_of
-from liger_hf.rules.gated_mlp import Unit, sized, units
+from liger_hf.replica import LENGTHS, Draw, configuration, device_of
+from liger_hf.rules.gated_mlp import PASSED, Unit, hooked, may_pass, passed_over, sized, units
 from liger_hf.verification import Candidate, Case, Found, Results
 
 GATE = "_apply_gate"
@@ -35,6 +36,9 @@ def look(module: nn.Module) -> Found | None:
     runs = _implementation(module)
     if isinstance(runs, str):
         return Found("swiglu", refusal=runs)
+    watched = next((name for name, child in module.named_children() if hooked(child)), None)
+    if watched is not None:
+        return Found("swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run")
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
     return Found(
@@ -62,13 +66,17 @@ def _implementation(module: nn.Module) -> Callable[..., Any] | str:
 
 def _candidates(module: nn.Module) -> Iterator[Candidate]:
     for op, label, unit in units(module):
-        function = _gate(unit)
-        yield Candidate(op, label, function, lambda module, function=function: [Patch(module, GATE, MethodType(function, module))])  # type: ignore[misc]
+        function = _gate(unit, getattr(type(module), GATE))
+        yield Candidate(op, label, function, partial(_installed, function=function))
 
 
-def _gate(unit: Unit) -> Callable[..., Any]:
+def _installed(module: nn.Module, function: Callable[..., Any]) -> list[Patch]:
+    return [Patch(module, PASSED, passed_over(module, ())), Patch(module, GATE, MethodType(function, module))]
+
+
+def _gate(unit: Unit, original: Callable[..., Any]) -> Callable[..., Any]:
     def _apply_gate(self: nn.Module, gate_up: Tensor) -> Tensor:
-        return unit(self, (gate_up,), False)
+        return unit(self, (gate_up,), False) if may_pass(self) else original(self, gate_up)
 
     _apply_gate.__dict__[MARK] = True
     return _apply_gate
@@ -79,6 +87,9 @@ def _cases(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype
     x, upstream = draw.normal(11, 2 * INNER), draw.normal(11, INNER)
     for name, dtype, scale in sized(dtypes):
         yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream.to(dtype)))
+    for length in LENGTHS:
+        run = _run(module, draw.normal(length, 2 * INNER), draw.normal(length, INNER))
+        yield Case(f"float32, {length} tokens", torch.float32, run)
 
 
 def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Callable[[Callable[..., Any], bool], Results]:

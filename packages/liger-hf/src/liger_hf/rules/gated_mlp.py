@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated units: down(act(gate(x)) · up(x)), with gate and up as two projections or packed into one, gate first.
 
-The module's own projections are called as modules, so that adapters, hooks and quantisation on them keep working; only what
-happens between them is replaced.
+The module's own projections are called as modules, so that adapters, hooks and quantization on them keep working; only what
+happens between them is replaced. The activation is passed over. Once something watches it or another one takes its place, the
+module runs its own forward.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from liger_core import Op, geglu, swiglu
-from liger_hf.patch import forward_of, replacement
-from liger_hf.replica import Draw, configuration, device_of, replica
-from liger_hf.verification import Candidate, Case, Found, Results
+from liger_hf.ownership import unshared
+from liger_hf.patch import Patch, forward_of, replacement, slot
+from liger_hf.replica import LENGTHS, Draw, configuration, device_of, replica
+from liger_hf.verification import Candidate, Case, Found, Results, of_length
 
 NOTHING = "no module is a gated unit: none takes one tensor through two or three Linear children around an activation"
 ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
@@ -50,6 +52,10 @@ def look(module: nn.Module) -> Found | None:
     between = tuple(name for name, child in others.items() if isinstance(child, nn.Dropout) or next(child.parameters(), None) is not None)
     if len(between) > 1:
         return Found("swiglu", refusal=f"more than one module works between its projections: {', '.join(between)}")
+    passed = {name: child for name, child in others.items() if name not in between}
+    watched = next((name for name, child in passed.items() if hooked(child)), None)
+    if watched is not None:
+        return Found("swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run")
     first = next(iter(linears.values()))
     weight = next((p for p in first.parameters() if p.is_floating_point()), None)
     return Found(
@@ -57,14 +63,14 @@ def look(module: nn.Module) -> Found | None:
         kind=(
             type(module),
             layout,
-            tuple((name, type(child)) for name, child in others.items()),
+            tuple((name, type(child), configuration(child)) for name, child in others.items()),
             configuration(module),
             weight.dtype if weight is not None else None,
             str(weight.device) if weight is not None else "",
         ),
         original=original,
         candidates=lambda: _candidates(module, original, arguments[0].name, layout, between),
-        cases=lambda device, dtypes: _cases(module, linears, between, layout, device, dtypes),
+        cases=lambda device, dtypes: _cases(module, linears, between, tuple(passed), layout, device, dtypes),
         device=lambda: device_of(module),
         dtype=weight.dtype if weight is not None else torch.float32,
     )
@@ -122,18 +128,26 @@ def _candidates(
     for op, label, unit in units(module):
         for order, place in product((inputs, inputs[::-1])[: len(inputs)], ("before", "after") if between else ("",)):
             names = (*between, down) if place == "before" else (down, *between)
-            function = _forward(unit, argument, order, names)
-            yield Candidate(op, label, function, lambda module, function=function: [replacement(module, function, original)])  # type: ignore[misc]
+            function = _forward(unit, original, argument, order, names)
+            called = (*inputs, down, *between)
+            yield Candidate(op, label, function, partial(_installed, function=function, original=original, called=called))
 
 
-def _forward(unit: Unit, argument: str, inputs: tuple[str, ...], rest: tuple[str, ...]) -> Callable[..., Any]:
+def _installed(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], called: tuple[str, ...]) -> list[Patch]:
+    return [Patch(module, PASSED, passed_over(module, called)), replacement(module, function, original)]
+
+
+def _forward(unit: Unit, original: Callable[..., Any], argument: str, inputs: tuple[str, ...], rest: tuple[str, ...]) -> Callable[..., Any]:
     if len(inputs) == 1:
         (packed,) = inputs
 
         def forward_packed(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
+            if not may_pass(self):
+                return original(self, *args, **named)
             (x,) = args or (named.pop(argument),)
-            inner = getattr(self, packed)
-            y = unit(self, (inner(x),), unobserved(inner))
+            parts = (getattr(self, packed)(x),)
+            y = unit(self, parts, unshared(parts))
+            del parts
             for name in rest:
                 y = getattr(self, name)(y)
             return y
@@ -142,9 +156,13 @@ def _forward(unit: Unit, argument: str, inputs: tuple[str, ...], rest: tuple[str
     gate, up = inputs
 
     def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
+        if not may_pass(self):
+            return original(self, *args, **named)
         (x,) = args or (named.pop(argument),)
-        first, second = getattr(self, gate), getattr(self, up)
-        y = unit(self, (first(x), second(x)), unobserved(first, second))
+        parts = (getattr(self, gate)(x), getattr(self, up)(x))
+        y = unit(self, parts, unshared(parts))
+        # Not held while the rest runs.
+        del parts
         for name in rest:
             y = getattr(self, name)(y)
         return y
@@ -152,9 +170,38 @@ def _forward(unit: Unit, argument: str, inputs: tuple[str, ...], rest: tuple[str
     return forward
 
 
-def unobserved(*modules: nn.Module) -> bool:
-    """No hook sees, and so might keep, what these modules return."""
-    return not (global_hooks._global_forward_hooks or any(module._forward_hooks for module in modules))
+# -- what a unit passes over
+
+# On a module: name → the children and functions that its own forward uses and the unit does not.
+PASSED = "liger_passed_over"
+
+
+def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
+    """All that the module has of its own besides what is called."""
+    children = {name: child for name, child in module._modules.items() if child is not None and name not in called}
+    functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value) and name not in (slot(module), "forward")}
+    return {**children, **functions}
+
+
+def may_pass(module: nn.Module) -> bool:
+    """What is passed over is what it was when `apply` checked it, and nobody watches it."""
+    for name, known in module.__dict__.get(PASSED, {}).items():
+        if isinstance(known, nn.Module):
+            if module._modules.get(name) is not known or hooked(known) or global_hooks._has_any_global_hook():
+                return False
+        elif module.__dict__.get(name) is not known:
+            return False
+    return True
+
+
+def hooked(module: nn.Module) -> bool:
+    """Calling it does more than its class says; accelerate's own hooks only move tensors."""
+    for part in module.modules() if module._modules else (module,):
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            return True
+        if "forward" in part.__dict__ and "_hf_hook" not in part.__dict__:
+            return True
+    return False
 
 
 class _Marker(nn.Module):
@@ -175,6 +222,7 @@ def _cases(
     module: nn.Module,
     linears: dict[str, nn.Module],
     between: tuple[str, ...],
+    passed: tuple[str, ...],
     layout: Layout,
     device: torch.device,
     dtypes: Iterable[torch.dtype],
@@ -183,13 +231,18 @@ def _cases(
     inputs, down = layout
     sizes = {name: (HIDDEN, INNER * (3 - len(inputs))) for name in inputs} | {down: (INNER, HIDDEN)}
     layers = {name: draw.linear(*sizes[name], bias=getattr(child, "bias", None) is not None) for name, child in linears.items()}
+    # Without hooks: what they see must not be what a check draws.
+    others: dict[str, nn.Module] = {name: _Marker() for name in between} | {name: replica(module.get_submodule(name)) for name in passed}
     x, upstream = draw.normal(2, 9, HIDDEN), draw.normal(2, 9, HIDDEN)
     for name, dtype, scale in sized(dtypes):
-        yield Case(name, dtype, _run(module, layers, between, (x * scale).to(dtype), upstream.to(dtype), dtype))
+        yield Case(name, dtype, _run(module, layers, others, (x * scale).to(dtype), upstream.to(dtype), dtype))
+    for length in LENGTHS:
+        x, upstream = draw.normal(1, length, HIDDEN), draw.normal(1, length, HIDDEN)
+        yield of_length(length, torch.float32, _run(module, layers, others, x, upstream, torch.float32))
 
 
 def _run(
-    module: nn.Module, layers: dict[str, nn.Linear], between: tuple[str, ...], x: Tensor, upstream: Tensor, dtype: torch.dtype
+    module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, nn.Module], x: Tensor, upstream: Tensor, dtype: torch.dtype
 ) -> Callable[[Callable[..., Any], bool], Results]:
     def run(function: Callable[..., Any], exact: bool) -> Results:
         wide = torch.float64 if exact else dtype
@@ -198,7 +251,7 @@ def _run(
             values = {n: p.detach().to(dtype).to(wide) for n, p in layer.named_parameters()}
             children[name] = replica(layer, parameters=values)
         leaf = x.to(wide).clone().requires_grad_()
-        twin = replica(module, children={**children, **{name: _Marker() for name in between}})
+        twin = replica(module, children={**children, **others})
         # A dropout that is written as a function is there while training only.
         twin.training = True
         y = function(twin, leaf)

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 from transformers import PreTrainedModel
 
 from liger_core import linear_cross_entropy
 from liger_hf.causal_loss import MODEL_LOSSES
 from liger_hf.deferred_logits import DeferredLogits
+from liger_hf.head_weights import brought, gathered, weights_of
 from liger_hf.lazy_logits import Cell, LazyLogits
 from liger_hf.patch import Patch, forward_of, own_forward, replacement, under_autocast
-from liger_hf.projection import gathered, version_of
+from liger_hf.projection import LAZY
 from liger_hf.replica import device_of
 from liger_hf.rules.head_check import cases
 from liger_hf.verification import Candidate, Found
@@ -41,7 +43,7 @@ def look(module: nn.Module) -> Found | None:
     if isinstance(original, str) or isinstance(projection, str):
         return Found(OP, refusal=original if isinstance(original, str) else f"the head: {projection}")
     # Some forwards compute their loss themselves; for those the check finds whether the logits were read.
-    if module.loss_function not in MODEL_LOSSES:
+    if _loss_of(module) not in MODEL_LOSSES:
         name = getattr(module.loss_function, "__name__", type(module.loss_function).__name__)
         return Found(OP, refusal=f"its loss function must be {' or '.join(f.__name__ for f in MODEL_LOSSES)}, it is {name}")
     sizes = _sizes(head)
@@ -72,6 +74,12 @@ def _owns(module: nn.Module, head: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel) and _head_of(module)[0] is head
 
 
+def _loss_of(model: Any) -> Any:
+    """The loss function of a model; a pickled model comes back with ours."""
+    loss = model.loss_function
+    return next((original for original, ours in MODEL_LOSSES.items() if loss is ours), loss)
+
+
 def _sizes(head: nn.Module) -> tuple[int, int] | None:
     if isinstance(getattr(head, "in_features", None), int) and isinstance(getattr(head, "out_features", None), int):
         return head.in_features, head.out_features  # type: ignore[return-value]
@@ -86,21 +94,21 @@ def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
     assert not isinstance(inner, str)
     assert not isinstance(original, str)
     return [
-        Patch(head, "liger_lazy", False),
         # In a list: as an attribute the head would become a second submodule.
         Patch(model, "liger_head", [head]),
         replacement(head, _head_forward(inner, sizes[1]), inner),
-        Patch(model, "_loss_function", MODEL_LOSSES[model.loss_function]),
+        Patch(model, "_loss_function", MODEL_LOSSES[_loss_of(model)]),
         replacement(model, _model_forward(original), original),
     ]
 
 
 def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., Any]:
     def forward(self: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
-        if not self.__dict__.get("liger_lazy", False) or args or options:
+        if LAZY.head is not self or args or options or _needs_logits(self):
             return original(self, x, *args, **options)
         autocast = (x.device.type, torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else None
-        return LazyLogits(x, self, classes, x.dtype if autocast is None else autocast[1], Cell(version_of(self), autocast))
+        dtype = x.dtype if autocast is None else autocast[1]
+        return LazyLogits(x, self, classes, dtype, Cell(x, weights_of(self), autocast), constant=not torch.is_grad_enabled())
 
     return forward
 
@@ -122,16 +130,37 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             and "num_items_in_batch" in options
             and not (torch.compiler.is_compiling() or _sharded(head))
         )
-        lazy = head.liger_lazy
-        head.liger_lazy = torch.is_grad_enabled() or defer if keep_logits is None else True
+        lazy = torch.is_grad_enabled() or defer or keep_logits is not None
+        before, LAZY.head = LAZY.head, head if lazy else None
         try:
             outputs = original(self, *args, **options)
         finally:
-            head.liger_lazy = lazy
+            LAZY.head = before
         keep = not (self.training and torch.is_grad_enabled()) if keep_logits is None else keep_logits
         return _settled(outputs, keep, defer)
 
     return forward
+
+
+def _needs_logits(head: nn.Module) -> bool:
+    """Something sees the head's real output, or would see parts of it more than once, were it computed later."""
+    if head._backward_hooks or head._backward_pre_hooks or global_hooks._global_backward_hooks or global_hooks._global_backward_pre_hooks:
+        return True
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    # Called again to compute logits: a module in the head always, the head itself if only its hooks have its weights.
+    again = [part for part in head.modules() if part is not head] if head._modules else []
+    return any(map(_hooked, [head, *again] if gathered(head) or brought(head) else again))
+
+
+# Whose hooks bring weights, and do nothing else to what goes through a module.
+INFRASTRUCTURE = ("accelerate", "deepspeed", "torch")
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    functions = (getattr(hook, "func", hook) for some in hooks for hook in some.values())
+    return any((getattr(f, "__module__", None) or "").partition(".")[0] not in INFRASTRUCTURE for f in functions)
 
 
 def _sharded(head: nn.Module) -> bool:

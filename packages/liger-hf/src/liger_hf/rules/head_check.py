@@ -14,8 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from liger_hf.errors import LogitsError
 from liger_hf.lazy_logits import LazyLogits
 from liger_hf.patch import Patch, own_forward
-from liger_hf.replica import Draw, replica
-from liger_hf.verification import Case, Results
+from liger_hf.replica import LENGTHS, Draw, replica
+from liger_hf.verification import Case, Results, of_length
 
 CLASSES = 97
 # Between the base model and the head only small modules are expected; larger ones are not copied to be run in another dtype.
@@ -29,9 +29,13 @@ def cases(model: PreTrainedModel, path: str, sizes: tuple[int, int], device: tor
     layer = draw.linear(sizes[0], CLASSES, bias=getattr(head, "bias", None) is not None)
     labels = draw.integers(CLASSES, 2, 9)
     labels[1, 3:5] = -100
-    hidden = draw.normal(2, 9, _width(model, path, sizes, layer, labels))
+    width = _width(model, path, sizes, layer, labels)
+    hidden = draw.normal(2, 9, width)
     for dtype in dtypes:
         yield Case(str(dtype).removeprefix("torch."), dtype, _run(model, path, sizes[1], layer, hidden.to(dtype), labels))
+    length = max(LENGTHS)
+    run = _run(model, path, sizes[1], layer, draw.normal(1, length, width), draw.integers(CLASSES, 1, length))
+    yield of_length(length, torch.float32, run)
 
 
 def _width(model: PreTrainedModel, path: str, sizes: tuple[int, int], layer: nn.Linear, labels: Tensor) -> int:

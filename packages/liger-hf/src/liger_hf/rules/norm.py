@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from liger_core import Op, layer_norm, rms_norm
 from liger_hf.patch import forward_of, replacement
-from liger_hf.replica import Draw, configuration, device_of, replica
+from liger_hf.replica import LENGTHS, Draw, configuration, device_of, replica
 from liger_hf.rules.gated_norm import Form, fits, forms
-from liger_hf.verification import Candidate, Case, Found, Results
+from liger_hf.verification import Candidate, Case, Found, Results, of_length
 
 Cast = Literal["input", "float32"]
 NOTHING = "no module is a norm: none without children has an eps"
@@ -53,9 +53,7 @@ def look(module: nn.Module) -> Found | None:
             if special
             else _candidates(original, arguments[0], eps, tuple(weights))
         ),
-        cases=lambda device, dtypes: (
-            Case(drawn.name, drawn.dtype, _run(module, drawn)) for drawn in inputs(module, device, dtypes, len(arguments) == 2)
-        ),
+        cases=lambda device, dtypes: (drawn.case(_run(module, drawn)) for drawn in inputs(module, device, dtypes, len(arguments) == 2)),
         device=lambda: device_of(module),
         dtype=dtype,
     )
@@ -137,9 +135,13 @@ class Drawn:
     values: dict[str, Tensor]
     gates: tuple[Tensor, ...]
 
+    def case(self, run: Callable[[Callable[..., Any], bool], Results]) -> Case:
+        length = self.x.shape[1]
+        return of_length(length, self.dtype, run) if length in LENGTHS else Case(self.name, self.dtype, run)
+
 
 def inputs(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype], gated: bool = False) -> Iterator[Drawn]:
-    """One draw for each dtype of the weights; the rows of a gated norm also in float32, as state-space scans make them."""
+    """Draws for each dtype of the weights, and of other lengths; rows of a gated norm also in float32, as state-space scans make them."""
     weights = _weights(module)
     stated = getattr(module, "normalized_shape", (WIDTH,))
     width = max((p.shape[0] for p in weights.values()), default=stated[-1]) or WIDTH
@@ -154,6 +156,9 @@ def inputs(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype
         for wide in dict.fromkeys((dtype, torch.float32)) if gated else (dtype,):
             name = f"{str(dtype).removeprefix('torch.')}{', float32 rows' if wide != dtype else ''}"
             yield Drawn(name, dtype, x.to(wide), upstream.to(wide), own, tuple(gate.to(dtype) for gate in gates))
+    for length in LENGTHS:
+        x, upstream, *gate = (draw.normal(1, length, width) for _ in range(3 if gated else 2))
+        yield Drawn("", torch.float32, x, upstream, values, tuple(gate))
 
 
 def _run(module: nn.Module, drawn: Drawn) -> Callable[[Callable[..., Any], bool], Results]:

@@ -16,12 +16,16 @@ from torch.nn.modules import module as global_hooks
 
 from liger_core import add_rms_norm
 from liger_hf.patch import MARK, Patch, forward_of, replacement
+from liger_hf.rebinding import unwrapped
 from liger_hf.replica import device_of, replica
 from liger_hf.rules import norm as norms
 from liger_hf.rules.residual_source import fused, norms_of_sums
 from liger_hf.verification import Candidate, Case, Found, Results
 
-NOTHING = "no forward, in source that is at hand, adds two tensors and gives the sum straight to a norm without a mean"
+NOTHING = (
+    "no forward adds two tensors and passes the sum straight to a norm without a mean "
+    "(only undecorated forwards whose source is available are read)"
+)
 
 
 def look(module: nn.Module) -> Found | None:
@@ -29,7 +33,7 @@ def look(module: nn.Module) -> Found | None:
     if not children:
         return None
     original = forward_of(module)
-    names = tuple(name for name in norms_of_sums(type(module).forward) if name in children)
+    names = tuple(name for name in norms_of_sums(unwrapped(type(module).forward)) if name in children)
     if not names:
         return None
     if isinstance(original, str):
@@ -129,7 +133,7 @@ def _fit(weight: Any, left: Any, right: Any) -> bool:
 
 def _cases(child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     for drawn in norms.inputs(child, device, dtypes):
-        yield Case(drawn.name, drawn.dtype, _run(child, drawn))
+        yield drawn.case(_run(child, drawn))
 
 
 def _run(child: nn.Module, drawn: norms.Drawn) -> Callable[[Callable[..., Any], bool], Results]:

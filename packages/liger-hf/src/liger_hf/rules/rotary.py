@@ -8,7 +8,7 @@ the modelling file after `apply` is therefore not seen by a patched instance.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from liger_core import Unsupported, rope
 from liger_core.accuracy import error
 from liger_hf.patch import forward_of, replacement
 from liger_hf.rebinding import Functions, called, rebound
-from liger_hf.replica import Draw, device_of, undisturbed
+from liger_hf.replica import LENGTHS, Draw, device_of, undisturbed
 from liger_hf.rules.rotary_forms import Form, Signature, Tried, forms, fused, signature
 from liger_hf.verification import Candidate, Case, Found, Results
 
@@ -134,16 +134,16 @@ def _candidate(original: Callable[..., Any], functions: Functions, chosen: Mappi
 # -- cases
 
 
-def _calls(function: Callable[..., Any], found: Signature, width: int, device: torch.device) -> Iterator[dict[str, Any]]:
+def _calls(function: Callable[..., Any], found: Signature, width: int, device: torch.device, length: int = 5) -> Iterator[dict[str, Any]]:
     """Random arguments that the function takes: whole tables and parts, shared by the batch or not, both axes of the heads."""
     draw = Draw(device)
     for batch, rotary in product((2, 1), (width, width // 2, width // 4)):
         # Independent entries: nothing may rely on cos² + sin² = 1 or on equal halves.
-        tables = [draw.normal(batch, 5, rotary) for _ in found.tables]
+        tables = [draw.normal(batch, length, rotary) for _ in found.tables]
         if found.tables == ("freqs_cis",):
-            tables = [torch.complex(tables[0], draw.normal(batch, 5, rotary))]
+            tables = [torch.complex(tables[0], draw.normal(batch, length, rotary))]
         for axis in (1, 2):
-            states = [draw.normal(2, 5, heads, width) for heads in (4, 2)[: len(found.rotated)]]
+            states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(found.rotated)]]
             given: dict[str, Any] = dict(zip(found.rotated, (s.transpose(1, 2) if axis == 1 else s for s in states), strict=True))
             given |= dict(zip(found.tables, tables, strict=True))
             if found.heads is not None:
@@ -179,6 +179,9 @@ def _cases(
                         words = f"{tables.shape[-1]} table columns for {width}, tables of batch {tables.shape[0]}"
                         label = f"{str(dtype).removeprefix('torch.')}, {name}, {words}{', float32 tables' if table_dtype != dtype else ''}"
                         yield Case(f"{label}, call {number + 1}", dtype, _run(name, chosen, readable[name]))
+        for length in LENGTHS:
+            for given in islice(_calls(function, readable[name], width, device, length), 1):
+                yield Case(f"float32, {name}, length {length}", torch.float32, _run(name, given, readable[name]))
 
 
 def _cast(given: dict[str, Any], found: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
