@@ -108,8 +108,8 @@ MUTANTS = (
     loss(
         "gradient buffer for a frozen weight",
         "_chunked_loss.py",
-        "dtype=chunks.plan(hidden, weight, needs[1]).dtype, device=device) if needs[1] else None",
-        "dtype=chunks.plan(hidden, weight, needs[1]).dtype, device=device)",
+        "dtype=chunks.chunking(hidden, weight, needs[1]).dtype, device=device) if needs[1] else None",
+        "dtype=chunks.chunking(hidden, weight, needs[1]).dtype, device=device)",
         "tests/ops/test_linear_cross_entropy_memory.py",
         "test_a_frozen_weight_gets_no_gradient_buffer",
     ),
@@ -140,8 +140,8 @@ MUTANTS = (
     Mutant(
         "second backward scales what the first one scaled",
         f"{CORE}/ops/_chunked_loss.py",
-        "                self.passes.scaled(total, factor, grad)",
-        "                self.passes.scaled(total, factor, total)\n                grad.copy_(total)",
+        "                self.passes.scaled(summed, factor, grad)",
+        "                self.passes.scaled(summed, factor, summed)\n                grad.copy_(summed)",
         (ACCURACY, "-k", "second_backward and linear"),
         "test_a_second_backward_gives_the_same_gradients",
     ),
@@ -499,7 +499,11 @@ MUTANTS = (
     ),
     # Upstream gradients that are not dense.
     stride(
-        "grad_y of the norms read as if dense", "_norm.py", "    grad_y, grad_stride = rows(grad_y)\n", "    grad_stride = width\n", NORMS
+        "grad_y of the norms read as if dense",
+        "_norm.py",
+        "    grad_y, grad_stride = strided_rows(grad_y)\n",
+        "    grad_stride = width\n",
+        NORMS,
     ),
     stride(
         "grad_y read as if dense where programs take several rows",

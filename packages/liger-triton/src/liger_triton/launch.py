@@ -168,7 +168,7 @@ def dense_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def rows(x: Tensor) -> tuple[Tensor, int]:
+def strided_rows(x: Tensor) -> tuple[Tensor, int]:
     """x, or where its strides allow no such reading a copy, as rows of adjacent columns; and how far apart they are."""
     if x.is_contiguous():
         return x, x.shape[-1]
@@ -176,7 +176,7 @@ def rows(x: Tensor) -> tuple[Tensor, int]:
     return x, x.stride(0)
 
 
-def dense(vector: Tensor | None) -> Tensor | None:
+def contiguous(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
 
 

@@ -26,14 +26,14 @@ LONG_CHUNK = 2048
 HALF_CHUNK = 4096
 
 
-class Plan(NamedTuple):
+class Chunking(NamedTuple):
     """Rows of logits held at a time, and the dtype in which the gradient of weight is summed over the chunks."""
 
     rows: int
     dtype: torch.dtype
 
 
-def plan(
+def chunking(
     rows: int,
     width: int,
     classes: int,
@@ -44,7 +44,7 @@ def plan(
     budget: int = 0,
     accumulate_dtype: torch.dtype | None = None,
     trained: bool = True,
-) -> Plan:
+) -> Chunking:
     """Chunks of `chunk` rows, by the report's formula for -1, or for 0 those that fit a budget in bytes beyond inputs and gradients.
 
     A single chunk writes dW in its own dtype, which is exact and takes least. With several, dW is summed in float32 where the budget
@@ -76,7 +76,7 @@ def plan(
         if accumulate_dtype is None and dtype != torch.float16 and budget < max(beside + LONG_CHUNK * row, classes * width * wide.itemsize):
             wide, beside = once, 0
         length = _power_below((budget - beside) // row)
-    return Plan(length, once if count <= length else wide)
+    return Chunking(length, once if count <= length else wide)
 
 
 def _power_below(n: int) -> int:
@@ -116,9 +116,9 @@ class ChunkOptions(NamedTuple):
         """From the options of an op."""
         return cls(accumulate_dtype, 0 if chunk is None else -1 if chunk == "report" else chunk, budget or 0, pack, main_grad)
 
-    def plan(self, hidden: Tensor, weight: Tensor, trained: bool) -> Plan:
+    def chunking(self, hidden: Tensor, weight: Tensor, trained: bool) -> Chunking:
         """For rows that are there."""
-        return plan(
+        return chunking(
             *(*hidden.shape, weight.shape[0], hidden.dtype, hidden.device.type),
             chunk=self.chunk,
             budget=self.budget,
@@ -137,7 +137,7 @@ class Head(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The gradients over a head before the upstream gradient is known; that of weight is summed in the plan's dtype."""
+    """The gradients over a head before the upstream gradient is known; that of weight is summed in the dtype of its chunking."""
 
     sum_hidden: Tensor | None
     sum_weight: Tensor | None
@@ -155,28 +155,31 @@ class Gradients(NamedTuple):
 class Loop:
     """The kernels of the ops that multiply by a head, for a backend's row passes.
 
-    total  (head, token_weight, divide, row options, chunk options, statistics asked for) → summed loss and the results of rows. Its
+    reduced  (head, token_weight, divide, row options, chunk options, statistics asked for) → summed loss and the results of rows. Its
            gradients are computed chunk by chunk in the forward pass, without the upstream gradient
-    rows   (head, row options, chunk options, …) → the loss of each row and the other results. The backward pass recomputes the logits,
+    per_row  (head, row options, chunk options, …) → the loss of each row and the other results. The backward pass recomputes the logits,
            since only then is the upstream gradient known; the entropy of a row has a gradient, too
     """
 
-    def __init__(self, passes: RowPasses, kernel: Callable[..., Kernel]) -> None:
+    def __init__(self, passes: RowPasses, make_kernel: Callable[..., Kernel]) -> None:
         self.passes = passes
-        self.total = differentiable(
-            kernel("linear_cross_entropy", self._allocate_total, self._launch_total),
-            kernel(
-                "linear_cross_entropy_backward", self._allocate_total_backward, self._launch_total_backward, self._recycle_total_backward
+        self.reduced = differentiable(
+            make_kernel("linear_cross_entropy", self._allocate_reduced, self._launch_reduced),
+            make_kernel(
+                "linear_cross_entropy_backward",
+                self._allocate_reduced_backward,
+                self._launch_reduced_backward,
+                self._recycle_reduced_backward,
             ),
             public=4,
         )
-        self.rows = differentiable(
-            kernel("linear_cross_entropy_rows", self._allocate_rows, self._launch_rows),
-            kernel("linear_cross_entropy_rows_backward", self._allocate_rows_backward, self._launch_rows_backward),
+        self.per_row = differentiable(
+            make_kernel("linear_cross_entropy_rows", self._allocate_per_row, self._launch_per_row),
+            make_kernel("linear_cross_entropy_rows_backward", self._allocate_per_row_backward, self._launch_per_row_backward),
             public=4,
         )
 
-    def _allocate_total(
+    def _allocate_reduced(
         self, head: Head, token_weight: Tensor | None, divide: Tensor | None, options: RowOptions, chunks: ChunkOptions, asked: Asked,
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
@@ -187,22 +190,22 @@ class Loop:
             *row_results(hidden, asked)[1:],
             torch.empty((), dtype=wide, device=device) if _divides_late(hidden, divide) else None,
             torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if needs[0] else None,
-            torch.empty(weight.shape, dtype=chunks.plan(hidden, weight, needs[1]).dtype, device=device) if needs[1] else None,
+            torch.empty(weight.shape, dtype=chunks.chunking(hidden, weight, needs[1]).dtype, device=device) if needs[1] else None,
             torch.empty(weight.shape[0], dtype=wide, device=device) if needs[2] else None,
         )
 
-    def _launch_total(
+    def _launch_reduced(
         self, results: RowResults, scale: Tensor | None, sums: Sums, /, head: Head, token_weight: Tensor | None, divide: Tensor | None,
         options: RowOptions, chunks: ChunkOptions, asked: Asked, needs: list[bool],
     ) -> None:  # fmt: skip
         counted = _Counted(head, options.ignore_index, chunks.pack)
-        rows = chunks.plan(head.hidden, head.weight, needs[1]).rows
+        rows = chunks.chunking(head.hidden, head.weight, needs[1]).rows
         gradient = any(needs)
         inverse = None if divide is None else divide.reciprocal()
         factors = token_weight
         if inverse is not None and scale is None and gradient:
             factors = inverse.expand(head.hidden.shape[0]) if token_weight is None else token_weight * inverse
-        total, results = results.loss, results._replace(loss=results.statistics.new_empty(head.hidden.shape[0]))
+        loss, results = results.loss, results._replace(loss=results.statistics.new_empty(head.hidden.shape[0]))
         packed = _Packed(head, counted.index())
         factors = packed.take(factors)
         inner, running = packed.results(results), _Running(sums._replace(sum_hidden=packed.like(sums.sum_hidden)))
@@ -213,52 +216,52 @@ class Loop:
         running.finish()
         packed.scatter(inner, results)
         packed.scatter_rows(running.sums.sum_hidden, sums.sum_hidden)
-        torch.sum(results.loss if token_weight is None else results.loss * token_weight, dim=0, out=total)
+        torch.sum(results.loss if token_weight is None else results.loss * token_weight, dim=0, out=loss)
         if inverse is not None:
-            total.mul_(inverse)
+            loss.mul_(inverse)
             if scale is not None:
                 scale.copy_(inverse)
 
-    def _allocate_total_backward(
+    def _allocate_reduced_backward(
         self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None, needs: list[bool]
     ) -> Outputs:
         wanted = zip(needs, sums if main_grad is None else sums._replace(sum_weight=None), strict=True)
         return tuple(torch.empty_like(t, dtype=weight.dtype) if need and t is not None else None for need, t in wanted)
 
-    def _recycle_total_backward(
+    def _recycle_reduced_backward(
         self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None, needs: list[bool]
     ) -> Outputs:
         """The sums themselves, where they have the dtype of the gradient: scaling them in place saves their size once more."""
         fresh = [need and t is not None and t.dtype != weight.dtype for need, t in zip(needs, sums, strict=True)]
-        made = self._allocate_total_backward(grad_loss, weight, scale, sums, main_grad, fresh)
+        made = self._allocate_reduced_backward(grad_loss, weight, scale, sums, main_grad, fresh)
         kept = sums if main_grad is None else sums._replace(sum_weight=None)
         return tuple(t if need and new is None else new for need, t, new in zip(needs, kept, made, strict=True))
 
-    def _launch_total_backward(
+    def _launch_reduced_backward(
         self, gradients: Gradients, /, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None,
         needs: list[bool],
     ) -> None:  # fmt: skip
         factor = grad_loss if scale is None else grad_loss * scale
-        for total, grad in zip(sums, gradients, strict=True):
-            if grad is not None and total is not None and grad.numel():
-                self.passes.scaled(total, factor, grad)
+        for summed, grad in zip(sums, gradients, strict=True):
+            if grad is not None and summed is not None and grad.numel():
+                self.passes.scaled(summed, factor, grad)
         if main_grad is not None and sums.sum_weight is not None and needs[1]:
             # .data has a version counter of its own: a kept graph may add once more.
             self.passes.scaled(sums.sum_weight, factor, main_grad.data, add=True)
 
-    def _allocate_rows(self, head: Head, options: RowOptions, chunks: ChunkOptions, asked: Asked) -> Outputs:
+    def _allocate_per_row(self, head: Head, options: RowOptions, chunks: ChunkOptions, asked: Asked) -> Outputs:
         return row_results(head.hidden, asked)
 
-    def _launch_rows(self, results: RowResults, /, head: Head, options: RowOptions, chunks: ChunkOptions, asked: Asked) -> None:
+    def _launch_per_row(self, results: RowResults, /, head: Head, options: RowOptions, chunks: ChunkOptions, asked: Asked) -> None:
         counted = _Counted(head, options.ignore_index, chunks.pack)
-        rows = chunks.plan(head.hidden, head.weight, False).rows
+        rows = chunks.chunking(head.hidden, head.weight, False).rows
         packed = _Packed(head, counted.index())
         inner = packed.results(results)
         for part, logits in _logits(packed.head, rows):
             self.passes.losses(logits, packed.head.target[part], _part(inner, part), options, None, False)
         packed.scatter(inner, results)
 
-    def _allocate_rows_backward(
+    def _allocate_per_row_backward(
         self, grad_loss: Tensor | None, grad_entropy: Tensor | None, head: Head, options: RowOptions, chunks: ChunkOptions,
         statistics: Tensor, entropy: Tensor | None, needs: list[bool],
     ) -> Outputs:  # fmt: skip
@@ -268,7 +271,7 @@ class Loop:
             for need, t in zip(needs, given, strict=True)
         )
 
-    def _launch_rows_backward(
+    def _launch_per_row_backward(
         self, gradients: Gradients, /, grad_loss: Tensor | None, grad_entropy: Tensor | None, head: Head, options: RowOptions,
         chunks: ChunkOptions, statistics: Tensor, entropy: Tensor | None, needs: list[bool],
     ) -> None:  # fmt: skip
@@ -284,7 +287,7 @@ class Loop:
         factor, by_entropy = (None if g is None else packed.take(g / largest) for g in upstream)
         factor = packed.head.hidden.new_zeros(packed.head.hidden.shape[0], dtype=wide) if factor is None else factor
         statistics, entropy = packed.take(statistics), packed.take(entropy)
-        rows, dtype = chunks.plan(packed.head.hidden, weight, needs[1])
+        rows, dtype = chunks.chunking(packed.head.hidden, weight, needs[1])
         sums = Sums(
             packed.like(gradients.grad_hidden),
             None if not needs[1] else _in_dtype(gradients.grad_weight, weight, dtype),
@@ -297,18 +300,18 @@ class Loop:
             running.add(part, logits, packed.head)
         running.finish()
         largest = largest.to(wide)
-        for total, grad in zip(sums, gradients._replace(grad_hidden=sums.sum_hidden), strict=True):
-            if total is not None and grad is not None and total.numel():
-                self.passes.scaled(total, largest, grad)
+        for summed, grad in zip(sums, gradients._replace(grad_hidden=sums.sum_hidden), strict=True):
+            if summed is not None and grad is not None and summed.numel():
+                self.passes.scaled(summed, largest, grad)
         if chunks.main_grad is not None and sums.sum_weight is not None:
             self.passes.scaled(sums.sum_weight, largest, chunks.main_grad.data, add=True)
         packed.scatter_rows(sums.sum_hidden, gradients.grad_hidden)
 
 
 @functools.cache
-def loop_of(passes: RowPasses, kernel: Callable[..., Kernel]) -> Loop:
+def loop_of(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Loop:
     """The loop of a backend, which its ops share."""
-    return Loop(passes, kernel)
+    return Loop(passes, make_kernel)
 
 
 def _in_dtype(given: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -366,23 +369,23 @@ class _Running:
     def finish(self) -> None:
         """Without any chunk the sums are zero."""
         if self.first:
-            for total in self.sums[1:]:
-                if total is not None:
-                    total.zero_()
+            for summed in self.sums[1:]:
+                if summed is not None:
+                    summed.zero_()
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total (+)= a @ b, summed in total's dtype."""
-    if total.dtype == a.dtype:
-        _ = torch.mm(a, b, out=total) if first else total.addmm_(a, b)
-    elif total.dtype == torch.float32 and a.is_cuda:
+def _accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """out (+)= a @ b, summed in the dtype of out."""
+    if out.dtype == a.dtype:
+        _ = torch.mm(a, b, out=out) if first else out.addmm_(a, b)
+    elif out.dtype == torch.float32 and a.is_cuda:
         if first:
-            torch.mm(a, b, out_dtype=torch.float32, out=total)
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
-            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:
-        a, b = a.to(total.dtype), b.to(total.dtype)
-        _ = torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+        a, b = a.to(out.dtype), b.to(out.dtype)
+        _ = torch.mm(a, b, out=out) if first else out.addmm_(a, b)
 
 
 # Where a product takes less than this, about 0.15 ms on an H200, waiting for the number of ignored rows costs more than they do.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ops share that multiply by a head: its checks, workloads and work."""
+"""What the ops share that multiply by a head: its checks, wrong calls, workloads and work."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import DtypeError, OptionError, ShapeError
-from liger_core.op import Product, Work, Workload
+from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
+from liger_core.op import Misuse, Product, Work, Workload
 from liger_core.ops._chunked_loss import Chunk, Head, autocast_dtype
-from liger_core.ops._inputs import CLASSES, ROWS, integers, normal, workload
+from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, workload
 
 
 def check_head(name: str, head: Head) -> None:
@@ -81,6 +81,43 @@ def check_rows(name: str, label: str, tensor: Tensor, hidden: Tensor) -> None:
         checks.fail(
             ShapeError, name, f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}"
         )
+
+
+def head_misuses(name: str, device: torch.device) -> Iterator[Misuse]:
+    """The wrong calls that all ops with a head share."""
+    misuse = misuses_of(name)
+    x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    message = "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
+    yield misuse("weight_shape", (x, w[:, :7], t), ShapeError, message)
+    yield misuse("no_width", (x[:, :0], w[:, :0], t), ShapeError, "hidden must have a width of at least 1, got (3, 0)")
+    yield misuse("target_shape", (x, w, t[:2]), ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
+    yield misuse("bias_shape", (x, w, t), ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)", bias=x[0])
+    message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
+    yield misuse("dtypes", (x, w.bfloat16(), t), DtypeError, message)
+    yield misuse("target_dtype", (x, w, t.float()), DtypeError, "target must have dtype torch.int64, got torch.float32")
+    yield misuse("target_none", (x, w, None), DtypeError, "target must be a tensor, got NoneType")
+    yield misuse("weight_none", (x, None, t), DtypeError, "weight must be a tensor, got NoneType")
+    yield misuse("softcap", (x, w, t), OptionError, "softcap must be a finite number > 0, got -1.0", softcap=-1.0)
+    for value in (float("nan"), float("inf")):
+        yield misuse(f"logit_scale_{value}", (x, w, t), OptionError, f"logit_scale must be a finite number, got {value}", logit_scale=value)
+    for chunk in (0, True):
+        message = f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}"
+        yield misuse(f"chunk_{chunk}", (x, w, t), OptionError, message, chunk=chunk)
+    message = "budget and chunk both say how many rows to hold, got budget=4096 and chunk=2; give one"
+    yield misuse("budget_and_chunk", (x, w, t), OptionError, message, budget=4096, chunk=2)
+    yield misuse("budget", (x, w, t), OptionError, "budget must hold at least one row of logits, 40 bytes, got 39", budget=39)
+    message = "accumulate_dtype must be a floating dtype, got torch.int32"
+    yield misuse("accumulate_dtype", (x, w, t), DtypeError, message, accumulate_dtype=torch.int32)
+    message = "main_grad must be contiguous and have shape (10, 8) like weight, got (10, 7)"
+    yield misuse("main_grad_shape", (x, w, t), ShapeError, message, main_grad=torch.zeros(10, 7, device=device))
+    message = "main_grad must have dtype torch.float32, got torch.float64"
+    yield misuse("main_grad_dtype", (x, w, t), DtypeError, message, main_grad=w.double())
+    elsewhere = torch.zeros(10, 8, device="meta")
+    yield misuse("device", (x, elsewhere, t), DeviceError, f"weight must be on {x.device} like hidden, got meta")
+    if device.type == "cpu":
+        for value in (10, -1):
+            message = f"every target must be in [0, 10) or ignore_index=-100, got {value}"
+            yield misuse(f"target_range_{value}", (x, w, torch.tensor([0, 1, value])), TargetError, message)
 
 
 def head_workload(rows: int, width: int, classes: int, axis: str = "", mode: str = "", quick: bool = False, **options: Any) -> Workload:

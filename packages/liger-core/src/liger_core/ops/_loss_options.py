@@ -97,5 +97,5 @@ def metrics_of(
     if reduction == "none":
         return LossMetrics(*(t.reshape(target.shape) for t in (penalty, hit, prediction, entropy)))
     count = counted.sum().clamp(min=1)
-    total = penalty.sum() if inverse is None else penalty.sum() * inverse
-    return LossMetrics(total, hit.sum() / count, prediction.reshape(target.shape), entropy.sum() / count)
+    z_loss = penalty.sum() if inverse is None else penalty.sum() * inverse
+    return LossMetrics(z_loss, hit.sum() / count, prediction.reshape(target.shape), entropy.sum() / count)

@@ -111,8 +111,8 @@ class RowPasses(Protocol):
     ) -> None:  # fmt: skip
         """Write row_factor · d loss / d a, plus the term, into out (which may be logits), given the statistics of each row."""
 
-    def mean(self, rows: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, total: Tensor, inverse: Tensor) -> None:
-        """total = inverse · Σ rows, where inverse is 1/divide, by default 1/Σ w_t over the counted targets (1 if there is none)."""
+    def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
+        """mean = inverse · Σ losses, where inverse is 1/divide, by default 1/Σ w_t over the counted targets (1 if there is none)."""
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
         """out = tensor · scale, or out += tensor · scale; a float32 scalar on the device, rounded once. out may be tensor."""
@@ -128,8 +128,8 @@ class TorchPasses:
             x = _capped(logits[rows], options)
             top = x.amax(-1, keepdim=True)
             below = x - top
-            total = below.exp().sum(-1)
-            statistics = torch.stack((top[:, 0], total.log()), dim=-1)
+            exp_sum = below.exp().sum(-1)
+            statistics = torch.stack((top[:, 0], exp_sum.log()), dim=-1)
             results.statistics[rows] = statistics
             results.loss[rows] = _losses(below, statistics, target[rows], options)
             counted = target[rows] != options.ignore_index
@@ -138,7 +138,7 @@ class TorchPasses:
             if results.entropy is not None:
                 # From distances to the maximum, which do not cancel where the softmax is peaked.
                 weight = below.exp()
-                entropy = total.log() - torch.where(weight > 0, weight.mul_(below), 0.0).sum(-1) / total
+                entropy = exp_sum.log() - torch.where(weight > 0, weight.mul_(below), 0.0).sum(-1) / exp_sum
                 results.entropy[rows] = torch.where(counted, entropy, 0.0)
                 del weight
             del below
@@ -155,11 +155,11 @@ class TorchPasses:
             part = None if term is None else EntropyTerm(*(t[rows] for t in term))
             out[rows] = _gradients(x, target[rows], statistics[rows], row_factor[rows], options, part).to(out.dtype)
 
-    def mean(self, rows: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, total: Tensor, inverse: Tensor) -> None:
+    def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
         if divide is None:
-            divide = denominator(target, options.class_weight, options.ignore_index, None, rows.dtype)
+            divide = denominator(target, options.class_weight, options.ignore_index, None, losses.dtype)
         torch.reciprocal(divide, out=inverse)
-        torch.mul(rows.sum(), inverse, out=total)
+        torch.mul(losses.sum(), inverse, out=mean)
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
         if tensor is out and scale.device.type == "cpu" and scale == 1.0:

@@ -13,7 +13,7 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Kernel, Outputs, differentiable, reference_kernel
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import CLASSES, ROWS, accumulator, integers, normal, workload
+from liger_core.ops._inputs import CLASSES, ROWS, accumulator, integers, misuses_of, normal, row_workloads
 from liger_core.ops._loss_options import (
     Reduction,
     check_reduction,
@@ -97,74 +97,42 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
+    misuse = misuses_of("cross_entropy")
     x, t = torch.zeros(3, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-    yield Misuse("target_shape", (x, t[:2]), {}, ShapeError, "cross_entropy: target must have shape (3,) to match logits (3, 8), got (2,)")
-    yield Misuse("target_dtype", (x, t.int()), {}, DtypeError, "cross_entropy: target must have dtype torch.int64, got torch.int32")
-    yield Misuse(
-        "weight_shape",
-        (x, t),
-        {"weight": torch.ones(7, device=device)},
-        ShapeError,
-        "cross_entropy: weight must have shape (8,), one per class, got (7,)",
-    )
-    yield Misuse(
-        "reduction", (x, t), {"reduction": "avg"}, OptionError, "cross_entropy: reduction must be one of 'mean', 'sum', 'none', got 'avg'"
-    )
-    for name, options, message in (
+    yield misuse("target_shape", (x, t[:2]), ShapeError, "target must have shape (3,) to match logits (3, 8), got (2,)")
+    yield misuse("target_dtype", (x, t.int()), DtypeError, "target must have dtype torch.int64, got torch.int32")
+    yield misuse("target_list", (x, [0, 1, 2]), DtypeError, "target must be a tensor, got list")
+    yield misuse("no_logits", (None, t), DtypeError, "logits must be a tensor, got NoneType")
+    yield misuse("weight_shape", (x, t), ShapeError, "weight must have shape (8,), one per class, got (3,)", weight=x[:, 0])
+    yield misuse("weight_list", (x, t), DtypeError, "weight must be a tensor, got list", weight=[1.0] * 8)
+    for case, options, message in (
+        ("reduction", {"reduction": "avg"}, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
         ("smoothing", {"label_smoothing": 1.5}, "label_smoothing must be a finite number in [0, 1], got 1.5"),
         ("smoothing_nan", {"label_smoothing": float("nan")}, "label_smoothing must be a finite number in [0, 1], got nan"),
         ("z_loss_nan", {"z_loss": float("nan")}, "z_loss must be a finite number ≥ 0, got nan"),
+        ("softcap", {"softcap": 0.0}, "softcap must be a finite number > 0, got 0.0"),
         ("softcap_infinite", {"softcap": float("inf")}, "softcap must be a finite number > 0, got inf"),
         ("ignore_index", {"ignore_index": -1.5}, "ignore_index must be an integer, got -1.5"),
     ):
-        yield Misuse(name, (x, t), options, OptionError, f"cross_entropy: {message}")
-    yield Misuse("target_list", (x, [0, 1, 2]), {}, DtypeError, "cross_entropy: target must be a tensor, got list")
-    yield Misuse("no_logits", (None, t), {}, DtypeError, "cross_entropy: logits must be a tensor, got NoneType")
-    yield Misuse("weight_list", (x, t), {"weight": [1.0] * 8}, DtypeError, "cross_entropy: weight must be a tensor, got list")
-    yield Misuse("softcap", (x, t), {"softcap": 0.0}, OptionError, "cross_entropy: softcap must be a finite number > 0, got 0.0")
-    yield Misuse(
-        "normalizer",
-        (x, t),
-        {"reduction": "sum", "normalizer": 3.0},
-        OptionError,
-        "cross_entropy: normalizer needs reduction='mean', which it divides by, got reduction='sum'",
-    )
-    yield Misuse(
-        "trainable_weight",
-        (x, t),
-        {"weight": torch.ones(8, device=device, requires_grad=True)},
-        OptionError,
-        "cross_entropy: weight must not require a gradient, since the op does not define one; pass weight.detach()",
-    )
-    yield Misuse(
-        "device",
-        (x, torch.zeros(3, dtype=torch.int64, device="meta")),
-        {},
-        DeviceError,
-        f"cross_entropy: target must be on {x.device} like logits, got meta",
-    )
+        yield misuse(case, (x, t), OptionError, message, **options)
+    message = "normalizer needs reduction='mean', which it divides by, got reduction='sum'"
+    yield misuse("normalizer", (x, t), OptionError, message, reduction="sum", normalizer=3.0)
+    message = "weight must not require a gradient, since the op does not define one; pass weight.detach()"
+    yield misuse("trainable_weight", (x, t), OptionError, message, weight=torch.ones(8, device=device, requires_grad=True))
+    elsewhere = torch.zeros(3, dtype=torch.int64, device="meta")
+    yield misuse("device", (x, elsewhere), DeviceError, f"target must be on {x.device} like logits, got meta")
     if device.type == "cpu":
         wrong = torch.tensor([0, 8, 1])
-        yield Misuse(
-            "target_range", (x, wrong), {}, TargetError, "cross_entropy: every target must be in [0, 8) or ignore_index=-100, got 8"
-        )
+        yield misuse("target_range", (x, wrong), TargetError, "every target must be in [0, 8) or ignore_index=-100, got 8")
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(rows: int, classes: int, axis: str = "", quick: bool = False) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return (normal(device, dtype, rows, classes), integers(device, classes, rows)), {}
+    def draw(device: torch.device, dtype: torch.dtype, rows: int, classes: int) -> tuple[Tensor, ...]:
+        return normal(device, dtype, rows, classes), integers(device, classes, rows)
 
-        return workload(make, axis, quick, N=rows, V=classes)
-
-    yield shape(256, 8192, quick=True)
     # On a GPU the first is ruled by the host.
-    for rows, classes in ((1024, 8192), (8192, 40960), (8192, 128256), (8192, 163840)):
-        yield shape(rows, classes)
-    for rows in ROWS[:-2]:
-        yield shape(rows, 128256, "N")
-    for classes in CLASSES:
-        yield shape(8192, classes, "V")
+    usual = ((1024, 8192), (8192, 40960), (8192, 128256), (8192, 163840))
+    return row_workloads(draw, "NV", usual, quick=(256, 8192), rows=ROWS[:-2], columns=128256, widths=CLASSES)
 
 
 def work(logits: Tensor, target: Tensor, **options: Any) -> Work:
@@ -172,7 +140,7 @@ def work(logits: Tensor, target: Tensor, **options: Any) -> Work:
     return Work(size, 3 * size)
 
 
-class TotalResults(NamedTuple):
+class ReducedResults(NamedTuple):
     """The summed or mean loss, the results of rows as in RowResults, and for a mean what the sum was multiplied by."""
 
     loss: Tensor
@@ -182,7 +150,7 @@ class TotalResults(NamedTuple):
     inverse: Tensor | None
 
 
-def _kernels(passes: RowPasses, kernel: Callable[..., Kernel]) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def _kernels(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """The differentiable functions of (rows, classes) logits: losses of rows, their sum or mean, and that with the rows' results."""
 
     def allocate(logits: Tensor, target: Tensor, options: RowOptions, asked: Asked) -> Outputs:
@@ -208,42 +176,42 @@ def _kernels(passes: RowPasses, kernel: Callable[..., Kernel]) -> tuple[Callable
         if logits.shape[0]:
             passes.gradients(logits, target, statistics, grad_loss, options, grad_logits)
 
-    def allocate_total(logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, mean: bool, asked: Asked) -> Outputs:
+    def allocate_reduced(logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, mean: bool, asked: Asked) -> Outputs:
         results = row_results(logits, asked)
         scalar = results.loss.new_empty
-        return TotalResults(scalar(()), *results[1:], scalar(()) if mean else None)
+        return ReducedResults(scalar(()), *results[1:], scalar(()) if mean else None)
 
-    def launch_total(
-        results: TotalResults, /, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, mean: bool, asked: Asked
+    def launch_reduced(
+        results: ReducedResults, /, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, mean: bool, asked: Asked
     ) -> None:
-        total, statistics, prediction, entropy, inverse = results
+        loss, statistics, prediction, entropy, inverse = results
         rows = RowResults(statistics.new_empty(logits.shape[0]), statistics, prediction, entropy)
         if logits.shape[0]:
             passes.losses(logits, target, rows, options, None, False)
         if inverse is not None:
-            passes.mean(rows.loss, target, options, divide, total, inverse)
+            passes.mean(rows.loss, target, options, divide, loss, inverse)
         else:
-            torch.sum(rows.loss, dim=0, out=total)
+            torch.sum(rows.loss, dim=0, out=loss)
 
-    def launch_total_backward(
+    def launch_reduced_backward(
         grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, inverse: Tensor | None,
         options: RowOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         factor = grad_loss if inverse is None else grad_loss * inverse
         launch_backward(grad_logits, factor.expand(logits.shape[0]), logits, target, statistics, options, needs)
 
-    rows = differentiable(
-        kernel("cross_entropy", allocate, launch), kernel("cross_entropy_backward", allocate_backward, launch_backward), public=4
+    per_row = differentiable(
+        make_kernel("cross_entropy", allocate, launch), make_kernel("cross_entropy_backward", allocate_backward, launch_backward), public=4
     )
-    total = kernel("cross_entropy_total", allocate_total, launch_total)
-    derivative = kernel("cross_entropy_total_backward", allocate_backward, launch_total_backward)
-    return rows, differentiable(total, derivative), differentiable(total, derivative, public=5)
+    reduced = make_kernel("cross_entropy_reduced", allocate_reduced, launch_reduced)
+    derivative = make_kernel("cross_entropy_reduced_backward", allocate_backward, launch_reduced_backward)
+    return per_row, differentiable(reduced, derivative), differentiable(reduced, derivative, public=5)
 
 
 # Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(passes: RowPasses, kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """cross_entropy for a backend that brings the row passes; `supported(logits)` may decline a call."""
-    rows, total, total_with_results = _kernels(passes, kernel)
+    per_row, reduced, reduced_with_results = _kernels(passes, make_kernel)
 
     def cross_entropy(
         logits: Tensor,
@@ -282,7 +250,7 @@ def implementation(passes: RowPasses, kernel: Callable[..., Kernel], supported: 
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, 1.0, weight)
         asked = Asked(return_metrics, return_metrics)
         if reduction == "none":
-            results = RowResults(*rows(flat, labels, options, asked))
+            results = RowResults(*per_row(flat, labels, options, asked))
             loss = results.loss.reshape(target.shape)
             return (loss, metrics_of(target, options, results, reduction, None)) if return_metrics else loss
         divide: Tensor | None = None
@@ -290,8 +258,8 @@ def implementation(passes: RowPasses, kernel: Callable[..., Kernel], supported: 
             divide = denominator(labels, weight, ignore_index, normalizer, accumulator(flat.dtype))
         mean = reduction == "mean"
         if not return_metrics:
-            return total(flat, labels, divide, options, mean, asked)
-        *found, inverse = total_with_results(flat, labels, divide, options, mean, asked)
+            return reduced(flat, labels, divide, options, mean, asked)
+        *found, inverse = reduced_with_results(flat, labels, divide, options, mean, asked)
         return found[0], metrics_of(target, options, RowResults(*found), reduction, inverse)
 
     return cross_entropy

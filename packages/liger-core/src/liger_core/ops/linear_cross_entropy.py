@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
+from liger_core.errors import OptionError, ShapeError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Sample, Workload, op
 from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_inputs, loop_of
-from liger_core.ops._head import check_chunks, check_head, check_rows, head_series, head_workload, work
-from liger_core.ops._inputs import accumulator, integers, normal
+from liger_core.ops._head import check_chunks, check_head, check_rows, head_misuses, head_series, head_workload, work
+from liger_core.ops._inputs import accumulator, integers, misuses_of, normal
 from liger_core.ops._loss_options import (
     Reduction,
     check_reduction,
@@ -134,49 +134,15 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     name = "linear_cross_entropy"
-    x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-
-    def misuse(case: str, args: tuple[Any, ...], options: dict[str, Any], error: Any, message: str) -> Misuse:
-        return Misuse(case, args, options, error, f"{name}: {message}")
-
-    yield misuse(
-        "weight_shape", (x, w[:, :7], t), {}, ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
-    )
-    yield misuse("no_width", (x[:, :0], w[:, :0], t), {}, ShapeError, "hidden must have a width of at least 1, got (3, 0)")
-    yield misuse("target_shape", (x, w, t[:2]), {}, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
-    yield misuse("bias_shape", (x, w, t), {"bias": x[0]}, ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)")
-    options: dict[str, Any] = {"token_weight": torch.ones(2, device=device)}
-    yield misuse("token_weight_shape", (x, w, t), options, ShapeError, "token_weight must have shape (3,) to match hidden (3, 8), got (2,)")
-    message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
-    yield misuse("dtypes", (x, w.bfloat16(), t), {}, DtypeError, message)
-    yield misuse("target_dtype", (x, w, t.float()), {}, DtypeError, "target must have dtype torch.int64, got torch.float32")
-    yield misuse(
-        "chunk_bool", (x, w, t), {"chunk": True}, OptionError, "chunk must be a positive number of rows, 'report' or None, got True"
-    )
-    yield misuse("logit_scale", (x, w, t), {"logit_scale": float("nan")}, OptionError, "logit_scale must be a finite number, got nan")
-    yield misuse("target_none", (x, w, None), {}, DtypeError, "target must be a tensor, got NoneType")
-    yield misuse("weight_none", (x, None, t), {}, DtypeError, "weight must be a tensor, got NoneType")
-    yield misuse("chunk", (x, w, t), {"chunk": 0}, OptionError, "chunk must be a positive number of rows, 'report' or None, got 0")
-    options = {"accumulate_dtype": torch.int32}
-    yield misuse("accumulate_dtype", (x, w, t), options, DtypeError, "accumulate_dtype must be a floating dtype, got torch.int32")
-    options = {"token_weight": torch.ones(3, device=device, requires_grad=True)}
+    yield from head_misuses(name, device)
+    misuse = misuses_of(name)
+    call = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    message = "token_weight must have shape (3,) to match hidden (3, 8), got (2,)"
+    yield misuse("token_weight_shape", call, ShapeError, message, token_weight=torch.ones(2, device=device))
     message = "token_weight must not require a gradient, since the op does not define one; pass token_weight.detach()"
-    yield misuse("trainable_token_weight", (x, w, t), options, OptionError, message)
-    message = "budget and chunk both say how many rows to hold, got budget=4096 and chunk=2; give one"
-    yield misuse("budget_and_chunk", (x, w, t), {"budget": 4096, "chunk": 2}, OptionError, message)
-    message = "budget must hold at least one row of logits, 40 bytes, got 39"
-    yield misuse("budget", (x, w, t), {"budget": 39}, OptionError, message)
-    message = "main_grad must be contiguous and have shape (10, 8) like weight, got (10, 7)"
-    yield misuse("main_grad_shape", (x, w, t), {"main_grad": torch.zeros(10, 7, device=device)}, ShapeError, message)
-    options = {"main_grad": torch.zeros(10, 8, device=device, dtype=torch.float64)}
-    yield misuse("main_grad_dtype", (x, w, t), options, DtypeError, "main_grad must have dtype torch.float32, got torch.float64")
-    yield misuse("normalizer", (x, w, t), {"normalizer": 0.0}, OptionError, "normalizer must be a finite number > 0, got 0.0")
-    yield misuse("z_loss", (x, w, t), {"z_loss": -1.0}, OptionError, "z_loss must be a finite number ≥ 0, got -1.0")
-    elsewhere = torch.zeros(10, 8, device="meta")
-    yield misuse("device", (x, elsewhere, t), {}, DeviceError, f"weight must be on {x.device} like hidden, got meta")
-    if device.type == "cpu":
-        wrong = torch.tensor([0, 1, -1])
-        yield misuse("target_range", (x, w, wrong), {}, TargetError, "every target must be in [0, 10) or ignore_index=-100, got -1")
+    yield misuse("trainable_token_weight", call, OptionError, message, token_weight=torch.ones(3, device=device, requires_grad=True))
+    yield misuse("normalizer", call, OptionError, "normalizer must be a finite number > 0, got 0.0", normalizer=0.0)
+    yield misuse("z_loss", call, OptionError, "z_loss must be a finite number ≥ 0, got -1.0", z_loss=-1.0)
 
 
 def workloads() -> Iterator[Workload]:
@@ -192,9 +158,9 @@ def workloads() -> Iterator[Workload]:
 
 
 # Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(passes: RowPasses, kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """linear_cross_entropy for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
-    loop = loop_of(passes, kernel)
+    loop = loop_of(passes, make_kernel)
 
     def linear_cross_entropy(
         hidden: Tensor,
@@ -261,12 +227,12 @@ def implementation(passes: RowPasses, kernel: Callable[..., Kernel], supported: 
         factor = None if token_weight is None else token_weight.reshape(-1).to(wide)
         divide: Tensor | None = None
         if reduction == "none":
-            results = RowResults(*loop.rows(head, options, chunks, asked))
+            results = RowResults(*loop.per_row(head, options, chunks, asked))
             loss = (results.loss if factor is None else results.loss * factor).reshape(target.shape)
         else:
             if reduction == "mean":
                 divide = denominator(head.target, class_weight, ignore_index, normalizer, wide)
-            results = RowResults(*loop.total(head, factor, divide, options, chunks, asked))
+            results = RowResults(*loop.reduced(head, factor, divide, options, chunks, asked))
             loss = results.loss
         if not return_metrics:
             return loss

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
+from liger_core.errors import OptionError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Sample, Workload, op
 from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_inputs, loop_of
 
 # Whoever does not hold the logits until the upstream gradient comes recomputes them, but that can be avoided: the work is the same.
-from liger_core.ops._head import check_chunks, check_head, head_series, head_workload, work
-from liger_core.ops._inputs import integers, normal
+from liger_core.ops._head import check_chunks, check_head, head_misuses, head_series, head_workload, work
+from liger_core.ops._inputs import integers, misuses_of, normal
 from liger_core.ops._loss_options import check_row_options, check_target, targets_with_ignored
 from liger_core.ops._softmax_loss import TORCH_PASSES, Asked, RowOptions, RowPasses
 
@@ -87,34 +87,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     name = "linear_log_prob"
-    x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-
-    def misuse(case: str, args: tuple[Tensor, ...], options: dict[str, Any], error: Any, message: str) -> Misuse:
-        return Misuse(case, args, options, error, f"{name}: {message}")
-
-    yield misuse(
-        "weight_shape", (x, w[:, :7], t), {}, ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
-    )
-    yield misuse("target_shape", (x, w, t[:2]), {}, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
-    yield misuse("bias_shape", (x, w, t), {"bias": x[0]}, ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)")
-    message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
-    yield misuse("dtypes", (x, w.bfloat16(), t), {}, DtypeError, message)
-    yield misuse("target_dtype", (x, w, t.float()), {}, DtypeError, "target must have dtype torch.int64, got torch.float32")
-    message = "temperature must be a finite number > 0, since the logits are divided by it, got 0.0"
-    yield misuse("temperature", (x, w, t), {"temperature": 0.0}, OptionError, message)
-    yield misuse("softcap", (x, w, t), {"softcap": -1.0}, OptionError, "softcap must be a finite number > 0, got -1.0")
-    message = "temperature must be a finite number > 0, since the logits are divided by it, got nan"
-    yield misuse("temperature_nan", (x, w, t), {"temperature": float("nan")}, OptionError, message)
-    yield misuse("logit_scale", (x, w, t), {"logit_scale": float("inf")}, OptionError, "logit_scale must be a finite number, got inf")
-    yield misuse("chunk", (x, w, t), {"chunk": 0}, OptionError, "chunk must be a positive number of rows, 'report' or None, got 0")
-    yield misuse("budget", (x, w, t), {"budget": 39}, OptionError, "budget must hold at least one row of logits, 40 bytes, got 39")
-    options = {"accumulate_dtype": torch.int32}
-    yield misuse("accumulate_dtype", (x, w, t), options, DtypeError, "accumulate_dtype must be a floating dtype, got torch.int32")
-    elsewhere = torch.zeros(10, 8, device="meta")
-    yield misuse("device", (x, elsewhere, t), {}, DeviceError, f"weight must be on {x.device} like hidden, got meta")
-    if device.type == "cpu":
-        wrong = torch.tensor([0, 1, 10])
-        yield misuse("target_range", (x, w, wrong), {}, TargetError, "every target must be in [0, 10) or ignore_index=-100, got 10")
+    yield from head_misuses(name, device)
+    call = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    for value in (0.0, float("nan")):
+        message = f"temperature must be a finite number > 0, since the logits are divided by it, got {value}"
+        yield misuses_of(name)(f"temperature_{value}", call, OptionError, message, temperature=value)
 
 
 def workloads() -> Iterator[Workload]:
@@ -127,9 +104,9 @@ def workloads() -> Iterator[Workload]:
 
 
 # Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(passes: RowPasses, kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """linear_log_prob for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
-    loop = loop_of(passes, kernel)
+    loop = loop_of(passes, make_kernel)
 
     def linear_log_prob(
         hidden: Tensor,
@@ -194,7 +171,7 @@ def implementation(passes: RowPasses, kernel: Callable[..., Kernel], supported: 
         head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
         chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
         options = RowOptions(ignore_index, softcap=cap, logit_scale=scale)
-        loss, _, _, entropy = loop.rows(head, options, chunks, Asked(with_entropy=return_entropy))
+        loss, _, _, entropy = loop.per_row(head, options, chunks, Asked(with_entropy=return_entropy))
         # Not -loss, which is -0.0 where a target is ignored.
         log_prob = (0.0 - loss).reshape(target.shape)
         return (log_prob, entropy.reshape(target.shape)) if return_entropy else log_prob

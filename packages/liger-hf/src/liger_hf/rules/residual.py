@@ -19,7 +19,7 @@ from liger_hf.patch import MARK, Patch, forward_of, replacement
 from liger_hf.rebinding import unwrapped
 from liger_hf.replica import device_of, replica
 from liger_hf.rules import norm as norms
-from liger_hf.rules.residual_source import fused, norms_of_sums
+from liger_hf.rules.residual_source import norms_of_sums, with_one_call
 from liger_hf.verification import Candidate, Case, Found, Results
 
 NOTHING = (
@@ -103,7 +103,7 @@ def _candidate(original: Any, names: tuple[str, ...], forward: Callable[..., Any
     def install(module: nn.Module) -> list[Patch]:
         # One function for all the layers of a model: torch.compile then compiles it once.
         if not made:
-            made.append(fused(original, names, add_norm))
+            made.append(with_one_call(original, names, add_norm))
         return [replacement(module, made[0], original)]
 
     return Candidate(add_rms_norm, f"weight_offset={offset:g}, cast={cast!r}", step, install)

@@ -19,7 +19,7 @@ from liger_core.accuracy import error
 from liger_hf.patch import forward_of, replacement
 from liger_hf.rebinding import Functions, called, rebound
 from liger_hf.replica import LENGTHS, Draw, device_of, undisturbed
-from liger_hf.rules.rotary_forms import Form, Signature, Tried, forms, fused, signature
+from liger_hf.rules.rotary_forms import Form, Signature, Tried, forms, signature, with_rope
 from liger_hf.verification import Candidate, Case, Found, Results
 
 NOTHING = "no attention module calls a function apply_rotary… of its modelling file"
@@ -85,9 +85,9 @@ def _fitting(function: Callable[..., Any], found: Signature, width: int) -> list
         tried = Tried(parts, _keeps_dtype(function, trials[0][0]))
         for form in forms(found):
             # Without the original behind it: a form that takes none of the calls would agree with it on all.
-            alone = fused(found, form, _declined, tried)
+            alone = with_rope(found, form, _declined, tried)
             if all(_same(alone, given, result) for given, result in trials):
-                fitting.append((form, fused(found, form, function, tried)))
+                fitting.append((form, with_rope(found, form, function, tried)))
     return fitting
 
 
