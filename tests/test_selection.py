@@ -58,12 +58,12 @@ THIRD = """
 @pytest.fixture
 def third(install: Install) -> None:
     """A backend of two ops on CPU tensors that `auto` does not take."""
-    install("third", THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY", "-1"))
+    install("third", THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY, table", "50, table, automatic=False"))
 
 
 @pytest.fixture
 def preferred_third(install: Install) -> None:
-    """The same, with a priority above the reference's."""
+    """The same, taken by `auto`."""
     install("third", THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY", "50"))
 
 
@@ -553,9 +553,10 @@ class Drawn:
     widest: int
     implements: bool
     available: bool
+    automatic: bool
 
     def takes(self, device: str, width: int) -> bool:
-        return self.priority > 0 and device in self.devices and width <= self.widest and self.implements and self.available
+        return self.automatic and device in self.devices and width <= self.widest and self.implements and self.available
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -576,10 +577,11 @@ def test_explain_names_the_backend_that_runs(drawn: int, compiled: bool) -> None
     for index in range(random.randint(3, 8)):
         devices = random.choice([["cpu"], ["meta"], ["cpu", "meta"], ["cpu", "meta"]])
         widest, often = random.choice([8, 16, 64]), [True, True, True, True, False]
-        one = Drawn(f"backend{index}", devices, random.randint(-1, 5), widest, random.choice(often), random.choice(often))
+        one = Drawn(f"backend{index}", devices, random.randint(1, 5), widest, *(random.choice(often) for _ in range(3)))
         backends.append(one)
         table = {rms_norm: implementation(one)} if one.implements else {}
-        found.backends[one.name] = Backend(one.name, tuple(devices), one.priority, table, supports_fake_tensors=True)
+        made = Backend(one.name, tuple(devices), one.priority, table, automatic=one.automatic, supports_fake_tensors=True)
+        found.backends[one.name] = made
         if one.available:
             found.implementations[one.name] = {op.name: function for op, function in table.items()}
         else:

@@ -30,7 +30,7 @@ import liger_hf
 from hf.tiny_configs import COMPOSITES, TYPES, VOCABULARY, tiny_config
 from liger_core import use
 from liger_core.accuracy import floor
-from liger_hf.replica import DoublePrecision
+from liger_hf.isolation import DoublePrecision
 from liger_hf.report import REPLACED
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.tiny_models import LAYERS, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
-from liger_hf.rules import residual
-from liger_hf.rules.residual_source import norms_of_sums, with_one_call
+from liger_hf.rules.residual import rule as residual
+from liger_hf.rules.residual.source import norms_of_sums, with_one_call
 
 # Whole models on the device under test are in test_architectures.
 pytestmark = pytest.mark.cpu

@@ -286,7 +286,7 @@ MUTANTS = (
     # Models.
     Mutant(
         "residual: sum and normed rows take each other's names",
-        f"{HF}/rules/residual_source.py",
+        f"{HF}/rules/residual/source.py",
         "(step.result, holders[0])",
         "(holders[0], step.result)",
         ("tests/hf/test_residual.py", "-k", "meaning and OfItsOwn"),
@@ -294,7 +294,7 @@ MUTANTS = (
     ),
     Mutant(
         "residual: a norm is passed over in spite of its hooks",
-        f"{HF}/rules/residual.py",
+        f"{HF}/rules/residual/rule.py",
         "    if _hooked(child) or global_hooks._has_any_global_hook():",
         "    if global_hooks._has_any_global_hook():",
         ("tests/hf/test_residual.py", "-k", "hooks_on_the_norm"),
@@ -302,7 +302,7 @@ MUTANTS = (
     ),
     Mutant(
         "residual: a source is believed that is not that of the code",
-        f"{HF}/rules/residual_source.py",
+        f"{HF}/rules/residual/source.py",
         "return definition if _alike(_compiled(function, definition, ()), function.__code__) else None",
         "return definition",
         ("tests/hf/test_residual.py", "-k", "not_believed"),
@@ -310,7 +310,7 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits: what was read without gradients is kept for good",
-        f"{HF}/lazy_logits.py",
+        f"{HF}/rules/head/lazy_logits.py",
         "if not self.constant and not torch.is_grad_enabled():",
         "if self.constant and not torch.is_grad_enabled():",
         ("tests/hf/test_logits_gradients.py", "-k", "accuracy_without_gradients and llama-tied"),
@@ -318,7 +318,7 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits: a cast without gradients has one",
-        f"{HF}/lazy_logits.py",
+        f"{HF}/rules/head/lazy_logits.py",
         "constant = self.constant or not (same or torch.is_grad_enabled())",
         "constant = self.constant",
         ("tests/hf/test_logits_gradients.py", "-k", "derived and llama-tied"),
@@ -326,7 +326,7 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits: a step of a fused optimizer goes unnoticed",
-        f"{HF}/head_weights.py",
+        f"{HF}/rules/head/weights.py",
         "call.stepped = call.stepped or any(",
         "call.stepped = call.stepped and any(",
         ("tests/hf/test_logits_weights.py", "-k", "any_optimizer and fused"),
@@ -334,7 +334,7 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits: the head's own weights instead of those of functional_call",
-        f"{HF}/projection.py",
+        f"{HF}/rules/head/projection.py",
         "torch.compiler.is_compiling() or weights.are_in(head):",
         "torch.compiler.is_compiling() or weights.tensors:",
         ("tests/hf/test_logits_weights.py", "-k", "functional_call_uses and untied"),
@@ -342,7 +342,7 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits: threads share which head is lazy",
-        f"{HF}/projection.py",
+        f"{HF}/rules/head/projection.py",
         "class Lazy(threading.local):",
         "class Lazy:",
         ("tests/hf/test_logits_weights.py", "-k", "two_threads"),
@@ -350,7 +350,7 @@ MUTANTS = (
     ),
     Mutant(
         "gated unit: gate and up are written over although somebody reads them",
-        f"{HF}/ownership.py",
+        f"{HF}/rules/gated_unit/ownership.py",
         "if _holders(tensor) not in known:",
         "if not known:",
         ("tests/hf/test_ownership.py", "-k", "written_over"),
@@ -358,7 +358,7 @@ MUTANTS = (
     ),
     Mutant(
         "gated unit: an activation is passed over in spite of its hooks",
-        f"{HF}/rules/gated_mlp.py",
+        f"{HF}/passing.py",
         "is not known or hooked(known) or",
         "is not known or",
         ("tests/hf/test_hooks.py", "-k", "sees_what_it_does and forward-activation"),
@@ -366,7 +366,7 @@ MUTANTS = (
     ),
     Mutant(
         "head: backward hooks never run",
-        f"{HF}/rules/head.py",
+        f"{HF}/rules/head/rule.py",
         "if head._backward_hooks or head._backward_pre_hooks or",
         "if",
         ("tests/hf/test_hooks.py", "-k", "sees_what_it_does and backward-head"),
@@ -374,7 +374,7 @@ MUTANTS = (
     ),
     Mutant(
         "check: nothing longer than a few tokens",
-        f"{HF}/replica.py",
+        f"{HF}/stand_in.py",
         "LENGTHS = (1, 300)",
         "LENGTHS = (1, 30)",
         ("tests/hf/test_verification.py", "-k", "another_length or another_number"),

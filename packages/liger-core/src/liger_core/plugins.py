@@ -54,7 +54,7 @@ def offer(plugin: object) -> None:
     _own[:] = [plugin]
 
 
-@dataclass
+@dataclass(eq=False)
 class Registry:
     """All that the plugins offer, and what is wrong with them.
 
@@ -162,13 +162,13 @@ def _load_all() -> Registry:
     entries = sorted((_plugin(entry), entry.value, entry) for entry in importlib.metadata.entry_points(group=GROUP))
     found.installed = tuple(dict.fromkeys(plugin.name for plugin, _, _ in entries))
     candidates = [(plugin, plugin.name, entry) for plugin, _, entry in entries if plugin.name not in found.disabled]
-    for plugin, entry in _one_of_each(found, "plugin", [(OURSELVES, CORE, None), *candidates]):
+    for plugin, entry in one_of_each(found, "plugin", [(OURSELVES, CORE, None), *candidates]):
         if entry:
             with blaming(found, [plugin], "the plugin"):
                 _load(found, plugin, entry)
-    for _, op in _one_of_each(found, "op", _offers(found, "liger_ops", Op)):
+    for _, op in one_of_each(found, "op", offers(found, "liger_ops", Op)):
         found.ops[op.name] = op
-    for plugin, backend in _one_of_each(found, "backend", _offers(found, "liger_backends", Backend)):
+    for plugin, backend in one_of_each(found, "backend", offers(found, "liger_backends", Backend)):
         with blaming(found, [plugin], f"backend {backend.name!r}", backend=backend.name):
             _add_backend(found, plugin, backend)
     # An op that a plugin defines brings its reference with it.
@@ -208,7 +208,7 @@ def _check_hooks(manager: pluggy.PluginManager, module: object) -> None:
         raise PluginError(f"it must have one of the hooks {', '.join(known)}, it has none")
 
 
-def _offers(found: Registry, hook: str, kind: type[T]) -> Iterator[tuple[Plugin, str, T]]:
+def offers(found: Registry, hook: str, kind: type[T]) -> Iterator[tuple[Plugin, str, T]]:
     """(plugin, name, item) for every item that the plugins return from a hook."""
     for plugin, implementation in found.hooks(hook):
         with blaming(found, [plugin], f"what {hook} returns"):
@@ -224,10 +224,10 @@ def _items(implementation: pluggy.HookImpl) -> list[Any]:
     return list(returned)
 
 
-def _one_of_each(found: Registry, kind: str, offers: Iterable[tuple[Plugin, str, T]]) -> list[tuple[Plugin, T]]:
+def one_of_each(found: Registry, kind: str, offered: Iterable[tuple[Plugin, str, T]]) -> list[tuple[Plugin, T]]:
     """The offers without those that share a name; of these only the one of this project stays, if there is one."""
     by_name: dict[str, list[tuple[Plugin, T]]] = {}
-    for plugin, name, item in offers:
+    for plugin, name, item in offered:
         by_name.setdefault(name, []).append((plugin, item))
     kept: list[tuple[Plugin, T]] = []
     for name, rivals in by_name.items():

@@ -16,16 +16,16 @@ from liger_core.errors import nearest
 from liger_core.plugins import registry
 from liger_core.selection import AUTO, automatic, selected
 from liger_hf import causal_mask
+from liger_hf.discovery import replaceable_ops, rules
 from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
 from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
-from liger_hf.rules import RULES, Rule
-from liger_hf.verification import Decision, Found, decide
+from liger_hf.rule import Found, Rule
+from liger_hf.verification import Decision, decide
 from liger_hf.versions import warn_if_untested
 
 Names = Iterable[Op[..., Any] | str] | None
-OPS = tuple(dict.fromkeys(op for rule in RULES for op in rule.ops))
 
 
 def apply(
@@ -37,7 +37,7 @@ def apply(
 ) -> Report:
     """Replace what Liger's operators can compute in a model, in place, and return the report, which can undo it.
 
-    only, exclude  ops or their names: rms_norm, layer_norm, swiglu, geglu, rope, add_rms_norm, linear_cross_entropy; all by default
+    only, exclude  ops or their names; all that have a rule by default
     verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients are as
                    accurate as the module's own. Without it candidates are told apart by their outputs on the CPU alone
 
@@ -76,10 +76,13 @@ def survey(
     if not isinstance(model, nn.Module):
         raise ModelError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
     warn_if_untested()
-    wanted = _names(caller, "only", only, OPS) - _names(caller, "exclude", exclude, ())
+    wanted = _names(caller, "only", only, replaceable_ops()) - _names(caller, "exclude", exclude, ())
     report = Report(type(model).__name__, notes=_notes(model))
     looked = [
-        (name, module, rule, found) for name, module in model.named_modules() for rule in RULES if (found := rule.look(module)) is not None
+        (name, module, rule, found)
+        for name, module in model.named_modules()
+        for rule in rules()
+        if (found := rule.look(module)) is not None
     ]
     _absent(report, looked, wanted)
     if only is not None and wanted and wanted <= report.absent.keys():
@@ -121,8 +124,8 @@ def _names(caller: str, option: str, given: Names, otherwise: tuple[str, ...]) -
     for name in names:
         if name == "cross_entropy":
             raise OptionError(f"{caller}: {option} must name ops that are put into models, cross_entropy comes with linear_cross_entropy")
-        if name not in OPS:
-            raise OptionError(f"{caller}: {option} must name ops among {', '.join(OPS)}, got {name!r}.{nearest(str(name), OPS)}")
+        if name not in (known := replaceable_ops()):
+            raise OptionError(f"{caller}: {option} must name ops among {', '.join(known)}, got {name!r}.{nearest(str(name), known)}")
     return set(names)
 
 
@@ -155,11 +158,11 @@ def _notes(model: nn.Module) -> list[str]:
 
 
 def _absent(report: Report, looked: list[tuple[str, nn.Module, Rule, Found]], wanted: set[str]) -> None:
-    present = {rule.ops for _, _, rule, _ in looked}
-    for rule in RULES:
+    present = {op for _, _, rule, _ in looked for op in rule.ops}
+    for rule in rules():
         for op in rule.ops:
-            if op in wanted and rule.ops not in present:
-                report.absent[op] = rule.nothing
+            if op in wanted and op not in present:
+                report.absent.setdefault(op, rule.nothing)
 
 
 def _decision(

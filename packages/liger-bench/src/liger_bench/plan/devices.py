@@ -25,7 +25,7 @@ from liger_core.ops._chunked_loss import chunking
 from liger_core.ops._softmax_loss import REFERENCE_BLOCK
 from liger_core.plugins import registry
 from liger_core.selection import Link, in_turn, ranked, settle
-from liger_hf import causal_loss, projection
+from liger_hf.rules.head import causal_loss, projection
 
 # cuBLAS has 32 MiB on a Hopper GPU for each thread that calls it: the main one, and autograd's.
 WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
