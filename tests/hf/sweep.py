@@ -39,7 +39,7 @@ PAGE = ROOT / "docs" / "models.md"
 COLUMNS = {
     "norm": ("rms_norm", "layer_norm"),
     "residual": ("add_rms_norm",),
-    "MLP": ("swiglu", "geglu"),
+    "MLP": ("swiglu", "geglu", "relu_squared"),
     "rope": ("rope",),
     "head": ("linear_cross_entropy",),
 }

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import liger_hf
-from hf.tiny_models import make
+from hf.tiny_models import disagreements, exact_step, make, step, tokens, twin
 from liger_core.plugins import registry
 from liger_hf.discovery import rules
 
@@ -105,3 +105,21 @@ def test_an_mlp_without_a_gate_is_no_business_of_the_gated_units(name: str) -> N
     report = liger_hf.apply(make(name))
     assert [row for row in report.rows if row.op in ("swiglu", "geglu")] == []
     assert set(report.absent) >= {"swiglu", "geglu"}
+
+
+@pytest.mark.parametrize("name", ["nemotron", "arcee"])
+def test_squared_relus_become_relu_squared(name: str) -> None:
+    plain = make(name, hidden_act="relu2").train()
+    patched = twin(plain)
+    report = liger_hf.apply(patched)
+    assert report.replaced["relu_squared"] == plain.config.num_hidden_layers
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    report.undo()
+    assert "forward" not in patched.model.layers[0].mlp.act_fn.__dict__
+
+
+def test_an_activation_of_another_kind_is_no_business_of_squared_relus() -> None:
+    report = liger_hf.apply(make("gpt_neox"))
+    assert "relu_squared" in report.absent
+    assert [row for row in report.rows if row.op == "relu_squared"] == []

@@ -88,12 +88,13 @@ def survey(
     if only is not None and wanted and wanted <= report.absent.keys():
         missing = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
         raise ModelError(f"{caller}: only= must name something that {report.model} has, it has none of it: {missing}")
+    home = device or next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     decisions: dict[Any, Decision] = {}
     rows: dict[tuple[str, ...], int] = {}
     patches: list[Patch] = []
     taken: dict[tuple[int, str], str] = {}
     for name, module, rule, found in looked:
-        decision = _decision(decisions, rule, found, wanted, verify, device)
+        decision = _decision(decisions, rule, _placed(found, device, home), wanted, verify)
         op, backend, outcome = found.op, "", LEFT
         made = decision.candidate.install(module) if decision.candidate is not None else ()
         places = [(id(patch.owner), patch.attribute) for patch in made]
@@ -101,7 +102,7 @@ def survey(
         if earlier is not None:
             decision = Decision(None, f"what it would replace is already replaced for {earlier}")
         elif decision.candidate is not None:
-            op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device), verdict
+            op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
             patches.extend(made)
             taken |= dict.fromkeys(places, op)
         key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
@@ -165,9 +166,7 @@ def _absent(report: Report, looked: list[tuple[str, nn.Module, Rule, Found]], wa
                 report.absent.setdefault(op, rule.nothing)
 
 
-def _decision(
-    decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: set[str], verify: bool, device: torch.device | None
-) -> Decision:
+def _decision(decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: set[str], verify: bool) -> Decision:
     """One check for all modules of a kind."""
     if not wanted & set(rule.ops):
         return Decision(None, "not asked for")
@@ -175,22 +174,28 @@ def _decision(
         return Decision(None, found.refusal)
     key = (rule.look, found.kind)
     if key not in decisions:
-        decision = decide(found if device is None else replace(found, device=lambda: device), verify)
+        decision = decide(found, verify)
         if decision.candidate is not None and decision.candidate.op.name not in wanted:
             decision = Decision(None, f"{decision.candidate.op.name} would fit but was not asked for")
         decisions[key] = decision
     return decisions[key]
 
 
+def _placed(found: Found, device: torch.device | None, home: torch.device) -> Found:
+    """With the device of its check: the one that was asked for, where its weights are, or where the model is."""
+    place = device or (home if found.device is None else None)
+    return found if place is None else replace(found, device=lambda: place)
+
+
 def _pattern(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model itself)"
 
 
-def _backend(op: Op[..., Any], module: nn.Module, device: torch.device | None) -> str:
-    """What will run the op on the device, or where the module's weights are."""
+def _backend(op: Op[..., Any], module: nn.Module, device: torch.device | None, home: torch.device) -> str:
+    """What will run the op on the device, or where the module's weights are, or the model's."""
     name, _ = selected(op)
     if name != AUTO:
         return name
     parameter = next((p for p in module.parameters() if not p.is_meta), None)
-    device = device or (parameter.device if parameter is not None else torch.device("cpu"))
+    device = device or (parameter.device if parameter is not None else home)
     return automatic(registry(), op).get(device.type, "reference")

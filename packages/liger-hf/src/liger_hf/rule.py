@@ -32,7 +32,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """A module that a rule knows: what might replace it and how to check that, or why it has to stay."""
+    """A module that a rule knows: what might replace it and how to check that, or why it has to stay.
+
+    kind    what tells it from other modules of the rule; all of one kind share a check
+    device  where the module computes, by default where the model's first weight is
+    dtype   of its weights
+    """
 
     op: str
     kind: tuple[Any, ...] = ()
@@ -40,7 +45,7 @@ class Found:
     original: Callable[..., Any] | None = None
     candidates: Callable[[], Iterable[Candidate]] = tuple
     cases: Callable[[torch.device, Iterable[torch.dtype]], Iterator[Case]] | None = None
-    device: Callable[[], torch.device] = lambda: torch.device("cpu")
+    device: Callable[[], torch.device] | None = None
     dtype: torch.dtype = torch.float32
 
 

@@ -29,7 +29,7 @@ def decide(found: Found, verify: bool) -> Decision:
 
     Without verification the candidates are told apart by their float32 and bfloat16 outputs on the CPU alone.
     """
-    device = found.device() if verify else torch.device("cpu")
+    device = found.device() if verify and found.device is not None else torch.device("cpu")
     dtypes = dict.fromkeys((found.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16))
     assert found.original is not None and found.cases is not None
     with undisturbed(device):

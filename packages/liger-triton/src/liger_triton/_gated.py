@@ -11,12 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
-from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows_of
+from liger_triton.launch import Launcher, TritonKernel, rows_of, tiles_of
 
 SILU, GELU_TANH, GELU_ERF = 0, 1, 2
-
-# Column tiles, not one program a row: a row padded to a power of two wastes up to a third of the lanes (I = 11008 → 16384).
-BLOCK = 1024
 
 
 def gated(name: str) -> Callable[..., Any]:
@@ -34,7 +31,7 @@ def _allocate(gate: Tensor, up: Tensor | None, activation: int, overwrite: bool)
 
 def _launch(y: Tensor, /, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool) -> None:
     first, second = _halves(gate, up)
-    rows, width, tiles, block = _tiles(first, second, y)
+    rows, width, tiles, block = tiles_of(first, second, y)
     if rows * width:
         forward_launch(
             (rows * tiles,), first, second, y, first.stride(0), second.stride(0), width, tiles, ACTIVATION=activation, BLOCK=block
@@ -71,7 +68,7 @@ def _launch_backward(
     else:
         grad_first, grad_second = (None if g is None else rows_of(g) for g in (grad_gate, grad_up))
     given = [g for g in (grad_first, grad_second) if g is not None]
-    rows, width, tiles, block = _tiles(first, second, grad_y, *given)
+    rows, width, tiles, block = tiles_of(first, second, grad_y, *given)
     if rows * width == 0 or not given:
         return
     backward_launch(
@@ -87,15 +84,6 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     packed = rows_of(gate)
     width = packed.shape[1] // 2
     return packed[:, :width], packed[:, width:]
-
-
-def _tiles(*tensors: Tensor) -> tuple[int, int, int, int]:
-    """(rows, width, tiles per row, block); dense tensors count as one long row."""
-    rows, width = tensors[0].shape
-    if all(t.is_contiguous() for t in tensors):
-        rows, width = 1, rows * width
-    block = min(BLOCK, power_of_two(max(1, width)))
-    return rows, width, cdiv(width, block), block
 
 
 @triton.jit

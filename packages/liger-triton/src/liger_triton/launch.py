@@ -25,6 +25,8 @@ PLAIN = frozenset({Tensor, Parameter})
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # Releases of Triton whose launcher `Launcher` knows how to call; 3.6 takes the arguments one by one, the others in a tuple.
 KNOWN_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
+# Column tiles, not one program a row: a row padded to a power of two wastes up to a third of the lanes (I = 11008 → 16384).
+TILE = 1024
 # Neighbors that one thread takes: 16 bytes of bf16.
 VECTOR = 8
 # Programs of a persistent grid in the interpreter, where a program costs milliseconds and there is no device to fill.
@@ -155,12 +157,23 @@ def rows_of(x: Tensor) -> Tensor:
     """x as (rows, width) with adjacent columns, read in place where its strides allow, else copied once."""
     if x.dim() == 2 and (x.stride(1) == 1 or x.shape[1] == 1):
         return x
+    if x.dim() == 0:
+        return x.view(1, 1)
     if x.stride(-1) == 1 or x.is_contiguous():
         try:
             return x.view(x.shape[:-1].numel(), x.shape[-1])
         except RuntimeError:
             pass
     return x.contiguous().view(x.shape[:-1].numel(), x.shape[-1])
+
+
+def tiles_of(*tensors: Tensor) -> tuple[int, int, int, int]:
+    """(rows, width, tiles per row, block); dense tensors count as one long row."""
+    rows, width = tensors[0].shape
+    if all(t.is_contiguous() for t in tensors):
+        rows, width = 1, rows * width
+    block = min(TILE, power_of_two(max(1, width)))
+    return rows, width, cdiv(width, block), block
 
 
 def dense_like(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from liger_triton.geglu import geglu
 from liger_triton.layer_norm import layer_norm
 from liger_triton.linear_cross_entropy import linear_cross_entropy
 from liger_triton.linear_log_prob import linear_log_prob
+from liger_triton.relu_squared import relu_squared
 from liger_triton.rms_norm import rms_norm
 from liger_triton.rope import rope
 from liger_triton.swiglu import swiglu
@@ -31,6 +32,7 @@ TABLE: dict[Op[..., Any], Callable[..., Any] | Implementation] = {
     liger_core.rope: Implementation(rope, SMALL),
     liger_core.swiglu: Implementation(swiglu, 4 * SMALL),
     liger_core.geglu: Implementation(geglu, 4 * SMALL),
+    liger_core.relu_squared: Implementation(relu_squared, 4 * SMALL),
     liger_core.cross_entropy: cross_entropy,
     liger_core.linear_cross_entropy: linear_cross_entropy,
     liger_core.linear_log_prob: linear_log_prob,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from liger_core import Op, geglu, swiglu
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
-from liger_hf.rule import Candidate, Found
+from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_unit.ownership import unshared
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
@@ -207,3 +207,6 @@ def run_unit(module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, 
 
     weights = {f"{name}.{n}": p.detach().to(x.dtype) for name, layer in layers.items() for n, p in layer.named_parameters()}
     return trial(call, {"x": x}, {"output": upstream}, weights)
+
+
+RULE = Rule("gated_unit", look, ("swiglu", "geglu"), NOTHING)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from liger_core import linear_cross_entropy
 from liger_hf.patch import Patch, forward_of, own_forward, replacement, under_autocast
-from liger_hf.rule import Candidate, Found
+from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.head.causal_loss import MODEL_LOSSES
 from liger_hf.rules.head.check import cases
 from liger_hf.rules.head.deferred_logits import DeferredLogits
@@ -189,3 +189,6 @@ def _real(logits: LazyLogits, keep: bool, defer: bool) -> Any:
         return logits.materialize()
     logits.cell.open = False
     return logits
+
+
+RULE = Rule("head", look, ("linear_cross_entropy",), NOTHING)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from liger_core import Op, layer_norm, rms_norm
 from liger_hf.patch import forward_of, replacement
-from liger_hf.rule import Candidate, Found
+from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm.gated import Form, fits, forms
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, trial
 
@@ -166,3 +166,6 @@ def _run(module: nn.Module, drawn: Drawn) -> Run:
         return {"output": function(replica(module, parameters=weights), *inputs.values())}
 
     return trial(call, dict(zip(("x", "gate"), (drawn.x, *drawn.gates), strict=False)), {"output": drawn.upstream}, drawn.values)
+
+
+RULE = Rule("norm", look, ("rms_norm", "layer_norm"), NOTHING)

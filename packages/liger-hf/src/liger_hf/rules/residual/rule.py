@@ -17,7 +17,7 @@ from torch.nn.modules import module as global_hooks
 from liger_core import add_rms_norm
 from liger_hf.patch import MARK, Patch, forward_of, replacement
 from liger_hf.rebinding import unwrapped
-from liger_hf.rule import Candidate, Found
+from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm import rule as norms
 from liger_hf.rules.residual.source import norms_of_sums, with_one_call
 from liger_hf.stand_in import Case, Run, device_of, replica, trial
@@ -144,3 +144,6 @@ def _run(child: nn.Module, drawn: norms.Drawn) -> Run:
 
     upstream = {"normed": drawn.upstream, "sum": drawn.upstream.flip(-1)}
     return trial(call, {"left": drawn.x, "right": drawn.upstream}, upstream, drawn.values)
+
+
+RULE = Rule("residual", look, ("add_rms_norm",), NOTHING)

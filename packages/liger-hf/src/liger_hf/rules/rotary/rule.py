@@ -19,7 +19,7 @@ from liger_core.accuracy import error
 from liger_hf.isolation import undisturbed
 from liger_hf.patch import forward_of, replacement
 from liger_hf.rebinding import Functions, called, rebound
-from liger_hf.rule import Candidate, Found
+from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.rotary.forms import Form, Signature, Tried, forms, signature, with_rope
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
 
@@ -201,3 +201,6 @@ def _run(name: str, given: dict[str, Any], found: Signature) -> Run:
         return dict(zip(upstream, _results(function(name, **{**given, **tables, **inputs})), strict=True))
 
     return trial(call, {key: given[key] for key in found.rotated}, upstream)
+
+
+RULE = Rule("rotary", look, ("rope",), NOTHING)
