@@ -13,6 +13,9 @@ import torch
 from liger_core.checks import distributed
 from liger_core.errors import LigerError, Unsupported
 
+# What options are called that allow an op to write over tensors that it was given.
+OVERWRITING = ("inplace", "overwrite", "main_grad")
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -9,4 +9,12 @@ from liger_hf.rules.norm.rule import RULE as NORM
 from liger_hf.rules.residual.rule import RULE as RESIDUAL
 from liger_hf.rules.rotary.rule import RULE as ROTARY
 
-RULES = (NORM, GATED_UNIT, EXPERTS, ACTIVATION, ROTARY, RESIDUAL, HEAD)
+RULES = (
+    NORM,
+    GATED_UNIT,
+    EXPERTS,
+    ACTIVATION,
+    ROTARY,
+    RESIDUAL,
+    HEAD,
+)
