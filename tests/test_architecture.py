@@ -259,7 +259,7 @@ def test_every_file_that_a_page_names_exists(name: str) -> None:
     # Blocks of code are held to by tests/test_contributing.py.
     prose = re.sub(r"^```.*?^```", "", page(name), flags=re.MULTILINE | re.DOTALL)
     named = [text for text in re.findall(r"`([\w./-]+/[\w./-]*)`", prose) if "/" in text]
-    sources = [path for path in (ROOT / "packages").glob("*/src")]
+    sources = list((ROOT / "packages").glob("*/src"))
     missing = [
         text for text in named if not any((place / text).exists() for place in (ROOT, *sources, *(p / "liger_core" for p in sources)))
     ]
