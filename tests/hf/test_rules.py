@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import nn
 import liger_hf
 from hf.tiny_models import disagreements, exact_step, make, step, tokens, twin
 from liger_core.plugins import registry
-from liger_hf.discovery import rules
+from liger_hf.discovery import replaceable_ops, rules
 
 pytestmark = pytest.mark.cpu
 
@@ -123,3 +124,9 @@ def test_an_activation_of_another_kind_is_no_business_of_squared_relus() -> None
     report = liger_hf.apply(make("gpt_neox"))
     assert "relu_squared" in report.absent
     assert [row for row in report.rows if row.op == "relu_squared"] == []
+
+
+def test_the_readme_says_which_ops_the_rules_put_into_models() -> None:
+    page = (Path(__file__).parents[2] / "packages" / "liger-hf" / "README.md").read_text()
+    table = page.partition("| rule | which modules | op |")[2].partition("\n\n")[0]
+    assert {*re.findall(r"`(\w+)`", table)} >= {*replaceable_ops()}

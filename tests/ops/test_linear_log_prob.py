@@ -157,6 +157,18 @@ def test_gradients_do_not_underflow_in_float16(which: int, device: torch.device)
     assert (got - exact).norm() < 0.01 * exact.norm()
 
 
+def test_loss_scaling_keeps_the_gradients_of_nearly_certain_tokens_in_float16(device: torch.device) -> None:
+    # The other class has p = 1e-6, and p · weight is below what float16 holds unless the factor of the loss is part of the product.
+    hidden = torch.tensor([[4096.0]], dtype=torch.float16, device=device, requires_grad=True)
+    weight = torch.tensor([[0.0034], [0.0]], dtype=torch.float16, device=device)
+    factor = torch.tensor([65536.0], device=device)
+    (grad,) = torch.autograd.grad(linear_log_prob(hidden, weight, torch.tensor([0], device=device)), hidden, factor)
+    exact = hidden.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.log_softmax(exact @ weight.double().t(), -1)[:, 0], exact, factor.double())
+    # float32 rounds 1 - p to a multiple of 6e-8.
+    torch.testing.assert_close(grad.double(), expected, rtol=0.1, atol=0.0)
+
+
 def test_a_second_derivative_is_refused(device: torch.device) -> None:
     given, target = head(device), some_targets(30, 9, device=device)
     log_prob = linear_log_prob(**given, target=target)

@@ -280,9 +280,12 @@ class Loop:
         # The gradient at an ignored row may be infinite, as that of a ratio to a probability of 0; it counts for nothing.
         is_counted = head.target != options.ignore_index
         upstream = [None if g is None else torch.where(is_counted, g, 0.0) for g in (grad_loss, grad_entropy)]
-        # The largest upstream gradient is factored out and put back at the end: p · grad underflows in fp16 where grad is 1/tokens.
+        # The largest upstream gradient is factored out and put back at the end: p · grad underflows in float16 where grad is 1/tokens.
         largest = functools.reduce(torch.maximum, [_largest(g) for g in upstream if g is not None])
         largest = torch.where(largest > 0, largest, 1.0)
+        if weight.dtype == torch.float16:
+            # Where it is large, as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows from underflow.
+            largest = largest / largest.clamp(1.0, 16384.0)
         packed = _Packed(head, counted.index())
         factor, by_entropy = (None if g is None else packed.take(g / largest) for g in upstream)
         factor = packed.head.hidden.new_zeros(packed.head.hidden.shape[0], dtype=wide) if factor is None else factor
