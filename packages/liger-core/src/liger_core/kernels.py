@@ -65,7 +65,8 @@ class Kernel:
         if namespace not in _libraries:
             _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
         library = _libraries[namespace]
-        self.schema = _define(library, f"{name}({_fields(self.name, inputs)}) -> ({_fields(self.name, outputs)})")
+        self.declared = _fields(self.name, inputs), _fields(self.name, outputs)
+        self.schema = _define(library, name, *self.declared)
         library.impl(name, self._dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(self.name, self._fake, lib=library)
         self.op = getattr(getattr(torch.ops, namespace), name).default
@@ -99,10 +100,8 @@ class Kernel:
         """
         if public not in self.tied:
             library, (space, name) = _libraries[self.op.namespace], self.name.split("::")
-            arguments, _, results = str(self.schema).partition("(")[2].rpartition(" -> ")
-            kept = ", ".join(results.strip("()").split(", ")[:public])
             name = f"{name}_differentiable_{public}"
-            _define(library, f"{name}({arguments} -> ({kept})")
+            _define(library, name, self.declared[0], self.declared[1][:public])
 
             def plainly(*args: Any) -> Any:
                 outputs = self(*args)
@@ -213,7 +212,7 @@ def _flat(groups: list[tuple[Any, int]], values: Iterable[Any]) -> tuple[Any, ..
     return tuple(flat)
 
 
-def _fields(kernel: str, parameters: _Parameters) -> str:
+def _fields(kernel: str, parameters: _Parameters) -> list[str]:
     """Parameters as they stand in a schema."""
     flat: _Parameters = []
     for name, kind in parameters:
@@ -222,10 +221,11 @@ def _fields(kernel: str, parameters: _Parameters) -> str:
         if kind not in _TYPES:
             known = ", ".join(getattr(t, "__name__", str(t)) for t in _TYPES)
             raise TypeError(f"{kernel}: {name} must be annotated with one of {known} or a NamedTuple of these, got {kind}")
-    return ", ".join(f"{_TYPES[kind]} {name}" for name, kind in flat)
+    return [f"{_TYPES[kind]} {name}" for name, kind in flat]
 
 
-def _define(library: torch.library.Library, schema: str) -> Any:
+def _define(library: torch.library.Library, name: str, inputs: list[str], outputs: list[str]) -> Any:
+    schema = f"{name}({', '.join(inputs)}) -> ({', '.join(outputs)})"
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     return torch._C.parse_schema(schema)
 
