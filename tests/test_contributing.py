@@ -29,18 +29,18 @@ def blocks(page: str) -> Iterator[tuple[str, str, str]]:
 
 
 def changed(source: str, diff: str) -> str:
-    """A source with the lines of a diff: lines to add stand behind a line that is there once, or behind one that is taken out."""
-    anchor = ""
+    """A source with the changes of a diff, each behind the line above it; what a change replaces occurs once."""
+    hunks: list[tuple[list[str], list[str]]] = [([], [])]
     for line in diff.splitlines():
-        mark, text = line[:1], line[1:]
-        if mark == "+":
-            assert source.count(f"{anchor}\n") == 1, anchor
-            source = source.replace(f"{anchor}\n", f"{anchor}\n{text}\n")
-        if mark == "-":
-            assert source.count(f"{text}\n") == 1, text
-            before, _, source = source.partition(f"{text}\n")
-            source, text = before + source, before.splitlines()[-1]
-        anchor = text
+        mark, text = line[:1], f"{line[1:]}\n"
+        if mark == " ":
+            hunks.append(([text], [text]))
+        else:
+            hunks[-1][mark == "+"].append(text)
+    for old, new in hunks:
+        if old != new:
+            assert source.count("".join(old)) == 1, old
+            source = source.replace("".join(old), "".join(new))
     return source
 
 
@@ -55,8 +55,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = folder / path
         if language == "diff":
             target.write_text(changed(target.read_text(), text))
+        elif target.exists():
+            target.write_text(f"{target.read_text()}\n\n{text}")
         elif path.startswith("packages/"):
-            assert not target.exists(), f"{path} is in the repository already"
             target.parent.mkdir(exist_ok=True)
             target.write_text(text)
     return folder
@@ -102,6 +103,10 @@ def test_the_op_of_the_page_passes_the_suite_by_triton(copy: Path) -> None:
     pytest.importorskip("triton")
     chosen = "cubed and float32 and (odd_width or strided_rows or empty)"
     assert passes("tests/conformance", "--backend", "triton", "-k", chosen, inside=copy) > 20
+
+
+def test_the_op_of_the_page_passes_the_fuzz_tests(copy: Path) -> None:
+    assert passes("tests/fuzz", "--backend", "reference", "-k", "cubed", inside=copy) >= 3
 
 
 def test_nothing_else_is_to_be_done_for_the_op_of_the_page(copy: Path) -> None:

@@ -380,6 +380,22 @@ MUTANTS = (
         ("tests/hf/test_verification.py", "-k", "another_length or another_number"),
         "beyond_32",
     ),
+    Mutant(
+        "a rule of a plugin that fails takes apply with it",
+        f"{HF}/discovery.py",
+        "replace(rule, look=_guarded(found, plugin, rule))",
+        "rule",
+        ("tests/hf/test_rules.py", "-k", "fails_leaves"),
+        "test_a_rule_of_a_plugin_that_fails_leaves_the_others_alone",
+    ),
+    Mutant(
+        "squared ReLU: every module without weights is one",
+        f"{HF}/rules/activation/rule.py",
+        "return torch.equal(forward(replica(module), x.clone()), x.clamp(min=0).square())",
+        "return forward(replica(module), x.clone()) is not None",
+        ("tests/hf/test_rules.py", "-k", "no_business_of_squared"),
+        "test_an_activation_of_another_kind_is_no_business_of_squared_relus",
+    ),
     # The Triton backend.
     Mutant(
         "triton: drifted default",
@@ -461,6 +477,13 @@ MUTANTS = (
         "mask = column < width\n    value, _",
         "mask = column < width - 1\n    value, _",
         f"swiglu and {SMALL}",
+    ),
+    kernel(
+        "triton: squared ReLU lets gradients of negative numbers pass",
+        "relu_squared.py",
+        "tl.where(value <= 0.0, 0.0, 2.0 * value * grad)",
+        "2.0 * value * grad",
+        f"relu_squared and {SMALL}",
     ),
     kernel(
         "triton: rope backward turns forward",
