@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 # What a copy needs: sources, tests, and the files that tests of the architecture read.
-COPIED = ("packages", "tests", "README.md", "CONTRIBUTING.md", "pyproject.toml", "noxfile.py")
+COPIED = ("packages", "tests", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "pyproject.toml", "noxfile.py")
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 
 pytestmark = pytest.mark.cpu
@@ -55,11 +55,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = folder / path
         if language == "diff":
             target.write_text(changed(target.read_text(), text))
-        elif target.exists():
-            target.write_text(f"{target.read_text()}\n\n{text}")
-        elif path.startswith("packages/"):
+        elif path.startswith(("packages/", "tests/")):
             target.parent.mkdir(exist_ok=True)
-            target.write_text(text)
+            target.write_text(f"{target.read_text()}\n\n{text}" if target.exists() else text)
     return folder
 
 

@@ -15,6 +15,7 @@ from hf.sweep import build
 from hf.tiny_models import make, step, tokens, twin
 from liger_core import BackendError, DeviceError, LigerError, OptionError, add_rms_norm, rms_norm
 from liger_core import rope as rope_op
+from liger_hf.discovery import replaceable_ops
 from liger_hf.rules.gated_unit import rule as gated_unit
 from liger_hf.rules.head import causal_loss
 from liger_hf.rules.norm import rule as norm
@@ -369,8 +370,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "unknown_op": (
         lambda: liger_hf.apply(make(), only=["rms_nrom"]),
         OptionError,
-        "liger_hf.apply: only must name ops among rms_norm, layer_norm, swiglu, geglu, rope, add_rms_norm, linear_cross_entropy, "
-        "got 'rms_nrom'. Did you mean 'rms_norm'?",
+        f"liger_hf.apply: only must name ops among {', '.join(replaceable_ops())}, got 'rms_nrom'. Did you mean 'rms_norm'?",
     ),
     "one_name": (
         lambda: liger_hf.apply(make(), exclude="rope"),
