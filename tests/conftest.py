@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Two workers with a thread pool each would fight for the same cores.
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+    # Workers inherit the width of the terminal, which tables would take.
+    os.environ.pop("COLUMNS", None)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -36,7 +36,7 @@ def main() -> None:
         _add_commands(app, registry())
         app()
     except LigerError as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False)
+        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

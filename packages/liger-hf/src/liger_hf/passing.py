@@ -34,10 +34,11 @@ def may_pass(module: nn.Module) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Calling it does more than its class says; accelerate's own hooks only move tensors."""
+    """Calling it does more than its class says; accelerate's own hooks only move tensors, those of ZeRO-3 only gather parameters."""
     for part in module.modules() if module._modules else (module,):
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-            return True
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            if hooks and not all(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks.values()):
+                return True
         if "forward" in part.__dict__ and "_hf_hook" not in part.__dict__:
             return True
     return False

@@ -147,7 +147,11 @@ def backward(
     grid = (programs + cdiv(width, STRIP) if direct and sums else programs,)
     rest = (part, grad_stride, summed_stride, x_stride, count, width, programs, offset)
     if shape.rows > 1:
-        tile_backward_launch(grid, *args, *rest, ROWS=shape.rows, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps)
+        # A product fused into its distance from the mean would leave its round-off, which inverse makes large where a row is constant.
+        tile_backward_launch(
+            grid, *args, *rest,
+            ROWS=shape.rows, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps, enable_fp_fusion=mean is None,
+        )  # fmt: skip
     else:
         row_backward_launch(
             grid, *args, *rest,

@@ -66,7 +66,7 @@ class TritonPasses:
             HAS_SMOOTHING=options.label_smoothing > 0, KEEPS_LOWEST=options.softcap is None and options.logit_scale > 0,
             PREDICTION=results.prediction is not None, ENTROPY=results.entropy is not None,
             GRADIENT=gradient, BLOCK=block, VECTOR=min(VECTOR, block), STAGES=shape.stages, num_warps=shape.warps,
-            enable_fp_fusion=fuses(block),
+            enable_fp_fusion=fuses(block) and _is_exact(options),
         )  # fmt: skip
 
     def gradients(
@@ -83,7 +83,7 @@ class TritonPasses:
             (rows, cdiv(width, block)), logits, target, options.class_weight, row_factor, statistics, factor, entropy, out,
             logits.stride(0), out.stride(0), row_factor.stride(0), width, *_scalars(options), _weight_sum(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_SOFTCAP=options.softcap is not None, HAS_SMOOTHING=options.label_smoothing > 0,
-            ENTROPY=term is not None, BLOCK=block, num_warps=GRADIENT.warps,
+            ENTROPY=term is not None, BLOCK=block, num_warps=GRADIENT.warps, enable_fp_fusion=_is_exact(options),
         )  # fmt: skip
 
     def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
@@ -101,6 +101,11 @@ class TritonPasses:
 
 
 PASSES = TritonPasses()
+
+
+def _is_exact(options: RowOptions) -> bool:
+    """Whether x is the logit itself, or else a rounded product, which fused into x - m would not cancel: m is a rounded one, too."""
+    return options.softcap is None and options.logit_scale == 1.0
 
 
 def _contiguous(options: RowOptions) -> RowOptions:

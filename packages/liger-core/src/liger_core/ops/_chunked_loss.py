@@ -84,8 +84,9 @@ def _power_below(n: int) -> int:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of autocast on this type of device; None where it is off, or where there is none, as on meta."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    """The dtype of autocast on this type of device; None where it is off."""
+    # Meta tensors have no autocast; torch.compile of PyTorch 2.11 cannot trace the question whether there is one.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
