@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from liger_core import Op
-from liger_core.ops import CATALOGUE
+from liger_core.builtin import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("liger_core", "liger_triton", "liger_hf", "liger_bench", "liger_train")
@@ -23,11 +24,13 @@ PACKAGES = ("liger_core", "liger_triton", "liger_hf", "liger_bench", "liger_trai
 # A name that is added, removed or renamed shows as a line of this list.
 PUBLIC = {
     "liger_core": [
+        *(op.name for op in CATALOGUE),
         "Backend",
         "BackendError",
         "DeviceError",
         "DtypeError",
         "GradientError",
+        "Implementation",
         "LigerError",
         "LossMetrics",
         "Misuse",
@@ -41,29 +44,23 @@ PUBLIC = {
         "Unsupported",
         "Work",
         "Workload",
-        "add_rms_norm",
-        "cross_entropy",
         "explain",
-        "geglu",
         "hookimpl",
-        "layer_norm",
-        "linear_cross_entropy",
-        "linear_log_prob",
         "op",
-        "rms_norm",
-        "rope",
-        "swiglu",
         "use",
     ],
     "liger_triton": [],
     "liger_hf": [
         "AutoLigerModelForCausalLM",
+        "Candidate",
+        "Found",
         "LazyLogits",
         "LigerCallback",
         "LogitsError",
         "ModelError",
         "Report",
         "Row",
+        "Rule",
         "apply",
         "compat",
         "inspect",
@@ -132,7 +129,7 @@ def imported_modules(path: Path, known: dict[str, Path]) -> set[str]:
     return names & known.keys()
 
 
-@pytest.mark.parametrize("package", PACKAGES[1:])  # TODO: also liger_core, when its cycle is gone.
+@pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_imports_itself_through_others(package: str) -> None:
     """`prepare` of the graph of imports fails at the first cycle, and names it."""
     known = modules(package)
@@ -140,7 +137,7 @@ def test_no_module_imports_itself_through_others(package: str) -> None:
     graph.prepare()
 
 
-@pytest.mark.parametrize("package", PACKAGES[1:])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_no_folder_imports_itself_through_others(package: str) -> None:
     """The same of the first level: each folder, and each file beside the folders, is one node."""
     known, graph = modules(package), dict[str, set[str]]()
@@ -232,6 +229,11 @@ def test_every_op_has_a_file_of_its_name_in_core_and_in_every_backend() -> None:
     assert names - {path.stem for path in folder("liger_triton").glob("*.py")} == set()
 
 
+def test_the_readme_lists_every_op_and_no_other() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| ✓ \| ✓ \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(op.name for op in CATALOGUE)
+
+
 @pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: str(op.name))
 def test_an_op_is_found_under_its_name(op: Op[..., object]) -> None:
     assert op.reference.__module__ == f"liger_core.ops.{op.name}"
@@ -272,3 +274,72 @@ def test_the_tested_set_of_versions_is_within_what_the_packages_require() -> Non
     assert outside == []
     unpinned = {r.name for r in required} - set(pins) - {package.replace("_", "-") for package in PACKAGES}
     assert unpinned == set()
+
+
+PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_file_that_a_page_names_exists(name: str) -> None:
+    # Blocks of code are held to by tests/test_contributing.py.
+    prose = re.sub(r"^```.*?^```", "", page(name), flags=re.MULTILINE | re.DOTALL)
+    named = [text for text in re.findall(r"`([\w./-]+/[\w./-]*)`", prose) if "/" in text]
+    sources = list((ROOT / "packages").glob("*/src"))
+    missing = [
+        text for text in named if not any((place / text).exists() for place in (ROOT, *sources, *(p / "liger_core" for p in sources)))
+    ]
+    assert named
+    assert missing == []
+
+
+def test_the_page_counts_the_row_passes() -> None:
+    from liger_core.ops._softmax_loss import RowPasses
+
+    passes = [name for name, value in vars(RowPasses).items() if inspect.isfunction(value) and not name.startswith("_")]
+    assert f"the {NUMBERS[len(passes)]} row passes of `RowPasses`" in page("ARCHITECTURE.md")
+
+
+def test_no_other_file_than_the_page_says_writes_an_autograd_function() -> None:
+    names = [
+        p
+        for package in ("liger_core", "liger_triton", "liger_hf")
+        for p in sources(package)
+        if "(torch.autograd.Function)" in p.read_text()
+    ]
+    assert [path.name for path in names] == ["kernels.py", "rope.py"]
+    assert "No op writes one of its own, except `liger_triton/rope.py`" in page("ARCHITECTURE.md")
+
+
+def test_the_page_names_every_hook() -> None:
+    from liger_core import hookspecs
+
+    hooks = sorted(name for name, value in vars(hookspecs).items() if inspect.isfunction(value))
+    named = page("ARCHITECTURE.md").partition("Entry-point group `liger`; hooks ")[2].partition(". ")[0]
+    assert sorted(re.findall(r"`(\w+)\(", named)) == hooks
+
+
+def test_the_page_names_every_option_that_may_overwrite() -> None:
+    from liger_core.op import OVERWRITING
+
+    assert f"({', '.join(f'`{name}`' for name in OVERWRITING)})" in page("CONTRIBUTING.md")
+    used = {name for op in CATALOGUE for name in op.signature.parameters}
+    assert used >= {*OVERWRITING}
+
+
+def test_the_page_names_what_each_package_is_built_on() -> None:
+    layers = page("ARCHITECTURE.md").partition("## Layers")[2].partition("```")[2].partition("```")[0]
+    for line in filter(None, layers.splitlines()):
+        name, *named = re.findall(r"liger-\w+", line)
+        required = {re.split(r"[^\w-]", str(d))[0] for d in metadata(name.replace("-", "_"))["dependencies"]}  # type: ignore[attr-defined]
+        assert {r for r in required if r.startswith("liger-")} - {"liger-core"} <= {*named}
+        assert {*named} <= required
+
+
+def test_the_page_counts_its_nouns() -> None:
+    nouns = re.findall(r"^\| \*\*(\w+)\*\* \|", page("ARCHITECTURE.md"), re.MULTILINE)
+    assert f"Liger is {NUMBERS[len(nouns)]} nouns" in page("ARCHITECTURE.md")

@@ -23,7 +23,7 @@ from liger_bench.report.page import page
 from liger_bench.report.pictures import COLOURS, LABEL_GAP, _spread, styles
 from liger_bench.targets import Target, Verdict, judged, read_reasons, read_targets
 from liger_core import OptionError
-from liger_core.ops import CATALOGUE
+from liger_core.builtin import CATALOGUE
 from liger_hf.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]

@@ -110,10 +110,10 @@ def filling(name: str, beyond: int) -> Kernel:
     def allocate(x: Tensor) -> Outputs:
         return (torch.empty_like(x),)
 
-    def launch(y: Tensor, x: Tensor) -> None:
+    def launch(y: Tensor, /, x: Tensor) -> None:
         y.as_strided((y.numel() + beyond,), (1,)).fill_(1.0)
 
-    return Kernel("liger_test", f"{name}(Tensor x) -> (Tensor y)", allocate, launch)
+    return Kernel("liger_test", name, allocate, launch)
 
 
 def test_a_store_past_the_end_names_the_kernel_and_the_tensor(guarded_memory: GuardedMemory) -> None:
@@ -136,9 +136,10 @@ def test_what_nobody_writes_is_nan(guarded_memory: GuardedMemory) -> None:
 
 def greedy(needs: list[bool]) -> list[str]:
     """What is said of a backward kernel that computes all of its gradients."""
-    kernel = Kernel(
-        "liger_test", f"greedy_{sum(needs)}(Tensor grad_y, bool[2] needs) -> (Tensor? grad_a, Tensor? grad_b)", lambda *_: (), print
-    )
+
+    def launch(grad_a: Tensor | None, grad_b: Tensor | None, /, grad_y: Tensor, needs: list[bool]) -> None: ...
+
+    kernel = Kernel("liger_test", f"greedy_{sum(needs)}", lambda *_: (), launch)
     return KernelCall(kernel, (torch.zeros(1), needs), (torch.zeros(1), torch.zeros(1))).unasked()
 
 

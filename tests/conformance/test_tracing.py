@@ -117,14 +117,16 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(form_case: Case) -
 def copying(name: str) -> tuple[Kernel, Kernel]:
     """Kernels named after `name`: y is a copy of x, and the gradient of x that of y."""
 
-    def fill(out: Tensor, value: Tensor, *rest: object) -> None:
-        out.copy_(value)
+    def copy(y: Tensor, /, x: Tensor) -> None:
+        y.copy_(x)
+
+    def copy_back(grad_x: Tensor, /, grad_y: Tensor, needs: list[bool]) -> None:
+        grad_x.copy_(grad_y)
 
     def like(value: Tensor, *rest: object) -> tuple[Tensor]:
         return (torch.empty_like(value),)
 
-    backward = f"{name}_backward(Tensor grad_y, bool[1] needs) -> (Tensor grad_x)"
-    return Kernel("liger_test", f"{name}(Tensor x) -> (Tensor y)", like, fill), Kernel("liger_test", backward, like, fill)
+    return Kernel("liger_test", name, like, copy), Kernel("liger_test", f"{name}_backward", like, copy_back)
 
 
 def test_a_kernel_has_one_derivative() -> None:

@@ -106,6 +106,11 @@ def _gated(draw: Draw, limits: Limits, **options: Any) -> Example:
     return example(draw, arguments, ("gate",) if shared else ("gate", "up"), shared=shared)
 
 
+def relu_squared(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
+    return example(draw, {"x": floats(draw, shape, dtype)}, ("x",))
+
+
 def rope(draw: Draw, limits: Limits) -> Example:
     dtype = draw(st.sampled_from(limits.dtypes))
     half = size(draw, 65, (*SMALL, 127, 128), least=1)
@@ -242,20 +247,3 @@ def _vector(draw: Draw, limits: Limits, width: int) -> Floats | None:
     if draw(weighted((1, (True,)), (3, (False,)))):
         return None
     return floats(draw, (width,), draw(st.sampled_from(limits.dtypes)))
-
-
-# Op → how its calls are drawn.
-STRATEGIES: dict[str, Strategy] = {
-    strategy.__name__: strategy
-    for strategy in (
-        rms_norm,
-        add_rms_norm,
-        layer_norm,
-        swiglu,
-        geglu,
-        rope,
-        cross_entropy,
-        linear_cross_entropy,
-        linear_log_prob,
-    )
-}

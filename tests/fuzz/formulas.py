@@ -61,6 +61,10 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", 
     return (row / 2 * (1 + inner)).to(gate.dtype) * up
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    return (torch.where(x > 0, x, 0.0) * x.clamp(min=0)).to(x.dtype)
+
+
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     if up is not None:
         return gate, up

@@ -21,12 +21,15 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from conformance.cases import implementations
 from conftest import device_of
-from fuzz import formulas
-from fuzz.calls import STRATEGIES, Limits
+from fuzz import calls, formulas
+from fuzz.calls import Limits
 from fuzz.drawing import FLOATS, Example
 from fuzz.judging import Declined, complaints
 from liger_core import Op
-from liger_core.ops import CATALOGUE
+from liger_core.builtin import CATALOGUE
+
+# Op → how its calls are drawn.
+STRATEGIES = {op.name: vars(calls)[op.name] for op in CATALOGUE if op.name in vars(calls)}
 
 Implementation = tuple[Op[..., Any], str, Callable[..., Any]]
 # Calls without --examples: of PyTorch, and of kernels in an interpreter, where a program takes milliseconds.

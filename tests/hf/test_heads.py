@@ -14,7 +14,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 
 import liger_hf
-import liger_hf.causal_loss
+import liger_hf.rules.head.causal_loss
 from hf.tiny_models import VOCABULARY, LargestResult, disagreements, exact_step, make, step, tokens, twin
 
 # All but add_rms_norm: nothing passes over a norm on which accelerate has a hook.
@@ -83,7 +83,7 @@ def test_an_adapted_head_is_computed_in_chunks(place: torch.device, monkeypatch:
     inputs = tokens(batch=4, length=50)
     report = liger_hf.apply(patched)
     assert report.replaced["linear_cross_entropy"] == 1
-    monkeypatch.setitem(liger_hf.causal_loss.CHUNK_ELEMENTS, place.type, 16 * VOCABULARY)
+    monkeypatch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, place.type, 16 * VOCABULARY)
     with LargestResult() as largest:
         step(patched, **inputs)
     assert largest.elements < 200 * VOCABULARY
@@ -269,7 +269,7 @@ def test_what_is_not_quantised_gets_the_gradients_of_the_plain_model(quantise: C
 def test_a_quantised_head_is_computed_in_chunks(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     patched = by_torchao(make(tie_word_embeddings=False)).train()
     liger_hf.apply(patched)
-    monkeypatch.setitem(liger_hf.causal_loss.CHUNK_ELEMENTS, place.type, 16 * VOCABULARY)
+    monkeypatch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, place.type, 16 * VOCABULARY)
     with LargestResult() as largest:
         step(patched, **tokens(batch=4, length=50))
     # The rows of the head's own dequantised weight are 64 wide.

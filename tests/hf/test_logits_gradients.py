@@ -222,7 +222,7 @@ def test_a_trainer_whose_loss_logs_the_accuracy_first_trains_like_the_plain_mode
 def test_a_write_without_gradients_in_a_forward_keeps_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
-    from liger_hf.rules.head import patches
+    from liger_hf.rules.head.rule import patches
 
     def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
         logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state) * 2

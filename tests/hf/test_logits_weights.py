@@ -22,8 +22,8 @@ import liger_hf
 from hf.test_heads import adapted
 from hf.test_logits_gradients import LOSSES, results
 from hf.tiny_models import VOCABULARY, disagreements, make, step, tokens, twin
-from liger_hf.head_weights import OPTIMIZERS
-from liger_hf.projection import LAZY
+from liger_hf.rules.head.projection import LAZY
+from liger_hf.rules.head.weights import OPTIMIZERS
 
 pytestmark = pytest.mark.cpu
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.tiny_models import LAYERS, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
-from liger_hf.rules import residual
-from liger_hf.rules.residual_source import fused, norms_of_sums
+from liger_hf.rules.residual import rule as residual
+from liger_hf.rules.residual.source import norms_of_sums, with_one_call
 
 # Whole models on the device under test are in test_architectures.
 pytestmark = pytest.mark.cpu
@@ -496,7 +496,7 @@ def test_two_layers_of_a_kind_share_one_code() -> None:
 
 def test_the_new_forward_says_where_it_was_written() -> None:
     original = SumOfSeveralNames.forward
-    made = fused(original, ("norm",), lambda norm, a, b: (norm(a + b), a + b))
+    made = with_one_call(original, ("norm",), lambda norm, a, b: (norm(a + b), a + b))
     assert made.__code__.co_filename == original.__code__.co_filename
     assert made.__code__.co_firstlineno == original.__code__.co_firstlineno
     assert (made.__defaults__, made.__kwdefaults__, made.__doc__) == (original.__defaults__, original.__kwdefaults__, original.__doc__)

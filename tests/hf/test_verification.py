@@ -15,8 +15,12 @@ from hf.sweep import build
 from hf.tiny_models import make, step, tokens, twin
 from liger_core import BackendError, DeviceError, LigerError, OptionError, add_rms_norm, rms_norm
 from liger_core import rope as rope_op
-from liger_hf import causal_loss
-from liger_hf.rules import gated_mlp, norm, residual, rotary_forms
+from liger_hf.discovery import replaceable_ops
+from liger_hf.rules.gated_unit import rule as gated_unit
+from liger_hf.rules.head import causal_loss
+from liger_hf.rules.norm import rule as norm
+from liger_hf.rules.residual import rule as residual
+from liger_hf.rules.rotary import forms as rotary_forms
 
 OPS = ("rms_norm", "add_rms_norm", "swiglu", "rope", "linear_cross_entropy")
 
@@ -54,7 +58,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, **wrong: float) -> None:
     elif op == "add_rms_norm":
         monkeypatch.setattr(residual, "add_rms_norm", Wrong(add_rms_norm, **wrong))
     elif op == "swiglu":
-        monkeypatch.setattr(gated_mlp, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_mlp.ACTIVATIONS))
+        monkeypatch.setattr(gated_unit, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_unit.ACTIVATIONS))
     elif op == "rope":
         monkeypatch.setattr(rotary_forms, "rope", Wrong(rope_op, **wrong))
     else:
@@ -366,8 +370,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "unknown_op": (
         lambda: liger_hf.apply(make(), only=["rms_nrom"]),
         OptionError,
-        "liger_hf.apply: only must name ops among rms_norm, layer_norm, swiglu, geglu, rope, add_rms_norm, linear_cross_entropy, "
-        "got 'rms_nrom'. Did you mean 'rms_norm'?",
+        f"liger_hf.apply: only must name ops among {', '.join(replaceable_ops())}, got 'rms_nrom'. Did you mean 'rms_norm'?",
     ),
     "one_name": (
         lambda: liger_hf.apply(make(), exclude="rope"),

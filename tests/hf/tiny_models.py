@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_core.accuracy import judge
-from liger_hf.replica import DoublePrecision
+from liger_hf.isolation import DoublePrecision
 
 VOCABULARY = 300
 # Where models and inputs are made; the fixture `place` sets it.

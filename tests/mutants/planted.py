@@ -27,6 +27,7 @@ class Mutant:
 ACCURACY = "tests/conformance/test_accuracy.py"
 DEFINITION = "tests/conformance/test_definition.py"
 TRACING = "tests/conformance/test_tracing.py"
+FAKE = "        outputs = self.allocate(*(args if self.groups is None else _grouped(self.groups, args)))"
 SMALL = "float32 and (one_block or odd_width)"
 # Rows in tiles of several, rows of one block, and rows that are walked in tiles.
 NORMS = "sliced and rms_norm and (one_block or whole_row or wide)"
@@ -59,8 +60,8 @@ MUTANTS = (
     loss(
         "reference gradient 1 % too large",
         "_softmax_loss.py",
-        "d = torch.exp(x - lse[:, None]).mul_(share[:, None])",
-        "d = torch.exp(x - lse[:, None]).mul_(1.01 * share[:, None])",
+        "    d.mul_(factor[:, None])",
+        "    d.mul_(1.01 * factor[:, None])",
         "tests/ops/test_cross_entropy.py",
         "test_cross_entropy_equals_the_function_of_pytorch",
     ),
@@ -76,15 +77,15 @@ MUTANTS = (
         "ignored targets count in the loss",
         "_softmax_loss.py",
         "    return torch.where(counted, loss, 0.0)",
-        "    return torch.where(counted, loss, lse)",
+        "    return torch.where(counted, loss, log_sum)",
         "tests/ops/test_cross_entropy.py",
         "test_cross_entropy_equals_the_function_of_pytorch",
     ),
     loss(
         "z-loss gradient without its factor 2",
         "_softmax_loss.py",
-        "share + 2.0 * options.z_loss * lse",
-        "share + options.z_loss * lse",
+        "share + 2.0 * options.z_loss * (top",
+        "share + options.z_loss * (top",
         "tests/ops/test_cross_entropy.py",
         "test_softcap_and_z_loss_are_their_formulas",
     ),
@@ -107,8 +108,8 @@ MUTANTS = (
     loss(
         "gradient buffer for a frozen weight",
         "_chunked_loss.py",
-        "torch.empty(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None",
-        "torch.empty(weight.shape, dtype=dtype, device=weight.device)",
+        "dtype=chunks.chunking(hidden, weight, needs[1]).dtype, device=device) if needs[1] else None",
+        "dtype=chunks.chunking(hidden, weight, needs[1]).dtype, device=device)",
         "tests/ops/test_linear_cross_entropy_memory.py",
         "test_a_frozen_weight_gets_no_gradient_buffer",
     ),
@@ -139,8 +140,8 @@ MUTANTS = (
     Mutant(
         "second backward scales what the first one scaled",
         f"{CORE}/ops/_chunked_loss.py",
-        "                self.passes.scaled(total, factor, grad)",
-        "                self.passes.scaled(total, factor, total)\n                grad.copy_(total)",
+        "                self.passes.scaled(summed, factor, grad)",
+        "                self.passes.scaled(summed, factor, summed)\n                grad.copy_(summed)",
         (ACCURACY, "-k", "second_backward and linear"),
         "test_a_second_backward_gives_the_same_gradients",
     ),
@@ -155,8 +156,8 @@ MUTANTS = (
     Mutant(
         "logits overwritten by their gradient",
         f"{CORE}/ops/cross_entropy.py",
-        "passes.gradients(logits, target, lse, grad_loss, options_of(*options), grad_logits)",
-        "passes.gradients(logits, target, lse, grad_loss, options_of(*options), logits)\n            grad_logits.copy_(logits)",
+        "passes.gradients(logits, target, statistics, grad_loss, options, grad_logits)",
+        "passes.gradients(logits, target, statistics, grad_loss, options, logits)\n            grad_logits.copy_(logits)",
         (ACCURACY, "-k", "overwritten and cross_entropy"),
         "test_inputs_are_not_overwritten",
     ),
@@ -188,8 +189,8 @@ MUTANTS = (
     Mutant(
         "fake outputs of another shape",
         f"{CORE}/kernels.py",
-        "    def _fake(self, *args: Any) -> Any:\n        outputs = self.allocate(*args)",
-        "    def _fake(self, *args: Any) -> Any:\n        outputs = tuple(o if o is None else o.unsqueeze(0) for o in self.allocate(*args))",
+        FAKE,
+        f"{FAKE}\n        outputs = tuple(o if o is None else o.unsqueeze(0) for o in outputs)",
         (TRACING, "-k", "opcheck and cross_entropy"),
         "test_every_custom_op_that_a_sample_reaches_passes_opcheck",
     ),
@@ -205,8 +206,8 @@ MUTANTS = (
     Mutant(
         "fake outputs of another dtype",
         f"{CORE}/kernels.py",
-        "    def _fake(self, *args: Any) -> Any:\n        outputs = self.allocate(*args)",
-        "    def _fake(self, *args: Any) -> Any:\n        outputs = tuple(o if o is None else o.half() for o in self.allocate(*args))",
+        FAKE,
+        f"{FAKE}\n        outputs = tuple(o if o is None else o.half() for o in outputs)",
         (TRACING, "-k", "fake_tensors and cross_entropy"),
         "test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones",
     ),
@@ -285,7 +286,7 @@ MUTANTS = (
     # Models.
     Mutant(
         "residual: sum and normed rows take each other's names",
-        f"{HF}/rules/residual_source.py",
+        f"{HF}/rules/residual/source.py",
         "(step.result, holders[0])",
         "(holders[0], step.result)",
         ("tests/hf/test_residual.py", "-k", "meaning and OfItsOwn"),
@@ -293,7 +294,7 @@ MUTANTS = (
     ),
     Mutant(
         "residual: a norm is passed over in spite of its hooks",
-        f"{HF}/rules/residual.py",
+        f"{HF}/rules/residual/rule.py",
         "    if _hooked(child) or global_hooks._has_any_global_hook():",
         "    if global_hooks._has_any_global_hook():",
         ("tests/hf/test_residual.py", "-k", "hooks_on_the_norm"),
@@ -301,7 +302,7 @@ MUTANTS = (
     ),
     Mutant(
         "residual: a source is believed that is not that of the code",
-        f"{HF}/rules/residual_source.py",
+        f"{HF}/rules/residual/source.py",
         "return definition if _alike(_compiled(function, definition, ()), function.__code__) else None",
         "return definition",
         ("tests/hf/test_residual.py", "-k", "not_believed"),
@@ -309,7 +310,7 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits: what was read without gradients is kept for good",
-        f"{HF}/lazy_logits.py",
+        f"{HF}/rules/head/lazy_logits.py",
         "if not self.constant and not torch.is_grad_enabled():",
         "if self.constant and not torch.is_grad_enabled():",
         ("tests/hf/test_logits_gradients.py", "-k", "accuracy_without_gradients and llama-tied"),
@@ -317,7 +318,7 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits: a cast without gradients has one",
-        f"{HF}/lazy_logits.py",
+        f"{HF}/rules/head/lazy_logits.py",
         "constant = self.constant or not (same or torch.is_grad_enabled())",
         "constant = self.constant",
         ("tests/hf/test_logits_gradients.py", "-k", "derived and llama-tied"),
@@ -325,7 +326,7 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits: a step of a fused optimizer goes unnoticed",
-        f"{HF}/head_weights.py",
+        f"{HF}/rules/head/weights.py",
         "call.stepped = call.stepped or any(",
         "call.stepped = call.stepped and any(",
         ("tests/hf/test_logits_weights.py", "-k", "any_optimizer and fused"),
@@ -333,7 +334,7 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits: the head's own weights instead of those of functional_call",
-        f"{HF}/projection.py",
+        f"{HF}/rules/head/projection.py",
         "torch.compiler.is_compiling() or weights.are_in(head):",
         "torch.compiler.is_compiling() or weights.tensors:",
         ("tests/hf/test_logits_weights.py", "-k", "functional_call_uses and untied"),
@@ -341,7 +342,7 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits: threads share which head is lazy",
-        f"{HF}/projection.py",
+        f"{HF}/rules/head/projection.py",
         "class Lazy(threading.local):",
         "class Lazy:",
         ("tests/hf/test_logits_weights.py", "-k", "two_threads"),
@@ -349,7 +350,7 @@ MUTANTS = (
     ),
     Mutant(
         "gated unit: gate and up are written over although somebody reads them",
-        f"{HF}/ownership.py",
+        f"{HF}/rules/gated_unit/ownership.py",
         "if _holders(tensor) not in known:",
         "if not known:",
         ("tests/hf/test_ownership.py", "-k", "written_over"),
@@ -357,7 +358,7 @@ MUTANTS = (
     ),
     Mutant(
         "gated unit: an activation is passed over in spite of its hooks",
-        f"{HF}/rules/gated_mlp.py",
+        f"{HF}/passing.py",
         "is not known or hooked(known) or",
         "is not known or",
         ("tests/hf/test_hooks.py", "-k", "sees_what_it_does and forward-activation"),
@@ -365,7 +366,7 @@ MUTANTS = (
     ),
     Mutant(
         "head: backward hooks never run",
-        f"{HF}/rules/head.py",
+        f"{HF}/rules/head/rule.py",
         "if head._backward_hooks or head._backward_pre_hooks or",
         "if",
         ("tests/hf/test_hooks.py", "-k", "sees_what_it_does and backward-head"),
@@ -373,11 +374,27 @@ MUTANTS = (
     ),
     Mutant(
         "check: nothing longer than a few tokens",
-        f"{HF}/replica.py",
+        f"{HF}/stand_in.py",
         "LENGTHS = (1, 300)",
         "LENGTHS = (1, 30)",
         ("tests/hf/test_verification.py", "-k", "another_length or another_number"),
         "beyond_32",
+    ),
+    Mutant(
+        "a rule of a plugin that fails takes apply with it",
+        f"{HF}/discovery.py",
+        "replace(rule, look=_guarded(found, plugin, rule))",
+        "rule",
+        ("tests/hf/test_rules.py", "-k", "fails_leaves"),
+        "test_a_rule_of_a_plugin_that_fails_leaves_the_others_alone",
+    ),
+    Mutant(
+        "squared ReLU: every module without weights is one",
+        f"{HF}/rules/activation/rule.py",
+        "return torch.equal(forward(replica(module), x.clone()), x.clamp(min=0).square())",
+        "return forward(replica(module), x.clone()) is not None",
+        ("tests/hf/test_rules.py", "-k", "no_business_of_squared"),
+        "test_an_activation_of_another_kind_is_no_business_of_squared_relus",
     ),
     # The Triton backend.
     Mutant(
@@ -462,6 +479,13 @@ MUTANTS = (
         f"swiglu and {SMALL}",
     ),
     kernel(
+        "triton: squared ReLU lets gradients of negative numbers pass",
+        "relu_squared.py",
+        "tl.where(value <= 0.0, 0.0, 2.0 * value * grad)",
+        "2.0 * value * grad",
+        f"relu_squared and {SMALL}",
+    ),
+    kernel(
         "triton: rope backward turns forward",
         "rope.py",
         "        upper = sin2\n        lower = -sin1",
@@ -498,7 +522,11 @@ MUTANTS = (
     ),
     # Upstream gradients that are not dense.
     stride(
-        "grad_y of the norms read as if dense", "_norm.py", "    grad_y, grad_stride = rows(grad_y)\n", "    grad_stride = width\n", NORMS
+        "grad_y of the norms read as if dense",
+        "_norm.py",
+        "    grad_y, grad_stride = strided_rows(grad_y)\n",
+        "    grad_stride = width\n",
+        NORMS,
     ),
     stride(
         "grad_y read as if dense where programs take several rows",
@@ -585,22 +613,16 @@ MUTANTS = (
         "cross_entropy and float32 and none",
     ),
     shared_stride(
-        "per-token gradient of linear_cross_entropy read as if dense",
+        "gradients of losses and log-probabilities read as if dense",
         "_chunked_loss.py",
-        "_Packed(hidden, target, grad_loss / largest, lse",
-        "_Packed(hidden, target, grad_loss.as_strided(lse.shape, (1,)) / largest, lse",
-    ),
-    shared_stride(
-        "gradient of log_prob read as if dense",
-        "linear_log_prob.py",
-        "torch.where(counted, -grad_log_prob, 0.0)",
-        "torch.where(counted, -grad_log_prob.as_strided(lse.shape, (1,)), 0.0)",
+        "for g in (grad_loss, grad_entropy)]",
+        "for g in (grad_loss if grad_loss is None else grad_loss.as_strided(statistics.shape[:1], (1,)), grad_entropy)]",
     ),
     shared_stride(
         "gradient of the entropy read as if dense",
-        "linear_log_prob.py",
-        "torch.where(counted, grad_entropy, 0.0)",
-        "torch.where(counted, grad_entropy.as_strided(lse.shape, (1,)), 0.0)",
+        "_chunked_loss.py",
+        "for g in (grad_loss, grad_entropy)]",
+        "for g in (grad_loss, grad_entropy if grad_entropy is None else grad_entropy.as_strided(statistics.shape[:1], (1,)))]",
     ),
     # What nobody asked for, extreme inputs, memory that belongs to others.
     Mutant(

@@ -13,6 +13,9 @@ import torch
 from liger_core.checks import distributed
 from liger_core.errors import LigerError, Unsupported
 
+# What options are called that allow an op to write over tensors that it was given.
+OVERWRITING = ("inplace", "overwrite", "main_grad")
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -169,10 +172,18 @@ def _raise(reason: Unsupported, *args: Any, **kwargs: Any) -> NoReturn:
     raise reason
 
 
-def _settle() -> bool:
-    from liger_core import selection
+# The selection's `settle`, which makes every op ready for its first call.
+_prepare: list[Callable[[], None]] = []
 
-    selection.settle()
+
+def before_first_call(prepare: Callable[[], None]) -> None:
+    """What ops need from above them is handed to them: they import nothing of it."""
+    _prepare[:] = [prepare]
+
+
+def _settle() -> bool:
+    for prepare in _prepare:
+        prepare()
     return True
 
 

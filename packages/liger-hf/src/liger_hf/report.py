@@ -14,8 +14,8 @@ from rich.text import Text
 from torch import nn
 
 from liger_hf.errors import ModelError
-from liger_hf.head_weights import OPTIMIZERS
 from liger_hf.patch import Patch
+from liger_hf.rules.head.weights import OPTIMIZERS
 
 # REPLACEABLE: by `inspect`, which changes nothing.
 REPLACED, REPLACEABLE, LEFT = "replaced", "replaceable", "left"

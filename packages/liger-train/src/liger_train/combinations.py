@@ -12,17 +12,17 @@ ZERO = ("zero1", "zero2", "zero3")
 
 
 def is_op(name: str) -> bool:
-    from liger_hf.application import OPS
+    from liger_hf.discovery import replaceable_ops
 
-    return name in OPS
+    return name in replaceable_ops()
 
 
 def ops(setup: Setup) -> str:
-    from liger_hf.application import OPS
+    from liger_hf.discovery import replaceable_ops
 
-    unknown = [name for name in setup.liger.split(",") if name not in OPS]
+    unknown = [name for name in setup.liger.split(",") if name not in (known := replaceable_ops())]
     if unknown:
-        return f"must name ops among {', '.join(OPS)}, got {unknown[0]!r}.{nearest(unknown[0], OPS)}"
+        return f"must name ops among {', '.join(known)}, got {unknown[0]!r}.{nearest(unknown[0], known)}"
     return ""
 
 

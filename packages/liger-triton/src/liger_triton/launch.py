@@ -25,6 +25,8 @@ PLAIN = frozenset({Tensor, Parameter})
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # Releases of Triton whose launcher `Launcher` knows how to call; 3.6 takes the arguments one by one, the others in a tuple.
 KNOWN_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
+# Column tiles, not one program a row: a row padded to a power of two wastes up to a third of the lanes (I = 11008 → 16384).
+TILE = 1024
 # Neighbors that one thread takes: 16 bytes of bf16.
 VECTOR = 8
 # Programs of a persistent grid in the interpreter, where a program costs milliseconds and there is no device to fill.
@@ -34,8 +36,8 @@ INTERPRETER_PROCESSORS = 2
 class TritonKernel(Kernel):
     """A Kernel that launches on the device of its tensors, whichever device is current."""
 
-    def __init__(self, schema: str, allocate: Any, launch: Any, recycle: Any = None) -> None:
-        super().__init__(NAMESPACE, schema, allocate, launch, recycle)
+    def __init__(self, name: str, allocate: Any, launch: Any, recycle: Any = None) -> None:
+        super().__init__(NAMESPACE, name, allocate, launch, recycle)
         self.anchor = next(i for i, a in enumerate(self.schema.arguments) if str(a.type) == "Tensor")
 
     def execute(self, args: tuple[Any, ...], allocate: Any) -> Outputs:
@@ -155,6 +157,8 @@ def rows_of(x: Tensor) -> Tensor:
     """x as (rows, width) with adjacent columns, read in place where its strides allow, else copied once."""
     if x.dim() == 2 and (x.stride(1) == 1 or x.shape[1] == 1):
         return x
+    if x.dim() == 0:
+        return x.view(1, 1)
     if x.stride(-1) == 1 or x.is_contiguous():
         try:
             return x.view(x.shape[:-1].numel(), x.shape[-1])
@@ -163,12 +167,21 @@ def rows_of(x: Tensor) -> Tensor:
     return x.contiguous().view(x.shape[:-1].numel(), x.shape[-1])
 
 
+def tiles_of(*tensors: Tensor) -> tuple[int, int, int, int]:
+    """(rows, width, tiles per row, block); dense tensors count as one long row."""
+    rows, width = tensors[0].shape
+    if all(t.is_contiguous() for t in tensors):
+        rows, width = 1, rows * width
+    block = min(TILE, power_of_two(max(1, width)))
+    return rows, width, cdiv(width, block), block
+
+
 def dense_like(x: Tensor) -> Tensor:
     """New memory for a result of the shape of x, in dense rows whatever the strides of x (1 µs; new_empty takes 1.8)."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def rows(x: Tensor) -> tuple[Tensor, int]:
+def strided_rows(x: Tensor) -> tuple[Tensor, int]:
     """x, or where its strides allow no such reading a copy, as rows of adjacent columns; and how far apart they are."""
     if x.is_contiguous():
         return x, x.shape[-1]
@@ -176,7 +189,7 @@ def rows(x: Tensor) -> tuple[Tensor, int]:
     return x, x.stride(0)
 
 
-def dense(vector: Tensor | None) -> Tensor | None:
+def contiguous(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
 
 

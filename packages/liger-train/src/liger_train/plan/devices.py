@@ -8,7 +8,7 @@ differences: the implementations of Liger's ops, the workspaces of kernels, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 
 from liger_core.kernels import KERNELS, Kernel
-from liger_core.ops._chunked_loss import plan as chunk_plan
+from liger_core.ops._chunked_loss import chunking
 from liger_core.ops._softmax_loss import REFERENCE_BLOCK
-from liger_core.selection import standing_in
-from liger_hf import causal_loss, projection
+from liger_core.plugins import registry
+from liger_core.selection import Link, in_turn, ranked, settle
+from liger_hf.rules.head import causal_loss, projection
 
 # cuBLAS has a workspace of 32 MiB on a Hopper GPU for each thread that calls it: the main thread and that of autograd.
 WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
@@ -62,6 +63,33 @@ def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> I
         else:
             stack.enter_context(mock.patch.object(causal_loss, "PLAIN_WEIGHTS", (*causal_loss.PLAIN_WEIGHTS, FakeTensor)))
         yield notes
+
+
+@contextmanager
+def standing_in(device: str, place: str) -> Iterator[list[str]]:
+    """Fake tensors on `place` get what the automatic choice would give tensors on `device`, whether or not that can run here.
+
+    Gives the names of the backends that could be loaded and support fake tensors, the last one over the others.
+    """
+    settle()
+    found = registry()
+    before = {op: op.choice for op in found.ops.values()}
+    loaded: list[str] = []
+    links: dict[Any, list[Link]] = {op: [] for op in before}
+    # Nothing runs here, so that it does not matter whether `auto` would take a backend.
+    for backend in sorted(found.backends.values(), key=lambda backend: backend.priority):
+        if device in backend.device_types and backend.supports_fake_tensors:
+            with suppress(Exception):
+                for name, implementation in backend.table(found.ops).items():
+                    links[found.ops[name]].insert(0, Link(backend.name, implementation.function, implementation.function))
+                loaded.append(backend.name)
+    for op, tried in links.items():
+        op.choice = in_turn(op, {**ranked(found, op), place: tried})
+    try:
+        yield loaded
+    finally:
+        for op, choice in before.items():
+            op.choice = choice
 
 
 def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bool:
@@ -120,7 +148,7 @@ def _chunks(device: str, given: Arguments) -> int:
     rows, width = hidden.shape
     needs = given.get("needs", (False, False))
     options = {name: given[name] for name in ("chunk", "budget", "accumulate_dtype")}
-    length, dtype = chunk_plan(rows, width, weight.shape[0], hidden.dtype, device, trained=needs[1], **options)
+    length, dtype = chunking(rows, width, weight.shape[0], hidden.dtype, device, trained=needs[1], **options)
     size = min(length, rows) * weight.shape[0] * hidden.itemsize + 8 * rows
     if "lse" in given and needs[1] and dtype != weight.dtype:
         # The backward pass of the per-row loss allocates its own accumulator; for the summed loss, it is an output.

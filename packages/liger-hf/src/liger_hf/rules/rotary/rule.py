@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from liger_core import Unsupported, rope
 from liger_core.accuracy import error
+from liger_hf.isolation import undisturbed
 from liger_hf.patch import forward_of, replacement
 from liger_hf.rebinding import Functions, called, rebound
-from liger_hf.replica import LENGTHS, Draw, device_of, undisturbed
-from liger_hf.rules.rotary_forms import Form, Signature, Tried, forms, fused, signature
-from liger_hf.verification import Candidate, Case, Found, Results
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.rotary.forms import Form, Signature, Tried, forms, signature, with_rope
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
 
 NOTHING = "no attention module calls a function apply_rotary… of its modelling file"
 PREFIX = "apply_rotary"
@@ -85,9 +86,9 @@ def _fitting(function: Callable[..., Any], found: Signature, width: int) -> list
         tried = Tried(parts, _keeps_dtype(function, trials[0][0]))
         for form in forms(found):
             # Without the original behind it: a form that takes none of the calls would agree with it on all.
-            alone = fused(found, form, _declined, tried)
+            alone = with_rope(found, form, _declined, tried)
             if all(_same(alone, given, result) for given, result in trials):
-                fitting.append((form, fused(found, form, function, tried)))
+                fitting.append((form, with_rope(found, form, function, tried)))
     return fitting
 
 
@@ -190,20 +191,16 @@ def _cast(given: dict[str, Any], found: Signature, dtype: torch.dtype, tables: t
     return {**given, **changed, **{name: given[name].to(tables) for name in found.tables if not given[name].is_complex()}}
 
 
-def _run(name: str, given: dict[str, Any], found: Signature) -> Callable[[Callable[..., Any], bool], Results]:
+def _run(name: str, given: dict[str, Any], found: Signature) -> Run:
     # Drawn here: within a float64 run other numbers would come.
     draw = Draw(given[found.rotated[0]].device, seed=1)
-    upstream = [draw.normal(*given[key].shape).to(given[key].dtype) for key in found.rotated]
+    upstream = {f"rotated {key}": draw.normal(*given[key].shape).to(given[key].dtype) for key in found.rotated}
 
-    def run(function: Callable[..., Any], exact: bool) -> Results:
-        def wide(tensor: Tensor) -> Tensor:
-            return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) if exact else tensor
+    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        tables = {table: cast(given[table]) for table in found.tables}
+        return dict(zip(upstream, _results(function(name, **{**given, **tables, **inputs})), strict=True))
 
-        states = {key: wide(given[key]).clone().requires_grad_() for key in found.rotated}
-        rotated = _results(function(name, **{**given, **{t: wide(given[t]) for t in found.tables}, **states}))
-        torch.autograd.backward(list(rotated), [u.to(r.dtype) for u, r in zip(upstream, rotated, strict=True)])
-        results = {f"rotated {key}": r.detach() for key, r in zip(states, rotated, strict=True)}
-        results |= {f"gradient of {key}": s.grad for key, s in states.items() if s.grad is not None}
-        return results
+    return trial(call, {key: given[key] for key in found.rotated}, upstream)
 
-    return run
+
+RULE = Rule("rotary", look, ("rope",), NOTHING)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from liger_hf.errors import LogitsError
-from liger_hf.lazy_logits import LazyLogits
 from liger_hf.patch import Patch, own_forward
-from liger_hf.replica import LENGTHS, Draw, replica
-from liger_hf.verification import Case, Results, of_length
+from liger_hf.rules.head.lazy_logits import LazyLogits
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, of_length, replica, trial
 
 CLASSES = 97
 # Between the base model and the head only small modules are expected; larger ones are not copied to be run in another dtype.
@@ -52,33 +51,31 @@ def _width(model: PreTrainedModel, path: str, sizes: tuple[int, int], layer: nn.
     return sizes[0]
 
 
-def _run(
-    model: PreTrainedModel, path: str, classes: int, layer: nn.Linear, hidden: Tensor, labels: Tensor
-) -> Callable[[Callable[..., Any], bool], Results]:
+def _run(model: PreTrainedModel, path: str, classes: int, layer: nn.Linear, hidden: Tensor, labels: Tensor) -> Run:
     original: Any = own_forward(model)
+    given = {"input_ids": labels.clamp(min=0), "labels": labels}
 
-    def run(function: Callable[..., Sequence[Patch]], exact: bool) -> Results:
-        patched = function is not original
-        wide = torch.float64 if exact else hidden.dtype
-        values = {name: p.detach().to(hidden.dtype).to(wide) for name, p in layer.named_parameters()}
-        leaf, small = hidden.to(wide).clone().requires_grad_(), replica(layer, parameters=values)
-        twin = _stand_in(model, path, classes, leaf, small)
+    def call(function: Callable[..., Sequence[Patch]], inputs: Any, weights: Any, cast: Any) -> dict[str, Any]:
+        patched, small = function is not original, replica(layer, parameters=weights)
+        twin = _stand_in(model, path, classes, inputs["hidden"], small)
         if patched:
             for patch in function(twin, small):
                 patch.install()
-        inputs = {"input_ids": labels.clamp(min=0), "labels": labels}
         forward = twin.forward if patched else lambda **named: original(twin, **named)
-        outputs = forward(**inputs)
+        outputs = forward(**given)
         if patched and not isinstance(outputs["logits"], LazyLogits):
             raise LogitsError("its forward must hand the logits to its loss function, it reads them itself")
-        outputs["loss"].backward()
-        gradients = {f"gradient of {name}": p.grad for name, p in small.named_parameters()}
-        with torch.no_grad():
-            scored = forward(**inputs)
-        results = {"loss": outputs["loss"].detach(), "logits": outputs["logits"].detach(), "evaluated loss": scored["loss"]}
-        return {**results, "evaluated logits": scored["logits"], "gradient of hidden": leaf.grad, **gradients}
+        scored: dict[str, Tensor] = {}
 
-    return run
+        def evaluated(name: str) -> Tensor:
+            with torch.no_grad():
+                scored.update({} if scored else forward(**given))
+            return scored[name]
+
+        results = {"loss": outputs["loss"], "logits": lambda: outputs["logits"]}
+        return {**results, "evaluated loss": lambda: evaluated("loss"), "evaluated logits": lambda: evaluated("logits")}
+
+    return trial(call, {"hidden": hidden}, {"loss": None}, {name: p.detach().to(hidden.dtype) for name, p in layer.named_parameters()})
 
 
 def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, layer: nn.Module) -> Any:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from liger_core import Op, layer_norm, rms_norm
 from liger_hf.patch import forward_of, replacement
-from liger_hf.replica import LENGTHS, Draw, configuration, device_of, replica
-from liger_hf.rules.gated_norm import Form, fits, forms
-from liger_hf.verification import Candidate, Case, Found, Results, of_length
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.norm.gated import Form, fits, forms
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, trial
 
 Cast = Literal["input", "float32"]
 NOTHING = "no module is a norm: none without children has an eps"
@@ -135,7 +135,7 @@ class Drawn:
     values: dict[str, Tensor]
     gates: tuple[Tensor, ...]
 
-    def case(self, run: Callable[[Callable[..., Any], bool], Results]) -> Case:
+    def case(self, run: Run) -> Case:
         length = self.x.shape[1]
         return of_length(length, self.dtype, run) if length in LENGTHS else Case(self.name, self.dtype, run)
 
@@ -161,19 +161,11 @@ def inputs(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype
         yield Drawn("", torch.float32, x, upstream, values, tuple(gate))
 
 
-def _run(module: nn.Module, drawn: Drawn) -> Callable[[Callable[..., Any], bool], Results]:
-    def run(function: Callable[..., Any], exact: bool) -> Results:
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.double() if exact else tensor
+def _run(module: nn.Module, drawn: Drawn) -> Run:
+    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        return {"output": function(replica(module, parameters=weights), *inputs.values())}
 
-        twin = replica(module, parameters={name: cast(value) for name, value in drawn.values.items()})
-        twin.training = True
-        leaves = [cast(value).clone().requires_grad_() for value in (drawn.x, *drawn.gates)]
-        y = function(twin, *leaves)
-        y.backward(cast(drawn.upstream).to(y.dtype))
-        inputs_of = {**dict(zip(("x", "gate"), leaves, strict=False)), **dict(twin.named_parameters())}
-        # An input that has no influence gets none.
-        gradients = {f"gradient of {name}": value.grad for name, value in inputs_of.items() if value.grad is not None}
-        return {"output": y.detach(), **gradients}
+    return trial(call, dict(zip(("x", "gate"), (drawn.x, *drawn.gates), strict=False)), {"output": drawn.upstream}, drawn.values)
 
-    return run
+
+RULE = Rule("norm", look, ("rms_norm", "layer_norm"), NOTHING)

@@ -98,7 +98,7 @@ class Tried:
         return part in self.parts or (len(self.parts) > 1 and part < max(self.parts))
 
 
-def fused(found: Signature, form: Form, original: Callable[..., Any], tried: Tried) -> Callable[..., Any]:
+def with_rope(found: Signature, form: Form, original: Callable[..., Any], tried: Tried) -> Callable[..., Any]:
     """A function to be called like the original; for calls that `rope` cannot take it calls the original."""
 
     def apply_rotary(*args: Any, **options: Any) -> Any:

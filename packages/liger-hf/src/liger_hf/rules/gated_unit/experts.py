@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import MARK, Patch, forward_of
-from liger_hf.replica import LENGTHS, Draw, configuration, device_of
-from liger_hf.rules.gated_mlp import PASSED, Unit, hooked, may_pass, passed_over, sized, units
-from liger_hf.verification import Candidate, Case, Found, Results
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.gated_unit.rule import NOTHING, Unit, units
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
 
 GATE = "_apply_gate"
 INNER = 40
@@ -92,11 +93,11 @@ def _cases(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype
         yield Case(f"float32, {length} tokens", torch.float32, run)
 
 
-def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Callable[[Callable[..., Any], bool], Results]:
-    def run(function: Callable[..., Any], exact: bool) -> Results:
-        leaf = (x.double() if exact else x).clone().requires_grad_()
-        y = function(module, leaf)
-        y.backward(upstream.to(y.dtype))
-        return {"output": y.detach(), "gradient of gate and up": leaf.grad}
+def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Run:
+    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        return {"output": function(module, inputs["gate and up"])}
 
-    return run
+    return trial(call, {"gate and up": x}, {"output": upstream})
+
+
+RULE = Rule("experts", look, ("swiglu", "geglu"), NOTHING)

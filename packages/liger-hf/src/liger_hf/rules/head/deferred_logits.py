@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from liger_hf.lazy_logits import LazyLogits
+from liger_hf.rules.head.lazy_logits import LazyLogits
 
 # What is answered, or remembered, without computing them: accelerate casts what a model returns.
 KNOWN = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.requires_grad.__get__, Tensor.size, Tensor.dim}  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual and norm in one step: a module whose forward adds two tensors and gives the sum straight to a child that is a norm of rows.
 
-An instance gets its forward made anew from the source (`liger_hf.rules.residual_source`). The norm is looked at in every call: one
+An instance gets its forward made anew from the source (`liger_hf.rules.residual.source`). The norm is looked at in every call: one
 that somebody watches by hooks, has wrapped or replaced, as ZeRO-3, accelerate and PEFT do, is called as the module that it is.
 """
 
@@ -17,10 +17,10 @@ from torch.nn.modules import module as global_hooks
 from liger_core import add_rms_norm
 from liger_hf.patch import MARK, Patch, forward_of, replacement
 from liger_hf.rebinding import unwrapped
-from liger_hf.replica import device_of, replica
-from liger_hf.rules import norm as norms
-from liger_hf.rules.residual_source import fused, norms_of_sums
-from liger_hf.verification import Candidate, Case, Found, Results
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.norm import rule as norms
+from liger_hf.rules.residual.source import norms_of_sums, with_one_call
+from liger_hf.stand_in import Case, Run, device_of, replica, trial
 
 NOTHING = (
     "no forward adds two tensors and passes the sum straight to a norm without a mean "
@@ -103,7 +103,7 @@ def _candidate(original: Any, names: tuple[str, ...], forward: Callable[..., Any
     def install(module: nn.Module) -> list[Patch]:
         # One function for all the layers of a model: torch.compile then compiles it once.
         if not made:
-            made.append(fused(original, names, add_norm))
+            made.append(with_one_call(original, names, add_norm))
         return [replacement(module, made[0], original)]
 
     return Candidate(add_rms_norm, f"weight_offset={offset:g}, cast={cast!r}", step, install)
@@ -136,23 +136,14 @@ def _cases(child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]
         yield drawn.case(_run(child, drawn))
 
 
-def _run(child: nn.Module, drawn: norms.Drawn) -> Callable[[Callable[..., Any], bool], Results]:
+def _run(child: nn.Module, drawn: norms.Drawn) -> Run:
     """Both parts of the sum and both results count, with upstream gradients that differ."""
 
-    def run(function: Callable[..., Any], exact: bool) -> Results:
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.double() if exact else tensor
+    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        return dict(zip(("normed", "sum"), function(replica(child, parameters=weights), *inputs.values()), strict=True))
 
-        twin = replica(child, parameters={name: cast(value) for name, value in drawn.values.items()})
-        twin.training = True
-        leaves = {
-            "left": cast(drawn.x).clone().requires_grad_(),
-            "right": cast(drawn.upstream).clone().requires_grad_(),
-        }
-        results = dict(zip(("normed", "sum"), function(twin, *leaves.values()), strict=True))
-        upstream = (drawn.upstream, drawn.upstream.flip(-1))
-        torch.autograd.backward(list(results.values()), [cast(u).to(r.dtype) for u, r in zip(upstream, results.values(), strict=True)])
-        gradients = {name: tensor.grad for name, tensor in (*leaves.items(), *twin.named_parameters())}
-        return {name: r.detach() for name, r in results.items()} | {f"gradient of {name}": g for name, g in gradients.items()}
+    upstream = {"normed": drawn.upstream, "sum": drawn.upstream.flip(-1)}
+    return trial(call, {"left": drawn.x, "right": drawn.upstream}, upstream, drawn.values)
 
-    return run
+
+RULE = Rule("residual", look, ("add_rms_norm",), NOTHING)

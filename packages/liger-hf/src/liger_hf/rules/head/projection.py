@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_hf.head_weights import Weights, gathered
+from liger_hf.rules.head.weights import Weights, gathered
 
 Step = tuple[Any, ...]
 

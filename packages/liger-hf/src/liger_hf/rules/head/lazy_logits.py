@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_hf.errors import LogitsError
-from liger_hf.head_weights import Weights
-from liger_hf.projection import Step, compute, replay
+from liger_hf.rules.head.projection import Step, compute, replay
+from liger_hf.rules.head.weights import Weights
 
 
 class Cell:

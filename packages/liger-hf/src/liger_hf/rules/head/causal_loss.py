@@ -13,9 +13,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from liger_core import cross_entropy, linear_cross_entropy
 from liger_hf.errors import LogitsError
-from liger_hf.head_weights import gathered
-from liger_hf.lazy_logits import LOSSES, LazyLogits, still_valid
-from liger_hf.projection import compute, eager_logits, replay, scale_and_cap
+from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits, still_valid
+from liger_hf.rules.head.projection import compute, eager_logits, replay, scale_and_cap
+from liger_hf.rules.head.weights import gathered
 
 # Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 
 from liger_core import Op, geglu, swiglu
-from liger_hf.ownership import unshared
-from liger_hf.patch import Patch, forward_of, replacement, slot
-from liger_hf.replica import LENGTHS, Draw, configuration, device_of, replica
-from liger_hf.verification import Candidate, Case, Found, Results, of_length
+from liger_hf.passing import PASSED, hooked, may_pass, passed_over
+from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.gated_unit.ownership import unshared
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
 NOTHING = "no module is a gated unit: none takes one tensor through two or three Linear children around an activation"
 ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
@@ -30,9 +30,6 @@ ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
     (geglu, {"approximate": "tanh"}),
     (geglu, {"approximate": "none"}),
 )
-# The curvature of an activation shows in moderate inputs, a limit on its values in large ones; products of two must be finite in float16.
-SCALES = {"moderate": 2.0, "large": 150.0}
-SCALES_IN_FLOAT16 = SCALES | {"large": 40.0}
 # Sizes of the stand-in; an op that works elementwise does not care.
 HIDDEN, INNER = 24, 40
 
@@ -170,53 +167,11 @@ def _forward(unit: Unit, original: Callable[..., Any], argument: str, inputs: tu
     return forward
 
 
-# -- what a unit passes over
-
-# On a module: name → the children and functions that its own forward uses and the unit does not.
-PASSED = "liger_passed_over"
-
-
-def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
-    """All that the module has of its own besides what is called."""
-    children = {name: child for name, child in module._modules.items() if child is not None and name not in called}
-    functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value) and name not in (slot(module), "forward")}
-    return {**children, **functions}
-
-
-def may_pass(module: nn.Module) -> bool:
-    """What is passed over is what it was when `apply` checked it, and nobody watches it."""
-    for name, known in module.__dict__.get(PASSED, {}).items():
-        if isinstance(known, nn.Module):
-            if module._modules.get(name) is not known or hooked(known) or global_hooks._has_any_global_hook():
-                return False
-        elif module.__dict__.get(name) is not known:
-            return False
-    return True
-
-
-def hooked(module: nn.Module) -> bool:
-    """Calling it does more than its class says; accelerate's own hooks only move tensors, those of ZeRO-3 only gather parameters."""
-    for part in module.modules() if module._modules else (module,):
-        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
-            if hooks and not all(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks.values()):
-                return True
-        if "forward" in part.__dict__ and "_hf_hook" not in part.__dict__:
-            return True
-    return False
-
-
 class _Marker(nn.Module):
     """In the place of a dropout or a norm: whoever calls it elsewhere, or not at all, gets another result."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 1.25 + 0.1 * x.abs()
-
-
-def sized(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype, float]]:
-    """The inputs of a check: name, dtype, scale."""
-    for dtype in dtypes:
-        for size, scale in (SCALES_IN_FLOAT16 if dtype == torch.float16 else SCALES).items():
-            yield f"{str(dtype).removeprefix('torch.')}, {size} input", dtype, scale
 
 
 def _cases(
@@ -236,28 +191,22 @@ def _cases(
     others: dict[str, nn.Module] = {name: _Marker() for name in between} | {name: replica(module.get_submodule(name)) for name in passed}
     x, upstream = draw.normal(2, 9, HIDDEN), draw.normal(2, 9, HIDDEN)
     for name, dtype, scale in sized(dtypes):
-        yield Case(name, dtype, _run(module, layers, others, (x * scale).to(dtype), upstream.to(dtype), dtype))
+        yield Case(name, dtype, run_unit(module, layers, others, (x * scale).to(dtype), upstream.to(dtype)))
     for length in LENGTHS:
         x, upstream = draw.normal(1, length, HIDDEN), draw.normal(1, length, HIDDEN)
-        yield of_length(length, torch.float32, _run(module, layers, others, x, upstream, torch.float32))
+        yield of_length(length, torch.float32, run_unit(module, layers, others, x, upstream))
 
 
-def _run(
-    module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, nn.Module], x: Tensor, upstream: Tensor, dtype: torch.dtype
-) -> Callable[[Callable[..., Any], bool], Results]:
-    def run(function: Callable[..., Any], exact: bool) -> Results:
-        wide = torch.float64 if exact else dtype
-        children: dict[str, nn.Module] = {}
-        for name, layer in layers.items():
-            values = {n: p.detach().to(dtype).to(wide) for n, p in layer.named_parameters()}
-            children[name] = replica(layer, parameters=values)
-        leaf = x.to(wide).clone().requires_grad_()
-        twin = replica(module, children={**children, **others})
-        # A dropout that is written as a function is there while training only.
-        twin.training = True
-        y = function(twin, leaf)
-        y.backward(upstream.to(y.dtype))
-        gradients = {f"gradient of {name}.{n}": p.grad for name, child in children.items() for n, p in child.named_parameters()}
-        return {"output": y.detach(), "gradient of x": leaf.grad, **gradients}
+def run_unit(module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, nn.Module], x: Tensor, upstream: Tensor) -> Run:
+    """A pass through a twin of the module with these projections, in the dtype of x, and these modules between them."""
 
-    return run
+    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        own = {name: {n: weights[f"{name}.{n}"] for n, _ in layer.named_parameters()} for name, layer in layers.items()}
+        children = {name: replica(layer, parameters=own[name]) for name, layer in layers.items()}
+        return {"output": function(replica(module, children={**children, **others}), inputs["x"])}
+
+    weights = {f"{name}.{n}": p.detach().to(x.dtype) for name, layer in layers.items() for n, p in layer.named_parameters()}
+    return trial(call, {"x": x}, {"output": upstream}, weights)
+
+
+RULE = Rule("gated_unit", look, ("swiglu", "geglu"), NOTHING)

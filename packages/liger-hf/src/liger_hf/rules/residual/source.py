@@ -48,7 +48,7 @@ def norms_of_sums(function: Any) -> tuple[str, ...]:
     return () if definition is None else tuple(dict.fromkeys(step.norm.attr for step in _steps(definition)))
 
 
-def fused(function: FunctionType, names: tuple[str, ...], one_call: Callable[..., Any]) -> FunctionType:
+def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Callable[..., Any]) -> FunctionType:
     """The function with `one_call(self.norm, a, b) -> (normed, sum)` for the norms of these names; its globals stay its own."""
     definition = copy.deepcopy(_definition(function))
     assert definition is not None

@@ -16,15 +16,15 @@ from torch.nn.modules import module as global_hooks
 from transformers import PreTrainedModel
 
 from liger_core import linear_cross_entropy
-from liger_hf.causal_loss import MODEL_LOSSES
-from liger_hf.deferred_logits import DeferredLogits
-from liger_hf.head_weights import brought, gathered, weights_of
-from liger_hf.lazy_logits import Cell, LazyLogits
 from liger_hf.patch import Patch, forward_of, own_forward, replacement, under_autocast
-from liger_hf.projection import LAZY
-from liger_hf.replica import device_of
-from liger_hf.rules.head_check import cases
-from liger_hf.verification import Candidate, Found
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.head.causal_loss import MODEL_LOSSES
+from liger_hf.rules.head.check import cases
+from liger_hf.rules.head.deferred_logits import DeferredLogits
+from liger_hf.rules.head.lazy_logits import Cell, LazyLogits
+from liger_hf.rules.head.projection import LAZY
+from liger_hf.rules.head.weights import brought, gathered, weights_of
+from liger_hf.stand_in import device_of
 
 NOTHING = "no module is a model with an output head"
 OP = "linear_cross_entropy"
@@ -189,3 +189,6 @@ def _real(logits: LazyLogits, keep: bool, defer: bool) -> Any:
         return logits.materialize()
     logits.cell.open = False
     return logits
+
+
+RULE = Rule("head", look, ("linear_cross_entropy",), NOTHING)
