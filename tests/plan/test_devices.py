@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from liger_bench.plan.devices import standing_in
 from liger_core import swiglu
 from liger_core.plugins import registry
+from liger_train.plan.devices import standing_in
 
 X = torch.randn(4, 8)
 BACKEND = """
