@@ -1,52 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be run here; `nox -l` lists it. Sessions that need torch share one environment, so that it installs once."""
+"""What can be run here; `nox -l` lists it. Sessions share environments, so that torch installs once."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import os
+import re
+import shlex
 import shutil
 import sys
+import sysconfig
+import tomllib
 import venv
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
-PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench")]
+PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train")]
 CONSTRAINTS = ROOT / "constraints.txt"
-SHARED = ROOT / ".nox" / "shared"
+# The packages and what they require; the same and what tests need besides; the newest versions, installed as README says.
+SHARED, TESTS, LATEST = (ROOT / ".nox" / name for name in ("shared", "tests", "latest"))
+EDITABLE = [part for package in PACKAGES for part in ("-e", str(package))]
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
-TOOLS = ["pytest", "pytest-xdist", "hypothesis", "peft", "trl", "mypy"]
-# What trainings can use besides; without them these tests are skipped. They build and install in seconds, on Linux.
+RUNNERS = ["pytest", "pytest-xdist", "hypothesis"]
+TOOLS = [*RUNNERS, "peft", "trl", "mypy"]
+# Optional libraries of training runs, without which their tests are skipped. They build and install in seconds, on Linux.
 EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"] if sys.platform == "linux" else []
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))
+PYTEST = ["-m", "pytest", "-n", WORKERS, "--device", "cpu"]
 INTERPRETED = {"TRITON_INTERPRET": "1"}
+# What README's reader tries first, with the newest versions; CI takes the quick ones.
+QUICK_START = [
+    ["doctor"],
+    ["inspect", "tiny"],
+    ["plan", "--model", "tiny", "--device", "cpu"],
+    ["train", "--model", "tiny", "--steps", "5", "--batch", "2", "--sequence", "64"],
+]
+QUICK_START_FULL = [
+    *QUICK_START,
+    ["ops"],
+    ["inspect", "llama"],
+    ["plan", "--model", "llama-3.2-1b", "--batch", "16", "--memory-limit", "24GiB"],
+    ["demo", "--steps", "4"],
+    ["bench", "rms_norm", "--quick"],
+]
+# Where a new version of Transformers, Triton or huggingface_hub has shown: the forward of a layer, the hub, commands, an op.
+SAMPLE = ["tests/test_versions.py", "tests/hf/test_residual.py", "tests/hf/test_hub.py", "tests/plan/test_adapters.py"]
+SAMPLE_OF_KERNELS = ["tests/conformance/test_accuracy.py", "-k", "float32 and (swiglu or cross_entropy) and one_block"]
 # One sequence or batch that does not fit a GPU of 24 GiB, and one that does with Liger.
 CAPPED = ["--shape", "16x1024", "--shape", "128x1024", "--shape", "4x8192", "--shape", "4x32768"]
 # `liger bench` with these, one after the other: what else runs on the machine shows in the small shapes.
 RELEASE = [
     ["--peers", "--backend", "triton", "--seconds", "0.1"],
     ["scaling", "--backend", "triton", "--seconds", "0.05"],
-    ["model", "--model", "1b", "--together", "5"],
-    ["model", "--model", "8b"],
-    ["model", "--model", "1b", "--memory-limit", "24GiB", *CAPPED, "--steps", "2", "--seconds", "1"],
+    ["model", "--model", "llama-3.2-1b", "--together", "5"],
+    ["model", "--model", "llama-3-8b"],
+    ["model", "--model", "llama-3.2-1b", "--memory-limit", "24GiB", *CAPPED, "--steps", "2", "--seconds", "1"],
 ]
-# The two sweeps of the report that this project began with, as on its card; then larger ones on the whole card.
-SEED = ["--model", "llama-3.2-1b", "--precision", "fp16", "--shard", "zero3", "--offload", "parameters", "--memory-limit", "24GiB"]
+# The two sweeps of the original report, in the memory of its GPU; then larger ones in the memory of the whole GPU.
+ORIGINAL = ["--model", "llama-3.2-1b", "--precision", "fp16", "--shard", "zero3", "--offload", "parameters", "--memory-limit", "24GiB"]
 EIGHT_BILLION = ["--model", "llama-3-8b", "--precision", "bf16-pure", "--sequence", "512", "--sweep", "batch=8,16,32,64,96,128"]
-TRAININGS = [
-    [*SEED, "--sweep", "batch=1,4,8,16,32,64,96,112"],
-    [*SEED, "--batch", "4", "--sweep", "sequence=512,1024,2048,4096,8192,12288,16384,24576"],
+TRAINING_RUNS = [
+    [*ORIGINAL, "--sweep", "batch=1,4,8,16,32,64,96,112"],
+    [*ORIGINAL, "--batch", "4", "--sweep", "sequence=512,1024,2048,4096,8192,12288,16384,24576"],
     [*EIGHT_BILLION, "--strategies", "none,all"],
     [*EIGHT_BILLION, "--strategies", "all", "--checkpoint", "auto"],
 ]
-# With as many GPUs as there are, up to these.
+# The numbers of ranks, up to the number of GPUs.
 SCALED = ["--model", "llama-3.2-1b", "--batch", "8", "--strategies", "none,all"]
 RANKS = (1, 2, 4)
-# Recorded apart from the others, since recording takes time.
-RECORDED = [[*SEED, "--sweep", "batch=4,8", "--strategies", "none,all"], [*SEED, "--sweep", "batch=112", "--strategies", "all"]]
+# Recorded separately, since recording slows down the steps.
+RECORDED = [[*ORIGINAL, "--sweep", "batch=4,8", "--strategies", "none,all"], [*ORIGINAL, "--sweep", "batch=112", "--strategies", "all"]]
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
@@ -71,9 +100,10 @@ def types(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """All tests on the CPU: plain PyTorch, then the Triton kernels in their interpreter. For instance: -- -k rope."""
-    pytest(session, "tests")
+    halves = [("plain PyTorch", ["tests"], {})]
     if sys.platform == "linux":
-        pytest(session, "tests/conformance", "tests/ops", "--backend", "triton", env=INTERPRETED)
+        halves.append(("Triton's interpreter", ["tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton"], INTERPRETED))
+    every_part(session, full(session), halves)
 
 
 @nox.session(venv_backend="none")
@@ -81,6 +111,22 @@ def tests(session: nox.Session) -> None:
 def parity(session: nox.Session, backend: str) -> None:
     """One backend on the CPU against the definitions in float64, and the facts of every op."""
     pytest(session, "tests/conformance", "tests/ops", "--backend", backend, env=INTERPRETED if backend == "triton" else {})
+
+
+@nox.session(venv_backend="none")
+def fuzz(session: nox.Session) -> None:
+    """Random calls of every op against formulas in float64, 1000 of each on every backend. A release takes more of them.
+
+    For instance: -- --examples 10000 --backend reference; -- --seed 7 -k rope; -- --device cuda --examples 10000, compiled.
+    """
+    number = [] if "--examples" in session.posargs else ["--examples", "1000"]
+    if "cuda" in session.posargs:
+        session.run(here(session), "-m", "pytest", "tests/fuzz", *number, *session.posargs, external=True)
+        return
+    chosen = next((b for a, b in zip(session.posargs, session.posargs[1:], strict=False) if a == "--backend"), None)
+    for backend in [chosen] if chosen else ["reference", "triton"] if sys.platform == "linux" else ["reference"]:
+        env = INTERPRETED if backend == "triton" else {}
+        pytest(session, "tests/fuzz", *number, *([] if chosen else ["--backend", backend]), env=env)
 
 
 @nox.session(venv_backend="none")
@@ -97,7 +143,7 @@ def sweep(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def techniques(session: nox.Session) -> None:
-    """Trainings on the CPU by techniques whose libraries compile for half a minute first."""
+    """Training runs on the CPU with techniques whose libraries first compile for half a minute."""
     python(session, "-m", "pytest", "--device", "cpu", "tests/train/techniques_that_compile.py", *session.posargs)
 
 
@@ -105,6 +151,32 @@ def techniques(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Train a small Llama on real text, plain and with Liger: loss, memory, speed and two pictures."""
     liger(session, "demo", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def latest(session: nox.Session) -> None:
+    """README's installation, so the newest versions that the metadata allows: quick start and tests. -- sample: a part, for CI."""
+    sample, executable = session.posargs == ["sample"], new_environment(LATEST)
+    session.posargs.clear()
+    torch_for_cpu(session, executable, required("torch"))
+    (line,) = re.findall(r"^pip install (-e .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    pip(session, executable, *shlex.split(line, comments=True))
+    pip(session, executable, *RUNNERS)
+    folder = session.create_tmp()
+    for arguments in QUICK_START if sample else QUICK_START_FULL:
+        with session.chdir(folder):
+            session.run(str(executable.with_name("liger")), *arguments, external=True)
+    everything = [
+        "tests/hf",
+        "tests/plan",
+        "tests/train",
+        "tests/bench",
+        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py")),
+    ]
+    parts = [("plain PyTorch", SAMPLE if sample else everything, {})]
+    kernels = SAMPLE_OF_KERNELS if sample else ["tests/conformance"]
+    parts += [(f"conformance, {name}", [*kernels, "--backend", name], env) for name, env in (("reference", {}), ("triton", INTERPRETED))]
+    every_part(session, str(executable), parts)
 
 
 @nox.session(venv_backend="none")
@@ -138,30 +210,30 @@ def benchmarks(session: nox.Session) -> None:
     session.run(here(session), "-m", "liger_core", "bench", "report", folder, "--docs", "docs/benchmarks.md", external=True)
 
 
-@nox.session(venv_backend="none")
-def trainings(session: nox.Session) -> None:
-    """Every figure of docs/trainings.md, on CUDA GPUs that nothing else uses. Started again, it goes on.
+@nox.session(name="training-results", venv_backend="none")
+def training_results(session: nox.Session) -> None:
+    """Every figure of docs/training-results.md, on otherwise idle CUDA GPUs. A second start resumes the session.
 
-    The folder of the results may be given, and the GPUs: -- benchmarks/results/trainings 0,1,2,3.
+    Optional arguments are the folder of the results and the GPUs: -- benchmarks/results/training-runs 0,1,2,3.
     """
-    folder, *gpus = session.posargs or ["results/trainings"]
+    folder, *gpus = session.posargs or ["results/training-runs"]
     chosen = ["--gpus", *gpus] if gpus else []
     ranks = [str(count) for count in RANKS if count <= len("".join(gpus).split(","))]
-    # FSDP2 has nothing to split on one.
+    # FSDP2 needs several ranks to shard anything.
     shared = [([], ranks), (["--shard", "fsdp2"], ranks[1:])] if len(ranks) > 1 else []
     sweeps_of_ranks = [[*SCALED, *shard, "--sweep", f"ranks={','.join(counts)}"] for shard, counts in shared]
     recorded = f"{folder}-recorded"
-    for where, sweeps, more in ((recorded, RECORDED, ["--snapshot"]), (folder, TRAININGS + sweeps_of_ranks, [])):
+    for where, sweeps, more in ((recorded, RECORDED, ["--snapshot"]), (folder, TRAINING_RUNS + sweeps_of_ranks, [])):
         for swept in sweeps:
             session.run(here(session), "-m", "liger_core", "train", *swept, *chosen, *more, "--out", where, "--resume", external=True)
-    # Of a training in both folders the row in the last one counts.
-    pages = ["--html", f"{folder}/report.html", "--docs", "docs/trainings.md"]
+    # If a run is in both folders, its row in the last one counts.
+    pages = ["--html", f"{folder}/report.html", "--docs", "docs/training-results.md"]
     session.run(here(session), "-m", "liger_core", "report", recorded, folder, *pages, external=True)
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheels and sdists of the four packages, installed with their constraints into a fresh environment and imported."""
+    """Wheels and sdists of all packages, installed with their constraints into a fresh environment and imported."""
     session.install("-c", str(CONSTRAINTS), "build")
     folder = Path(session.create_tmp()) / "dist"
     shutil.rmtree(folder, ignore_errors=True)
@@ -170,20 +242,61 @@ def build(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--outdir", str(folder), str(package))
     fresh = new_environment(Path(session.create_tmp()) / "fresh")
     install(session, fresh, *(str(wheel) for wheel in sorted(folder.glob("*.whl"))))
-    imports = "import liger_core, liger_triton, liger_hf, liger_bench; print(liger_core.__version__, liger_core.__file__)"
+    imports = "import liger_core, liger_triton, liger_hf, liger_bench, liger_train; print(liger_core.__version__, liger_core.__file__)"
     session.run(str(fresh), "-I", "-c", imports, external=True)
     session.run(str(fresh.with_name("liger")), "doctor", external=True)
 
 
+Part = tuple[str, list[str], dict[str, str]]
+
+
+def every_part(session: nox.Session, executable: str, parts: list[Part]) -> None:
+    """Run pytest for each part, also after one that failed; say at the end what came of each, and fail if one did."""
+    results, failed = Path(session.create_tmp()), []
+    for name, arguments, env in parts:
+        session.log(f"tests: {name}")
+        try:
+            session.run(
+                executable,
+                *PYTEST,
+                *arguments,
+                *session.posargs,
+                f"--junitxml={results / name}.xml",
+                env=env,
+                success_codes=codes(session),
+                external=True,
+            )
+        except CommandFailed:
+            failed.append(name)
+    for name, *_ in parts:
+        session.log(f"{name}: {counted(results / f'{name}.xml')}{', FAILED' if name in failed else ''}")
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
+def counted(results: Path) -> str:
+    """The result of pytest in a few words."""
+    if not results.exists():
+        return "no result"
+    suite = next(ElementTree.parse(results).iter("testsuite"))
+    found = {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
+    passed = found.pop("tests") - sum(found.values())
+    words = [f"{passed} passed", *(f"{count} {key}" for key, count in found.items() if count)]
+    return f"{', '.join(words)} in {float(suite.get('time', '0')) / 60:.1f} min"
+
+
 def pytest(session: nox.Session, *args: str, env: dict[str, str] | None = None) -> None:
-    # 5: no test was collected, as when -k names one that only the other run has.
-    codes = [0, 5] if session.posargs else [0]
-    python(session, "-m", "pytest", "-n", WORKERS, "--device", "cpu", *args, *session.posargs, env=env or {}, codes=codes)
+    session.run(full(session), *PYTEST, *args, *session.posargs, env=env or {}, success_codes=codes(session), external=True)
 
 
-def python(session: nox.Session, *args: str, env: dict[str, str] | None = None, codes: list[int] | None = None) -> None:
-    """Run the shared environment's Python."""
-    session.run(shared(session), *args, env=env or {}, success_codes=codes or [0], external=True)
+def codes(session: nox.Session) -> list[int]:
+    """5: no test was collected, as when -k names one that only another run has."""
+    return [0, 5] if session.posargs else [0]
+
+
+def python(session: nox.Session, *args: str) -> None:
+    """Run the Python of the environment for tests."""
+    session.run(full(session), *args, external=True)
 
 
 def liger(session: nox.Session, *args: str) -> None:
@@ -192,25 +305,40 @@ def liger(session: nox.Session, *args: str) -> None:
 
 
 def here(session: nox.Session) -> str:
-    """The current environment's Python if Liger is installed there, else the shared one's."""
-    return sys.executable if importlib.util.find_spec("liger_core") is not None else shared(session)
+    """The current environment's Python if Liger is installed there, else that of the environment for tests."""
+    return sys.executable if importlib.util.find_spec("liger_core") is not None else full(session)
 
 
 def shared(session: nox.Session) -> str:
-    """The Python of the shared environment, which is made anew when a package's metadata or a constraint changed."""
-    executable, stamp = executable_of(SHARED), SHARED / "stamp"
-    parts = [*(p / "pyproject.toml" for p in PACKAGES), CONSTRAINTS, Path(__file__)]
-    wanted = hashlib.sha256(b"".join(p.read_bytes() for p in parts) + sys.version.encode() + str(ROOT).encode()).hexdigest()
+    """The Python of the environment of the commands: the packages, and nothing else that could slow them down or warn."""
+    return environment(session, SHARED, *EDITABLE)
+
+
+def full(session: nox.Session) -> str:
+    """The Python of the environment for tests, which lies over the shared one."""
+    shared(session)
+    return environment(session, TESTS, *TOOLS, *EXTRAS, over=SHARED)
+
+
+def environment(session: nox.Session, folder: Path, *what: str, over: Path | None = None) -> str:
+    """The Python of an environment, which is made anew when what it holds, a package's metadata or a constraint changed."""
+    executable, stamp = executable_of(folder), folder / "stamp"
+    parts = [p.read_bytes() for p in (*(p / "pyproject.toml" for p in PACKAGES), CONSTRAINTS)]
+    wanted = hashlib.sha256(b"".join(parts) + repr((what, sys.version, ROOT)).encode()).hexdigest()
     if not (stamp.exists() and stamp.read_text() == wanted):
-        session.log(f"making the shared environment {SHARED.relative_to(ROOT)}")
-        new_environment(SHARED)
-        install(session, executable, *TOOLS, *EXTRAS, *(part for p in PACKAGES for part in ("-e", str(p))))
+        session.log(f"making the environment {folder.relative_to(ROOT)}")
+        new_environment(folder, over)
+        install(session, executable, *what)
         stamp.write_text(wanted)
     return str(executable)
 
 
-def new_environment(folder: Path) -> Path:
+def new_environment(folder: Path, over: Path | None = None) -> Path:
+    """An empty one, or one in which everything of another one is there."""
     venv.create(folder, clear=True, with_pip=True)
+    if over is not None:
+        packages, below = (Path(sysconfig.get_path("purelib", "venv", {"base": str(f), "platbase": str(f)})) for f in (folder, over))
+        (packages / "below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
     return executable_of(folder)
 
 
@@ -219,16 +347,35 @@ def executable_of(folder: Path) -> Path:
 
 
 def install(session: nox.Session, executable: Path, *what: str) -> None:
-    """pip install under the constraints; without a GPU the CPU build of torch, which is 3 GB smaller on Linux."""
-    constraints, has_gpu = CONSTRAINTS, shutil.which("nvidia-smi") is not None
-    pip = [str(executable), "-m", "pip", "install", "--disable-pip-version-check"]
-    if has_gpu:
+    """pip install under the constraints."""
+    constraints = CONSTRAINTS
+    if has_gpu():
         # The CUDA build of torch requires the very Triton that it was built with.
         constraints = executable.parent.parent / "constraints.txt"
         constraints.write_text("".join(line for line in CONSTRAINTS.read_text().splitlines(True) if not line.startswith("triton==")))
-    elif sys.platform == "linux":
+    torch_for_cpu(session, executable, "-c", str(constraints), "torch")
+    pip(session, executable, "-c", str(constraints), *what)
+
+
+def torch_for_cpu(session: nox.Session, executable: Path, *what: str) -> None:
+    """Without a GPU the CPU build of torch, which is 3 GB smaller on Linux."""
+    if not has_gpu() and sys.platform == "linux":
         # Where that index cannot be reached, the next command takes whatever build pip is configured to find.
         quick = ["--retries", "0", "--timeout", "15", "--no-deps", "--extra-index-url", CPU_TORCH]
-        session.run(*pip, *quick, "-c", str(constraints), "torch", success_codes=range(256), external=True)
+        pip(session, executable, *quick, *what, codes=range(256))
+
+
+def has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None
+
+
+def pip(session: nox.Session, executable: Path, *what: str, codes: Iterable[int] = (0,)) -> None:
     # DeepSpeed builds its kernels when they are used, if at all.
-    session.run(*pip, "-c", str(constraints), *what, env={"DS_BUILD_OPS": "0"}, external=True)
+    command = [str(executable), "-m", "pip", "install", "--disable-pip-version-check", *what]
+    session.run(*command, env={"DS_BUILD_OPS": "0"}, success_codes=codes, external=True)
+
+
+def required(name: str) -> str:
+    """What the packages require of a library."""
+    found = [line for p in PACKAGES for line in tomllib.loads((p / "pyproject.toml").read_text())["project"]["dependencies"]]
+    return next(line for line in found if re.match(rf"{name}\b", line))

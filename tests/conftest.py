@@ -20,12 +20,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", default=None, help="device of the tests; cuda if there is one, else cpu")
     group.addoption("--backend", default=None, help="test only this backend, and select it for the tests of single ops")
     group.addoption("--seed", type=int, default=0, help="seed of every test")
+    group.addoption("--examples", type=int, default=None, help="random calls of each op and backend in tests/fuzz")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Two workers with a thread pool each would fight for the same cores.
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+    # Workers inherit the width of the terminal, which tables would take.
+    os.environ.pop("COLUMNS", None)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

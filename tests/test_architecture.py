@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers, the public names and the layout of the four packages."""
+"""The layers, the public names and the layout of the packages."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -14,19 +16,21 @@ from pathlib import Path
 import pytest
 
 from liger_core import Op
-from liger_core.ops import CATALOGUE
+from liger_core.builtin import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("liger_core", "liger_triton", "liger_hf", "liger_bench")
+PACKAGES = ("liger_core", "liger_triton", "liger_hf", "liger_bench", "liger_train")
 
 # A name that is added, removed or renamed shows as a line of this list.
 PUBLIC = {
     "liger_core": [
+        *(op.name for op in CATALOGUE),
         "Backend",
         "BackendError",
         "DeviceError",
         "DtypeError",
         "GradientError",
+        "Implementation",
         "LigerError",
         "LossMetrics",
         "Misuse",
@@ -40,42 +44,38 @@ PUBLIC = {
         "Unsupported",
         "Work",
         "Workload",
-        "add_rms_norm",
-        "cross_entropy",
         "explain",
-        "geglu",
         "hookimpl",
-        "layer_norm",
-        "linear_cross_entropy",
-        "linear_log_prob",
         "op",
-        "rms_norm",
-        "rope",
-        "swiglu",
         "use",
     ],
     "liger_triton": [],
     "liger_hf": [
         "AutoLigerModelForCausalLM",
+        "Candidate",
+        "Found",
         "LazyLogits",
         "LigerCallback",
         "LogitsError",
         "ModelError",
         "Report",
         "Row",
+        "Rule",
         "apply",
         "compat",
         "inspect",
     ],
     "liger_bench": [],
+    "liger_train": [],
 }
 
 # Package → top-level modules that its import must not load, and that its sources must not name.
 FORBIDDEN = {
-    "liger_core": ["triton", "transformers", "liger_triton", "liger_hf", "liger_bench"],
-    "liger_triton": ["transformers", "liger_hf", "liger_bench"],
-    "liger_hf": ["liger_triton", "liger_bench"],
-    "liger_bench": ["liger_triton"],
+    "liger_core": ["triton", "transformers", "liger_triton", "liger_hf", "liger_bench", "liger_train"],
+    "liger_triton": ["transformers", "liger_hf", "liger_bench", "liger_train"],
+    "liger_hf": ["liger_triton", "liger_bench", "liger_train"],
+    "liger_bench": ["liger_triton", "liger_train"],
+    "liger_train": ["liger_triton"],
 }
 # Names that say nothing about what is in a file.
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "manager", "tools"}
@@ -103,6 +103,66 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.split(".")[0])
     return names
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Name → file of every module of a package; the package itself has the name of its folder."""
+    named = {".".join(path.relative_to(folder(package).parent).with_suffix("").parts): path for path in sources(package)}
+    return {name.removesuffix(".__init__"): path for name, path in named.items()}
+
+
+def imported_modules(path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of its own package that a file imports, wherever in the file; what only a type checker reads does not count."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(n) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for n in ast.walk(node)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= submodules if submodules <= known.keys() else {node.module, *submodules}
+    return names & known.keys()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_imports_itself_through_others(package: str) -> None:
+    """`prepare` of the graph of imports fails at the first cycle, and names it."""
+    known = modules(package)
+    graph = graphlib.TopologicalSorter({name: imported_modules(path, known) - {name} for name, path in known.items()})
+    graph.prepare()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_folder_imports_itself_through_others(package: str) -> None:
+    """The same of the first level: each folder, and each file beside the folders, is one node."""
+    known, graph = modules(package), dict[str, set[str]]()
+    for name, path in known.items():
+        imported = {first_level(other) for other in imported_modules(path, known)}
+        graph.setdefault(first_level(name), set()).update(imported - {first_level(name)})
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def first_level(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def test_training_imports_only_what_the_commands_of_the_benchmark_share() -> None:
+    """Those are the files at the top of liger_bench; its folders are commands of their own."""
+    shared = {
+        name for name in modules("liger_bench") if name.count(".") == 1 and (folder("liger_bench") / f"{name.split('.')[1]}.py").exists()
+    }
+    found = {name for path in sources("liger_train") for name in imported_modules(path, modules("liger_bench"))}
+    assert found <= shared | {"liger_bench"}, found - shared
+
+
+def test_no_package_holds_more_than_a_third_of_the_source() -> None:
+    lines = {package: sum(len(path.read_text().splitlines()) for path in sources(package)) for package in PACKAGES}
+    assert max(lines.values()) * 3 <= sum(lines.values()), lines
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -169,6 +229,11 @@ def test_every_op_has_a_file_of_its_name_in_core_and_in_every_backend() -> None:
     assert names - {path.stem for path in folder("liger_triton").glob("*.py")} == set()
 
 
+def test_the_readme_lists_every_op_and_no_other() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| ✓ \| ✓ \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(op.name for op in CATALOGUE)
+
+
 @pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: str(op.name))
 def test_an_op_is_found_under_its_name(op: Op[..., object]) -> None:
     assert op.reference.__module__ == f"liger_core.ops.{op.name}"
@@ -209,3 +274,72 @@ def test_the_tested_set_of_versions_is_within_what_the_packages_require() -> Non
     assert outside == []
     unpinned = {r.name for r in required} - set(pins) - {package.replace("_", "-") for package in PACKAGES}
     assert unpinned == set()
+
+
+PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_file_that_a_page_names_exists(name: str) -> None:
+    # Blocks of code are held to by tests/test_contributing.py.
+    prose = re.sub(r"^```.*?^```", "", page(name), flags=re.MULTILINE | re.DOTALL)
+    named = [text for text in re.findall(r"`([\w./-]+/[\w./-]*)`", prose) if "/" in text]
+    sources = list((ROOT / "packages").glob("*/src"))
+    missing = [
+        text for text in named if not any((place / text).exists() for place in (ROOT, *sources, *(p / "liger_core" for p in sources)))
+    ]
+    assert named
+    assert missing == []
+
+
+def test_the_page_counts_the_row_passes() -> None:
+    from liger_core.ops._softmax_loss import RowPasses
+
+    passes = [name for name, value in vars(RowPasses).items() if inspect.isfunction(value) and not name.startswith("_")]
+    assert f"the {NUMBERS[len(passes)]} row passes of `RowPasses`" in page("ARCHITECTURE.md")
+
+
+def test_no_other_file_than_the_page_says_writes_an_autograd_function() -> None:
+    names = [
+        p
+        for package in ("liger_core", "liger_triton", "liger_hf")
+        for p in sources(package)
+        if "(torch.autograd.Function)" in p.read_text()
+    ]
+    assert [path.name for path in names] == ["kernels.py", "rope.py"]
+    assert "No op writes one of its own, except `liger_triton/rope.py`" in page("ARCHITECTURE.md")
+
+
+def test_the_page_names_every_hook() -> None:
+    from liger_core import hookspecs
+
+    hooks = sorted(name for name, value in vars(hookspecs).items() if inspect.isfunction(value))
+    named = page("ARCHITECTURE.md").partition("Entry-point group `liger`; hooks ")[2].partition(". ")[0]
+    assert sorted(re.findall(r"`(\w+)\(", named)) == hooks
+
+
+def test_the_page_names_every_option_that_may_overwrite() -> None:
+    from liger_core.op import OVERWRITING
+
+    assert f"({', '.join(f'`{name}`' for name in OVERWRITING)})" in page("CONTRIBUTING.md")
+    used = {name for op in CATALOGUE for name in op.signature.parameters}
+    assert used >= {*OVERWRITING}
+
+
+def test_the_page_names_what_each_package_is_built_on() -> None:
+    layers = page("ARCHITECTURE.md").partition("## Layers")[2].partition("```")[2].partition("```")[0]
+    for line in filter(None, layers.splitlines()):
+        name, *named = re.findall(r"liger-\w+", line)
+        required = {re.split(r"[^\w-]", str(d))[0] for d in metadata(name.replace("-", "_"))["dependencies"]}  # type: ignore[attr-defined]
+        assert {r for r in required if r.startswith("liger-")} - {"liger-core"} <= {*named}
+        assert {*named} <= required
+
+
+def test_the_page_counts_its_nouns() -> None:
+    nouns = re.findall(r"^\| \*\*(\w+)\*\* \|", page("ARCHITECTURE.md"), re.MULTILINE)
+    assert f"Liger is {NUMBERS[len(nouns)]} nouns" in page("ARCHITECTURE.md")

@@ -73,6 +73,7 @@ def test_version_prints_the_packages_without_importing_them() -> None:
         "liger-triton",
         "liger-hf",
         "liger-bench",
+        "liger-train",
         "torch",
         "triton",
         "transformers",

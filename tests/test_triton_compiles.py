@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conformance.cases import arguments_of, differentiable, leaves
 from liger_core import Op, Sample, Unsupported, layer_norm
-from liger_core.ops import CATALOGUE
+from liger_core.builtin import CATALOGUE
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":

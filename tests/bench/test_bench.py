@@ -199,7 +199,7 @@ def test_a_csv_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(OptionError, match="must have the columns of this version"):
-        Files(HEADER, (path,)).append([])
+        Files("results", HEADER, csv=path).append([])
     assert path.read_text() == "a,b\n1,2\n"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger bench distributed`: trainings on several ranks, plain and with Liger, whatever becomes of one of them."""
+"""`liger bench distributed`: training runs on several ranks, with and without Liger, also if one of them fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.commands import START, Finished, InProcess, run_liger
 from liger_bench.distributed.job import IDENTITY, IMPLEMENTATIONS, LIGER, PLAIN, REORDERED, Job, Row, row_of, together
 from liger_bench.distributed.run import _answers, measured
 from liger_bench.distributed.strategies import STRATEGIES, Strategy
-from liger_bench.model.process import DONE, FAILED, Answer
+from liger_bench.process import DONE, FAILED, Answer
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 
@@ -38,7 +38,7 @@ except SystemExit as ended:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Tiny trainings on two ranks, and then the same command again."""
+    """Tiny runs on two ranks, and then the same command again."""
     folder = tmp_path_factory.mktemp("distributed")
     command = (
         "bench",
@@ -66,7 +66,7 @@ def rows(finished: Finished) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_liger_trains_to_the_losses_of_the_plain_model(finished: Finished) -> None:
+def test_liger_trains_to_the_losses_of_the_baseline(finished: Finished) -> None:
     assert finished.code == 0, finished.errors
     assert tuple(rows(finished)) == IMPLEMENTATIONS
     plain, liger = rows(finished)[PLAIN], rows(finished)[LIGER]
@@ -78,7 +78,7 @@ def test_liger_trains_to_the_losses_of_the_plain_model(finished: Finished) -> No
 
 
 @pytest.mark.slow
-def test_a_resumed_run_measures_nothing_anew(finished: Finished) -> None:
+def test_a_resumed_run_measures_nothing_twice(finished: Finished) -> None:
     before = json.loads((finished.folder / "first.json").read_text())["rows"]
     assert finished.result["rows"] == before
     assert json.loads((finished.folder / "distributed.json").read_text()) == before
@@ -89,7 +89,7 @@ def test_a_resumed_run_measures_nothing_anew(finished: Finished) -> None:
 
 
 @pytest.mark.slow
-def test_what_fails_is_a_row_with_its_reason_and_the_rest_goes_on() -> None:
+def test_a_failed_run_is_a_row_with_its_reason_and_the_others_continue() -> None:
     jobs = [replace(JOB, ranks=1, dtype="float12"), replace(JOB, ranks=1)]
     failed, fine = measured(jobs, WHERE, 300)
     assert (failed.row.failed, failed.row.reason) == (True, "KeyError: 'float12'")
@@ -179,7 +179,10 @@ def test_another_commit_or_number_of_ranks_is_another_measurement() -> None:
     ("arguments", "sentence"),
     [
         (("--strategy", "zer3"), "--strategy must be one of fsdp2, ddp, zero0, zero1, zero2, zero3, got 'zer3'. Did you mean 'zero3'?"),
-        (("--model", "7b"), "bench distributed: --model must be one of tiny, small, 1b, 8b, got '7b'"),
+        (
+            ("--model", "7b"),
+            "bench distributed: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'",
+        ),
         (("--dtype", "float16"), "bench distributed: --dtype must be float32 or bfloat16, got 'float16'"),
         (("--resume",), "bench distributed: --resume needs --out, the folder of the run to go on with"),
     ],

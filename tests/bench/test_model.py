@@ -19,9 +19,9 @@ from liger_bench.memory import bytes_of
 from liger_bench.model.command import SHAPES
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import IDENTITY, Job, Row
-from liger_bench.model.process import DONE, FAILED, READY, Answer, Process, _answer, failure
-from liger_bench.model.run import measured
+from liger_bench.model.run import answer, measured
 from liger_bench.model.training import BUSY, Training
+from liger_bench.process import DONE, FAILED, READY, Answer, Process, failure
 from liger_core import OptionError
 
 WHERE = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
@@ -168,7 +168,7 @@ def answer_of(job: Job) -> Answer:
     """What a process answers, asked in this one."""
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        return _answer(job, theirs)
+        return answer(job, theirs)
 
 
 class Crowded:
@@ -225,7 +225,7 @@ def test_an_interrupted_run_ends_its_processes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_killed_process_is_a_failure_with_its_reason(tmp_path: Path) -> None:
-    process = Process(job(), tmp_path / "log", patience=60)
+    process = Process(job(), tmp_path / "log", 60, answer)
     assert process.process.pid is not None
     os.kill(process.process.pid, signal.SIGKILL)
     state, results = process.wait()
@@ -236,7 +236,7 @@ def test_a_killed_process_is_a_failure_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_a_process_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
-    process = Process(job(), tmp_path / "log", patience=0.0)
+    process = Process(job(), tmp_path / "log", 0.0, answer)
     state, results = process.wait()
     process.end()
     assert (state, results["reason"]) == (FAILED, "no answer in 0 s")
@@ -258,8 +258,8 @@ def test_a_process_measures_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) 
         return {}
 
     monkeypatch.setattr(Training, "measure", measure)
-    answer: Any = _answer(job(), Connection())  # type: ignore[arg-type]
-    assert [*happened, answer[0]] == [READY, "told", "measured", DONE]
+    last: Any = answer(job(), Connection())  # type: ignore[arg-type]
+    assert [*happened, last[0]] == [READY, "told", "measured", DONE]
 
 
 @pytest.mark.parametrize("implementation", ["hf-compiled", "liger-compiled"])
@@ -297,7 +297,10 @@ def test_every_implementation_of_the_peers_says_how_to_install_it(monkeypatch: p
             ("--implementation", "ligr"),
             "must be one of hf, hf-compiled, liger-kernel, liger, liger-compiled, got 'ligr'. Did you mean 'liger'?",
         ),
-        (("--model", "7b"), "bench model: --model must be one of tiny, small, 1b, 8b, got '7b'"),
+        (
+            ("--model", "7b"),
+            "bench model: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'",
+        ),
         (("--shape", "8,1024"), "bench model: --shape must be batch x sequence like 8x1024, with at least two tokens, got '8,1024'"),
         (("--memory-limit", "24 apples"), "bench model: --memory-limit must be a size like 24GiB or 512MB, got '24 apples'"),
         (("--resume",), "bench model: --resume needs --out, the folder of the run to go on with"),
@@ -318,12 +321,17 @@ def test_a_results_file_of_another_kind_is_left_alone(liger: InProcess, tmp_path
     assert (tmp_path / "model.json").read_text() == "{"
 
 
-@pytest.mark.parametrize(("size", "count"), [("24GiB", 24 << 30), ("1.5 kb", 1500), ("1e9", 10**9), ("7", 7)])
+@pytest.mark.parametrize(("size", "count"), [("24GiB", 24 << 30), ("1.5 kb", 1500), ("1e9b", 10**9), ("7 B", 7), ("2g", 2 * 10**9)])
 def test_a_size_is_read(size: str, count: int) -> None:
     assert bytes_of("op: --size", size) == count
 
 
-@pytest.mark.parametrize("size", ["", "0", "GiB", "-1", "1 PiB"])
+def test_a_size_without_a_unit_is_asked_for_one() -> None:
+    with pytest.raises(OptionError, match=r"op: --size must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB\?"):
+        bytes_of("op: --size", "24")
+
+
+@pytest.mark.parametrize("size", ["", "0", "0 GiB", "GiB", "-1", "-1GiB", "1 PiB", "1..5GiB", "nan", "infGiB", "1e99GiB", "9e18B"])
 def test_no_size_is_refused(size: str) -> None:
     with pytest.raises(OptionError, match="op: --size must be a size like"):
         bytes_of("op: --size", size)

@@ -16,15 +16,15 @@ import pytest
 
 from bench.commands import Finished, InProcess
 from liger_bench.bench.rows import HEADER
-from liger_bench.demo.settings import SIZES
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import COLUMNS
+from liger_bench.records import MODEL_IDENTITY, OP_IDENTITY, read, sizes_of
 from liger_bench.report.page import page
 from liger_bench.report.pictures import COLOURS, LABEL_GAP, _spread, styles
-from liger_bench.report.records import MODEL_IDENTITY, OP_IDENTITY, read, sizes_of
-from liger_bench.report.targets import Target, Verdict, judged, read_reasons, read_targets
+from liger_bench.targets import Target, Verdict, judged, read_reasons, read_targets
 from liger_core import OptionError
-from liger_core.ops import CATALOGUE
+from liger_core.builtin import CATALOGUE
+from liger_hf.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -126,8 +126,8 @@ def test_models_are_compared_with_those_of_the_same_shape(tmp_path: Path) -> Non
 def test_a_model_that_does_not_fit_is_told_so(tmp_path: Path) -> None:
     empty = model_row("hf", memory_limit_bytes=24 << 30, tokens_per_second=None, out_of_memory=True, reason="out of memory: 2 GiB")
     text = text_of(results(tmp_path, [], [empty]))
-    assert cells(text, "hf")[:3] == ["1b 8 × 1024 in 24 GiB", "hf", "out of memory"]
-    assert "* 1b 8 × 1024 in 24 GiB hf: out of memory: 2 GiB" in text
+    assert cells(text, "hf")[:3] == ["llama-3.2-1b 8 × 1024 in 24 GiB", "hf", "out of memory"]
+    assert "* llama-3.2-1b 8 × 1024 in 24 GiB hf: out of memory: 2 GiB" in text
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_the_committed_targets_are_about_things_that_exist() -> None:
         if "op" in row:
             fine = row["op"] in known and ("workload" not in row or sizes_of(row["workload"]) in known[row["op"]])
         else:
-            fine = row["model"] in SIZES and row["implementation"] in IMPLEMENTATIONS
+            fine = row["model"] in PRESETS and row["implementation"] in IMPLEMENTATIONS
         if not fine or not {each.metric, (each.against or {}).get("metric", each.metric)} <= columns:
             wrong.append(each.id)
     assert wrong == []

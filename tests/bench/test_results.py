@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of rows: what a full disk, a cut and a killed run leave of them."""
+"""Files of rows: what a full disk, a cut, a killed run and several runs at once leave of them."""
 
 from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from liger_bench.results import append_csv, append_json, check_csv, read_json
+from liger_bench import results
+from liger_bench.results import LOCK, append_csv, append_json, check_csv, read_json
 from liger_core.errors import OptionError
 
 HEADER = ["name", "losses", "note"]
@@ -85,15 +89,59 @@ def test_a_list_on_a_full_disk_keeps_its_rows(tmp_path: Path, small_files: None)
     with pytest.raises(OptionError, match="got File too large; the rows that it had are unchanged; make room"):
         append_json(ROWS * 10, path)
     assert read_json(path) == json.loads(json.dumps(ROWS[:1]))
-    assert list(tmp_path.iterdir()) == [path]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / LOCK, path]
 
 
 def test_a_new_table_on_a_full_disk_leaves_no_file(tmp_path: Path, small_files: None) -> None:
     with pytest.raises(OptionError, match="File too large"):
         append_csv(ROWS * 10, tmp_path / "rows.csv", HEADER)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / LOCK]
 
 
 def test_a_device_without_room_is_a_sentence() -> None:
     with pytest.raises(OptionError, match="No space left on device"):
         append_csv(ROWS, Path("/dev/full"), HEADER)
+
+
+APPENDING = """
+import sys
+from pathlib import Path
+from liger_bench.results import LOCK, append_csv, append_json
+
+folder, name = Path(sys.argv[1]), sys.argv[2]
+print("ready", flush=True)
+sys.stdin.readline()
+for index in range(40):
+    rows = [{"name": f"{name} {index}", "note": "4 × 1024"}]
+    append_csv(rows, folder / "rows.csv", ["name", "note"])
+    append_json(rows, folder / "rows.json")
+"""
+
+
+def test_two_processes_append_to_one_file_and_no_row_is_lost(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", APPENDING, str(tmp_path)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    both = [subprocess.Popen([*words, name], **pipes, text=True) for name in ("one", "other")]
+    for process in both:
+        assert process.stdout.readline() == "ready\n"
+    for process in both:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    errors = [process.communicate(timeout=120)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    wanted = {f"{name} {index}" for name in ("one", "other") for index in range(40)}
+    assert {row["name"] for row in read_json(tmp_path / "rows.json")} == wanted
+    assert {line["name"] for line in lines(tmp_path / "rows.csv")} == wanted
+    assert len(lines(tmp_path / "rows.csv")) == 80
+
+
+def test_a_file_that_another_process_keeps_locked_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "PATIENCE", 0.05)
+    with FileLock(tmp_path / LOCK), pytest.raises(OptionError, match="must not be locked by another process for longer than 0 s; wait or"):
+        append_json(ROWS, tmp_path / "rows.json")
+
+
+def test_what_a_killed_run_left_of_a_list_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "rows.json.part").write_text("[")
+    append_json(ROWS, tmp_path / "rows.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "rows.json"]

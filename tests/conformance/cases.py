@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.variations import LAYOUTS, OFFSETS, SCALES, Change, shifted
 from liger_core import BackendError, Op, Sample, Unsupported, use
 from liger_core.plugins import registry
 
@@ -97,9 +98,27 @@ def form_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
     return tuple(forms.values())
 
 
+@cache
+def active_outputs(op: Op[..., Any], device: torch.device, name: str) -> dict[str, int]:
+    """Name → dimensions of the outputs of a sample that get a gradient."""
+    sample = next(s for s in op.samples(device, torch.float32) if s.name == name)
+    arguments = arguments_of(op, sample)
+    outputs = leaves(op.reference(**with_gradients(arguments, differentiable(arguments, sample))))
+    return {name: output.dim() for name, output in outputs.items() if output.requires_grad}
+
+
 def frozen_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
     """Float32 cases with two or more inputs that get a gradient, and which one of them to freeze."""
-    for case in cases(device, only, "float32"):
+    yield from _one_of_several(device, only, "float32")
+
+
+def lone_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
+    """One sample per form with two or more inputs that get a gradient, and which one of them gets it alone."""
+    yield from _one_of_several(device, only, "form")
+
+
+def _one_of_several(device: torch.device, only: str | None, kind: str) -> Iterator[tuple[Case, str]]:
+    for case in cases(device, only, kind):
         sample = case.sample()
         names = differentiable(arguments_of(case.op, sample), sample)
         if len(names) > 1:
@@ -107,14 +126,39 @@ def frozen_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case,
 
 
 def output_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
-    """One sample per form of the ops with two or more differentiable outputs, and the one that is used."""
-    for case in cases(device, only, "form"):
-        sample = case.sample()
-        arguments = arguments_of(case.op, sample)
-        outputs = leaves(case.op.reference(**with_gradients(arguments, differentiable(arguments, sample))))
-        names = [name for name, output in outputs.items() if output.requires_grad]
+    """Float32 cases of the ops with two or more differentiable outputs, and the one that is used."""
+    for case in cases(device, only, "float32"):
+        names = active_outputs(case.op, device, case.name)
         if len(names) > 1:
             yield from ((case, name) for name in names)
+
+
+def layout_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
+    """Upstream gradients that are not dense: slices for every float32 case, the other layouts for one sample per form."""
+    for case in cases(device, only, "float32"):
+        dimensions = max(active_outputs(case.op, device, case.name).values(), default=0)
+        is_form = case.name in form_names(case.op, device)
+        for name, layout in LAYOUTS.items():
+            if dimensions >= layout.dimensions and (is_form or name == "sliced"):
+                yield case, name
+
+
+def magnitude_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
+    """Other magnitudes of the inputs: scaled, one sample per form; with a common offset, every input of an op's first sample."""
+    for case in cases(device, only, "form"):
+        yield from ((case, name) for name in SCALES)
+        if case.name == form_names(case.op, device)[0]:
+            sample = case.sample()
+            names = differentiable(arguments_of(case.op, sample), sample)
+            yield from ((case, f"{name}_{direction}") for name in names for direction in OFFSETS)
+
+
+def change_of(magnitude: str) -> Change:
+    """What a magnitude's name stands for."""
+    if magnitude in SCALES:
+        return SCALES[magnitude]
+    name, _, direction = magnitude.rpartition("_")
+    return shifted(name, OFFSETS[direction])
 
 
 def cases(device: torch.device, only: str | None, kind: str) -> Iterator[Case]:

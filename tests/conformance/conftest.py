@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates the parametrisation of the conformance suite, and poisons new memory."""
+"""Generates the parametrization of the conformance suite, and guards new memory."""
 
 from __future__ import annotations
 
@@ -8,16 +8,34 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from conformance.cases import Case, cases, frozen_cases, implementations, output_cases, takes_minutes
+from conformance.cases import (
+    Case,
+    cases,
+    frozen_cases,
+    implementations,
+    layout_cases,
+    lone_cases,
+    magnitude_cases,
+    output_cases,
+    takes_minutes,
+)
+from conformance.guarding import GuardedMemory
+from conformance.running import KernelCall
 from conftest import device_of
+from liger_core.kernels import Kernel
 from liger_core.plugins import registry
 
 KINDS = {"case": "all", "light_case": "all", "float32_case": "float32", "form_case": "form", "exact_case": "exact"}
 TAKES_MINUTES = pytest.mark.skip(reason="a large sample takes an interpreter minutes; its accuracy is tested")
-# A value that no kernel computes by accident.
-SENTINEL = -7_777_777
+# A case and the variation of it that is tested.
+PAIRS = {
+    "frozen_case": frozen_cases,
+    "lone_case": lone_cases,
+    "output_case": output_cases,
+    "layout_case": layout_cases,
+    "magnitude_case": magnitude_cases,
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -30,10 +48,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             slow = [fixture != "case" and takes_minutes(case) for case in found]
             marked = [pytest.param(c, marks=TAKES_MINUTES) if s else c for c, s in zip(found, slow, strict=True)]
             metafunc.parametrize(fixture, marked, ids=[case.id for case in found], indirect=True)
-    for fixture, pairs in (("frozen_case", frozen_cases), ("output_case", output_cases)):
+    for fixture, pairs in PAIRS.items():
         if fixture in metafunc.fixturenames:
             chosen = list(pairs(device, only))
-            metafunc.parametrize(fixture, chosen, ids=[f"{case.id}-{name}" for case, name in chosen])
+            marked_pairs = [pytest.param(pair, marks=TAKES_MINUTES) if takes_minutes(pair[0]) else pair for pair in chosen]
+            metafunc.parametrize(fixture, marked_pairs, ids=[f"{case.id}-{name}" for case, name in chosen])
     if "implementation" in metafunc.fixturenames:
         triples = list(implementations(device, only))
         metafunc.parametrize("implementation", triples, ids=[f"{backend}-{op.name}" for op, backend, _ in triples])
@@ -43,6 +62,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "op" in metafunc.fixturenames:
         ops = list(registry().ops.values())
         metafunc.parametrize("op", ops, ids=[op.name for op in ops])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    """Print what a sample is for beside an error that an implementation raises."""
+    try:
+        return (yield)
+    except Exception as error:
+        for value in pyfuncitem.funcargs.values():
+            case = value[0] if isinstance(value, tuple) and value else value
+            if isinstance(case, Case) and not isinstance(error, AssertionError):
+                error.add_note(f"This sample is for: {case.sample().why}")
+        raise
 
 
 @pytest.fixture(autouse=True)
@@ -76,28 +108,24 @@ def exact_case(request: pytest.FixtureRequest) -> Case:
     return request.param  # type: ignore[no-any-return]
 
 
-def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        tensor = make(*args, **kwargs)
-        if tensor.device.type == "meta" or tensor.dtype == torch.bool:
-            return tensor
-        with torch.no_grad():
-            value = float("nan") if tensor.is_floating_point() else SENTINEL % torch.iinfo(tensor.dtype).max
-            return tensor.fill_(value)
-
-    return poisoned
+@pytest.fixture
+def guarded_memory() -> Iterator[GuardedMemory]:
+    """New memory holds NaN (integers: a sentinel) between guard bytes: what nobody wrote is seen, and what was written beyond."""
+    with GuardedMemory().installed() as memory:
+        yield memory
+    memory.check("the call")
 
 
 @pytest.fixture
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """New memory holds NaN (integers: a sentinel), so that an element that nobody wrote is seen."""
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (Tensor, "new_empty"),
-        (Tensor, "new_empty_strided"),
-    ):
-        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
-    yield
-    monkeypatch.undo()
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[KernelCall]:
+    """Every execution of a `Kernel` since the test began."""
+    calls: list[KernelCall] = []
+    execute = Kernel.execute
+
+    def kept(kernel: Kernel, args: Any, allocate: Any) -> Any:
+        outputs = execute(kernel, args, allocate)
+        calls.append(KernelCall(kernel, args, outputs))
+        return outputs
+
+    monkeypatch.setattr(Kernel, "execute", kept)
+    return calls

@@ -3,18 +3,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from conformance.cases import Case, arguments_of, differentiable, in_float64, leaves, with_gradients
+from conformance.variations import Change, Layout
+from liger_core import GradientError
 from liger_core.accuracy import judge
+from liger_core.kernels import Kernel
 
 # A scalar loss gets this instead of a random cotangent; it is not 1, which a missing factor would pass.
 SCALAR_COTANGENT = -1.7
+LEEWAY = 4.0
+Call = Callable[[Mapping[str, Any]], Any]
+# How torch says itself that it does not differentiate a gradient: compiled functions, once_differentiable, formulas that it lacks.
+REFUSAL = re.compile(
+    "does not currently support double backward|differentiate twice|derivative for .* is not implemented|no autograd formula"
+)
 
 
 @dataclass(frozen=True)
@@ -37,14 +47,18 @@ def cotangent_for(output: Tensor) -> Tensor:
 
 
 def run(
-    call: Callable[[Mapping[str, Any]], Any], arguments: Mapping[str, Any], names: list[str], cotangents: Mapping[str, Tensor] | None = None
+    call: Call,
+    arguments: Mapping[str, Any],
+    names: list[str],
+    cotangents: Mapping[str, Tensor] | None = None,
+    draw: Callable[[Tensor], Tensor] = cotangent_for,
 ) -> Result:
     """Call with gradients for the named arguments; given cotangents are used in each output's dtype, new ones are drawn otherwise."""
     given = with_gradients(arguments, names)
     outputs = leaves(call(given))
     active = {n: t for n, t in outputs.items() if t.requires_grad}
     if cotangents is None:
-        weights = {n: cotangent_for(t) for n, t in active.items()}
+        weights = {n: draw(t) for n, t in active.items()}
     else:
         weights = {n: cotangents[n].to(t.dtype) for n, t in active.items() if n in cotangents}
     inputs = [given[n] for n in names]
@@ -55,23 +69,46 @@ def run(
 
 
 class Trial:
-    """A case with its sample, and the definition's answers in the same dtype and in float64, computed when asked for."""
+    """A case with its sample, and the definition's answers in the same dtype and in float64.
 
-    def __init__(self, case: Case) -> None:
+    layout  the strides of the upstream gradients that the case gets; the definition gets the same values densely
+    change  applied to the sample's arguments first
+
+    A gradient that the upstream gradient makes zero, or a result of extreme inputs, consists of round-off, of which two equally exact
+    formulas have different amounts; so a layout or a change gets LEEWAY.
+    """
+
+    def __init__(self, case: Case, layout: Layout | None = None, change: Change | None = None) -> None:
         self.case = case
+        self.leeway = 1.0 if layout is None and change is None else LEEWAY
         sample = case.sample()
+        self.why = sample.why
         self.arguments = arguments_of(case.op, sample)
         self.names = differentiable(self.arguments, sample)
+        if change is not None:
+            self.arguments = change(self.arguments, self.names)
+
+        def draw(output: Tensor) -> Tensor:
+            dense = cotangent_for(output)
+            return dense if layout is None else layout(dense, 0).contiguous()
+
         # The definition says what the cotangents must look like, so that every backend gets the same ones.
-        self.reference = run(self.define, self.arguments, self.names)
+        self.reference = run(self.define, self.arguments, self.names, draw=draw)
         self.exact = run(self.define, in_float64(self.arguments), self.names, self.reference.cotangents)
+        dense = self.reference.cotangents
+        self.cotangents = dense if layout is None else {n: layout(t, i) for i, (n, t) in enumerate(dense.items())}
 
     def define(self, arguments: Mapping[str, Any]) -> Any:
         return self.case.op.reference(**arguments)
 
     def run(self, names: list[str] | None = None, cotangents: Mapping[str, Tensor] | None = None) -> Result:
         chosen = self.names if names is None else names
-        return run(self.case.call, self.arguments, chosen, self.reference.cotangents if cotangents is None else cotangents)
+        return run(self.case.call, self.arguments, chosen, self.cotangents if cotangents is None else cotangents)
+
+    def expect(self, complaints: list[str]) -> None:
+        """Fail with what is wrong, if anything is, and with what the sample is for."""
+        if complaints:
+            raise AssertionError(f"{'; '.join(complaints)} – this sample is for: {self.why}")
 
     def partial(self, got: Result) -> bool:
         """Whether a floating input had no gradient."""
@@ -86,24 +123,55 @@ class Trial:
         # With an input frozen, an output that no longer depends on any other may still ask for a gradient.
         if not reference.active <= got.active or (got.active - reference.active and not self.partial(got)):
             return [f"differentiable outputs {sorted(reference.active)} expected, got {sorted(got.active)}"]
-        found = output_complaints(got.outputs, reference.outputs, exact.outputs, dtype)
+        found = output_complaints(got.outputs, reference.outputs, exact.outputs, dtype, self.leeway)
         for name, value in got.gradients.items():
             want, truth = reference.gradients[name], exact.gradients[name]
             if value is None or want is None or truth is None:
                 complaint = None if value is want else f"{'None' if want is None else 'a tensor'} expected"
             else:
-                complaint = judge(value, want, truth, dtype)
+                complaint = judge(value, want, truth, dtype, leeway=self.leeway)
             if complaint:
                 found.append(f"gradient of {name}: {complaint}")
         return found
 
 
-def output_complaints(got: dict[str, Tensor], reference: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> list[str]:
+def output_complaints(
+    got: dict[str, Tensor], reference: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype, leeway: float = 1.0
+) -> list[str]:
     """What does not meet the criterion among outputs alone."""
     if list(got) != list(reference):
         return [f"outputs {list(reference)} expected, got {list(got)}"]
-    judged = {name: judge(value, reference[name], exact[name], dtype) for name, value in got.items()}
+    judged = {name: judge(value, reference[name], exact[name], dtype, leeway=leeway) for name, value in got.items()}
     return [f"{name}: {complaint}" for name, complaint in judged.items() if complaint]
+
+
+class KernelCall(NamedTuple):
+    """One execution of a `Kernel`."""
+
+    kernel: Kernel
+    args: tuple[Any, ...]
+    outputs: tuple[Tensor | None, ...]
+
+    @property
+    def needs(self) -> list[bool]:
+        """Which gradients are asked for; empty for a kernel that computes none."""
+        return list(self.args[-1]) if self.kernel.schema.arguments[-1].name == "needs" else []
+
+    def unasked(self) -> list[str]:
+        """What is wrong if a single gradient was asked for. The last results of the kernel are the gradients, or what they are made of."""
+        count = len(self.needs)
+        results = zip(self.kernel.schema.returns[-count:], self.outputs[-count:], self.needs, strict=True)
+        found = [
+            f"{self.kernel.name}: {r.name} must be None where nobody asked for it" for r, t, need in results if t is not None and not need
+        ]
+        return found + ([f"{self.kernel.name}: one gradient must be asked for, got needs={self.needs}"] if sum(self.needs) > 1 else [])
+
+
+def differences(first: Result, second: Result) -> list[str]:
+    """The outputs and gradients of two runs that are not bit for bit the same."""
+    names = different_bits(first.outputs, second.outputs)
+    names += [f"gradient of {name}" for name in different_bits(first.gradients, second.gradients)]
+    return [f"{name}: other bits in another run" for name in names]
 
 
 def different_bits(first: Mapping[str, Tensor | None], second: Mapping[str, Tensor | None]) -> list[str]:
@@ -115,3 +183,21 @@ def different_bits(first: Mapping[str, Tensor | None], second: Mapping[str, Tens
         return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
     return [name for name, value in first.items() if not same(value, second[name])]
+
+
+def penalty(call: Call, arguments: Mapping[str, Any], names: list[str]) -> dict[str, Tensor] | None:
+    """Gradients of the summed squares of the gradients, or None where that is refused."""
+    given = with_gradients(arguments, names)
+    total = sum(t.square().sum() for t in leaves(call(given)).values() if t.requires_grad)
+    inputs = [given[n] for n in names]
+    try:
+        first = torch.autograd.grad(total, inputs, create_graph=True)
+        # Unlike autograd.grad, it also runs what leads to no input, where torch puts its refusals.
+        torch.autograd.backward(sum(g.square().sum() for g in first))
+    except GradientError:
+        return None
+    except RuntimeError as error:
+        if REFUSAL.search(str(error)):
+            return None
+        raise
+    return {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in zip(names, inputs, strict=True)}

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from conformance.cases import Case, arguments_of, differentiable, leaves, shape_of, with_gradients
 from liger_core import Op, use
+from liger_core.op import OVERWRITING
 from liger_core.plugins import registry
 
 
@@ -51,40 +53,59 @@ def test_a_wrong_call_raises_its_sentence(misuse: tuple[Op[..., Any], str, str],
 
 def test_samples_have_names_of_their_own_and_say_why(op: Op[..., Any], device: torch.device) -> None:
     samples = list(op.samples(device, torch.float32))
-    assert len({sample.name for sample in samples}) == len(samples) > 0
-    assert [sample.name for sample in samples if not sample.why or not re.fullmatch(r"[a-z0-9_]+", sample.name)] == []
+    assert samples, f"{op.name}: samples() must yield at least one sample"
+    twice = repeated(sample.name for sample in samples)
+    assert not twice, f"{op.name}: every sample must have a name of its own; these occur twice: {twice}"
+    wrong = [sample.name for sample in samples if not re.fullmatch(r"[a-z0-9_]+", sample.name)]
+    assert not wrong, f"{op.name}: the name of a sample must consist of a-z, 0-9 and _, got {wrong}"
+    silent = [sample.name for sample in samples if not sample.why]
+    assert not silent, f"{op.name}: every sample must say which code path it is for in `why`; these do not: {silent}"
 
 
 def test_misuses_have_names_of_their_own(op: Op[..., Any], device: torch.device) -> None:
     names = [misuse.name for misuse in op.misuses(device)]
-    assert len(set(names)) == len(names) > 0
+    assert names, f"{op.name}: misuses() must yield at least one wrong call"
+    assert not repeated(names), f"{op.name}: every misuse must have a name of its own; these occur twice: {repeated(names)}"
 
 
 def test_every_dtype_has_the_same_samples(op: Op[..., Any], device: torch.device) -> None:
-    names = {dtype: [s.name for s in op.samples(device, dtype)] for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
-    assert len({tuple(n) for n in names.values()}) == 1
+    expected = [sample.name for sample in op.samples(device, torch.float32)]
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        got = [sample.name for sample in op.samples(device, dtype)]
+        assert got == expected, f"{op.name}: samples() must yield the same names for every dtype; {dtype} differs from torch.float32"
 
 
 def test_every_option_has_a_sample_that_sets_it(op: Op[..., Any], device: torch.device) -> None:
     given = {n for sample in op.samples(device, torch.float32) for n in arguments_of(op, sample)}
     # What an option does to its inputs beyond the outputs cannot be compared with copies of them; tests/ops has those.
-    assert set(op.signature.parameters) - given <= {"inplace", "main_grad", "overwrite"}
+    unset = sorted(set(op.signature.parameters) - given - {*OVERWRITING})
+    assert not unset, f"{op.name}: at least one sample must set every parameter; none sets {unset}"
 
 
 def test_the_docstring_names_every_tensor_with_its_shape_and_every_error(op: Op[..., Any], device: torch.device) -> None:
     text = op.__doc__ or ""
     tensors = [n for n, p in op.signature.parameters.items() if p.annotation in ("Tensor", "Tensor | None")]
-    assert [n for n in tensors if not re.search(rf"^ *(\w+, )*{n}(, \w+)* +\(.*\)", text, re.MULTILINE)] == []
-    assert re.search(r"^ *returns +\S", text, re.MULTILINE)
+    bare = [n for n in tensors if not re.search(rf"^ *(\w+, )*{n}(, \w+)* +\(.*\)", text, re.MULTILINE)]
+    wanted = "a line that begins with its name and its shape in parentheses, such as `weight  (width,)`"
+    assert not bare, f"{op.name}: the docstring must have, for every tensor, {wanted}; it has none for {bare}"
+    assert re.search(r"^ *returns +\S", text, re.MULTILINE), f"{op.name}: the docstring must have a line `returns  …`"
     errors = {misuse.error.__name__ for misuse in op.misuses(device)} - {"DeviceError"}
-    assert [name for name in sorted(errors) if name not in text] == []
+    unnamed = [name for name in sorted(errors) if name not in text]
+    assert not unnamed, f"{op.name}: the docstring must name every error that a misuse raises; it does not name {unnamed}"
 
 
 def test_work_and_workloads_describe_every_op(op: Op[..., Any]) -> None:
     workloads = list(op.workloads())
-    assert any(w.quick for w in workloads)
-    assert len({w.name for w in workloads}) == len(workloads)
-    args, kwargs = next(w for w in workloads if w.quick).make(torch.device("cpu"), torch.float32)
+    twice = repeated(workload.name for workload in workloads)
+    assert not twice, f"{op.name}: every workload must have a name of its own; these occur twice: {twice}"
+    quick = next((workload for workload in workloads if workload.quick), None)
+    assert quick is not None, f"{op.name}: at least one workload must be quick, for a laptop's CPU"
+    args, kwargs = quick.make(torch.device("cpu"), torch.float32)
     work = op.work(*args, **kwargs)
-    assert 0 < work.forward_bytes <= work.full_bytes
-    assert 0 <= work.forward_flops <= work.full_flops
+    assert 0 < work.forward_bytes <= work.full_bytes, f"{op.name}: work() must give 0 < forward_bytes ≤ full_bytes, got {work}"
+    assert 0 <= work.forward_flops <= work.full_flops, f"{op.name}: work() must give 0 ≤ forward_flops ≤ full_flops, got {work}"
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """The names that occur more than once."""
+    return [name for name, count in Counter(names).items() if count > 1]

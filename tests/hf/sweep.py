@@ -30,7 +30,7 @@ import liger_hf
 from hf.tiny_configs import COMPOSITES, TYPES, VOCABULARY, tiny_config
 from liger_core import use
 from liger_core.accuracy import floor
-from liger_hf.replica import DoublePrecision
+from liger_hf.isolation import DoublePrecision
 from liger_hf.report import REPLACED
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ PAGE = ROOT / "docs" / "models.md"
 COLUMNS = {
     "norm": ("rms_norm", "layer_norm"),
     "residual": ("add_rms_norm",),
-    "MLP": ("swiglu", "geglu"),
+    "MLP": ("swiglu", "geglu", "relu_squared"),
     "rope": ("rope",),
     "head": ("linear_cross_entropy",),
 }

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import liger_hf
 from hf import two_ranks
 from hf.test_training import accuracy, history
-from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import VOCABULARY, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
 
 pytestmark = pytest.mark.cpu
 
@@ -78,8 +77,9 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path) -> N
 
 
 def with_lora(model: Any, **options: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="needs peft")
     torch.manual_seed(5)
-    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
 
 
 def test_lora_on_the_head_is_trained() -> None:
@@ -150,7 +150,7 @@ def test_replicas_of_data_parallel_are_refused_with_a_sentence() -> None:
 @pytest.mark.slow
 def test_fsdp2_has_no_sharded_head_within_the_forward(tmp_path: Path) -> None:
     ways = tuple(way for way in two_ranks.WAYS if way.startswith("fsdp2"))
-    torch.multiprocessing.spawn(two_ranks.work, args=(str(tmp_path / "store"), ways, False), nprocs=2)
+    two_ranks.on_two_ranks(two_ranks.work, str(tmp_path / "store"), ways, False)
 
 
 def fsdp1(rank: int, store: str, patch: bool) -> None:
@@ -159,7 +159,7 @@ def fsdp1(rank: int, store: str, patch: bool) -> None:
     from liger_core import use
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=two_ranks.PATIENCE)
     model = make(tie_word_embeddings=False).train()
     expected = step(twin(model), **tokens())["loss"]
     with use("reference"):
@@ -175,14 +175,14 @@ def fsdp1(rank: int, store: str, patch: bool) -> None:
 
 @pytest.mark.slow
 def test_fsdp1_has_the_whole_head_within_the_forward(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(fsdp1, args=(str(tmp_path / "store"), True), nprocs=2)
+    two_ranks.on_two_ranks(fsdp1, str(tmp_path / "store"), True)
 
 
 @pytest.mark.slow
 def test_zero_3_gathers_a_head_that_has_no_elements_between_steps(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs deepspeed")
     runs = [("everything", "zero3", False)]
-    torch.multiprocessing.spawn(two_ranks.train, args=(str(tmp_path / "store"), runs), nprocs=2)
+    two_ranks.on_two_ranks(two_ranks.train, str(tmp_path / "store"), runs)
 
 
 # -- the rest
@@ -224,7 +224,7 @@ def test_reentrant_checkpointing_hands_hidden_states_over_by_position() -> None:
     patched, plain = pair()
     inputs = tokens()
     expected, exact = step(plain, **inputs), exact_step(plain, **inputs)
-    patched.gradient_checkpointing_enable({"use_reentrant": True})
+    checkpoint_layers(patched, True)
     patched.enable_input_require_grads()
     assert disagreements(step(patched, **inputs), expected, exact) == {}
 

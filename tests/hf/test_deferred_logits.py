@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.tiny_models import make, tokens, twin
-from liger_hf.deferred_logits import DeferredLogits
+from liger_hf.rules.head.deferred_logits import DeferredLogits
 
 USES: dict[str, Callable[[Tensor], Any]] = {
     "detach": lambda x: x.detach(),

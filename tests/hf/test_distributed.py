@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf.two_ranks import WAYS, train, work
+from hf.two_ranks import WAYS, on_two_ranks, train, work
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,14 +33,14 @@ PATCH_LAST = pytest.mark.parametrize("patch_last", [False, True], ids=["patched_
 def test_gradients_of_two_ranks_are_the_mean_of_single_ones(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
     # A model inside DDP is the same object as before it; only sharding changes what apply sees.
     ways = tuple(way for way in WAYS if way.startswith("fsdp") or not patch_last)
-    torch.multiprocessing.spawn(work, args=(str(tmp_path / "store"), ways, patch_last, ranks_on), nprocs=2)
+    on_two_ranks(work, str(tmp_path / "store"), ways, patch_last, ranks_on)
 
 
 @DEVICES
 @PATCH_LAST
 def test_fsdp2_trains_to_the_losses_of_the_plain_model(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
     runs = [("everything", "fsdp2", patch_last)]
-    torch.multiprocessing.spawn(train, args=(str(tmp_path / "store"), runs, ranks_on), nprocs=2)
+    on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)
 
 
 @needs_deepspeed
@@ -48,11 +48,12 @@ def test_fsdp2_trains_to_the_losses_of_the_plain_model(patch_last: bool, ranks_o
 @PATCH_LAST
 def test_zero_trains_to_the_losses_of_the_plain_model_at_every_stage(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
     runs = [("everything", f"zero{stage}", patch_last) for stage in range(4)]
-    torch.multiprocessing.spawn(train, args=(str(tmp_path / "store"), runs, ranks_on), nprocs=2)
+    on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)
 
 
 @DEVICES
 def test_an_adapted_head_and_one_saved_beside_adapters_are_trained(ranks_on: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs peft")
     ways = ("fsdp2", "fsdp2_head_alone", *(("zero3",) if HAS_DEEPSPEED else ()))
     runs = list(product(("adapted_head", "saved_head"), ways, (False, True)))
-    torch.multiprocessing.spawn(train, args=(str(tmp_path / "store"), runs, ranks_on), nprocs=2)
+    on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)

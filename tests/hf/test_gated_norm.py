@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, silu
 
 import liger_hf
 from hf.tiny_models import disagreements
-from liger_hf.replica import DoublePrecision
+from liger_hf.isolation import DoublePrecision
 
 
 def unit(x: Tensor) -> Tensor:

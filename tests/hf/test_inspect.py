@@ -82,7 +82,7 @@ def test_a_model_on_meta_is_inspected_on_the_cpu() -> None:
 
 def test_the_architecture_of_the_config_decides_the_model() -> None:
     config = LlamaConfig(**COMMON, architectures=["LlamaModel"])
-    assert liger_hf.inspect(config).absent == {"linear_cross_entropy": "no module is a model with an output head"}
+    assert liger_hf.inspect(config).absent["linear_cross_entropy"] == "no module is a model with an output head"
 
 
 def test_the_command_reads_a_folder(folder: str) -> None:
@@ -94,11 +94,19 @@ def test_the_command_reads_a_folder(folder: str) -> None:
     assert {row["verdict"] for row in report["rows"]} == {"replaceable"}
 
 
-def test_the_command_prints_lines_that_a_narrow_terminal_does_not_fold(folder: str) -> None:
+def test_the_command_prints_whole_names_in_100_columns(folder: str) -> None:
     result = command(folder, "--only", "rms_norm", "--exclude", "rope")
     assert "LlamaForCausalLM: 5 × rms_norm can be replaced" in result.stdout
-    assert "replaceable: outputs and gradients agree, weight_offset=0, cast='input'" in result.stdout
-    assert "left: not asked for" in result.stdout
+    assert "│ model.layers.*.post_attention_layernorm │     2 │ rms_norm             │ replaceable: outputs" in result.stdout
+    assert "│ left: not asked for" in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines() if line[:1] in "┏┡│└") <= 100
+
+
+def test_the_command_prints_classes_and_backends_if_asked(folder: str) -> None:
+    brief, everything = (command(folder, "--only", "rms_norm", *more).stdout for more in ((), ("--all-columns",)))
+    assert "LlamaRMSNorm" not in brief
+    assert "│ LlamaRMSNorm" in everything
+    assert "│ reference" in everything
 
 
 def test_the_command_knows_model_types() -> None:
@@ -118,11 +126,15 @@ MISTAKES: dict[str, tuple[tuple[str, ...], type[LigerError], str]] = {
     "no_network": (
         ("some/model",),
         liger_hf.ModelError,
-        r"liger inspect: the model must be a folder with a config\.json, a model type of Transformers or a name on a hub that can be "
-        r"reached, got 'some/model': ",
+        r"liger inspect: the model must be tiny, .*, a folder with a config\.json, a model type of Transformers or a name on the hub, "
+        r"got 'some/model': no such folder, and the hub cannot be reached\.",
     ),
     "near_miss": (("llamma",), liger_hf.ModelError, r"Did you mean 'llama'\?"),
-    "empty_folder": (("{folder}/..",), liger_hf.ModelError, r"liger inspect: the model must be a folder with a config\.json"),
+    "empty_folder": (
+        ("{folder}/..",),
+        liger_hf.ModelError,
+        r"liger inspect: the model must be .*, a folder with a config\.json, .*: ValueError: ",
+    ),
     "dtype": (("llama", "--dtype", "bfloat17"), OptionError, r"dtype must be one of float32, bfloat16, float16, got 'bfloat17'"),
     "device": (("llama", "--device", "nowhere"), OptionError, r"device must be one that is here, got 'nowhere'"),
     "op": (("llama", "--only", "rms_nrom"), OptionError, r"liger_hf\.inspect: only must name ops among .* Did you mean 'rms_norm'\?"),
@@ -133,7 +145,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], type[LigerError], str]] = {
 def test_a_mistake_is_told_in_a_sentence(
     arguments: tuple[str, ...], error: type[LigerError], message: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("liger_hf.configs.hub_is_reachable", lambda: False)
     result = command(*(argument.format(folder=folder) for argument in arguments))
     assert isinstance(result.exception, error)
     with pytest.raises(error, match=message):

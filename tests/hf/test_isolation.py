@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -127,17 +129,38 @@ def test_asking_for_nothing_is_no_second_apply() -> None:
 
 def test_ops_can_be_applied_one_after_the_other() -> None:
     model = make()
+    reports = [liger_hf.apply(model, only=["rms_norm"]), liger_hf.apply(model, exclude=["rms_norm"])]
+    replaced = {op for report in reports for op in report.replaced}
+    assert replaced == {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}
+    assert model.liger_report is reports[1]
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+def test_reports_of_one_model_can_be_undone_in_any_order(order: tuple[int, ...]) -> None:
+    model = make()
     before = instance_state(model)
-    norms = liger_hf.apply(model, only=["rms_norm"])
-    rest = liger_hf.apply(model, exclude=["rms_norm"])
-    assert norms.replaced.keys() | rest.replaced.keys() == {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}
-    norms.undo()
-    rest.undo()
-    model.__dict__.pop("liger_report", None)
-    before.pop("", None)
-    after = instance_state(model)
-    after.pop("", None)
-    assert after == before
+    reports = [liger_hf.apply(model, only=[op]) for op in ("rms_norm", "swiglu", "linear_cross_entropy")]
+    left = list(reports)
+    for index in order:
+        reports[index].undo()
+        left.remove(reports[index])
+        assert getattr(model, "liger_report", None) is (left[-1] if left else None)
+        # Also while one report is left.
+        with pytest.raises(liger_hf.ModelError) if left else nullcontext():
+            model._replicate_for_data_parallel()
+    assert instance_state(model) == before
+
+
+def test_reports_of_a_copied_model_can_be_undone_in_any_order() -> None:
+    model = make()
+    before = {name: set(state) for name, state in instance_state(model).items()}
+    liger_hf.apply(model, only=["rms_norm"])
+    liger_hf.apply(model, only=["swiglu"])
+    copied = copy.deepcopy(model)
+    copied.liger_report.earlier.undo()
+    copied.liger_report.undo()
+    assert {name: set(state) for name, state in instance_state(copied).items()} == before
+    assert model.liger_report.earlier.patches
 
 
 def test_the_signature_of_forward_stays() -> None:

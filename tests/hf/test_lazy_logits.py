@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import liger_hf
-import liger_hf.causal_loss
+import liger_hf.rules.head.causal_loss
 from hf.sweep import build
 from hf.tiny_models import VOCABULARY, LargestResult, disagreements, make, tokens, twin
-from liger_hf.projection import scale_and_cap
-from liger_hf.rules.head import patches
+from liger_hf.rules.head.projection import scale_and_cap
+from liger_hf.rules.head.rule import patches
 
 pytestmark = pytest.mark.cpu
 
@@ -301,6 +301,14 @@ def test_writing_into_lazy_logits_is_an_error(pair: tuple[Any, Any], write: Call
         write(pair[1](**tokens()).logits)
 
 
+def test_vmap_takes_the_logits_themselves(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair
+    logits = patched(**tokens()).logits
+    with pytest.raises(ValueError, match="LazyLogits"):
+        torch.vmap(torch.sum)(logits)
+    torch.testing.assert_close(torch.vmap(torch.sum)(logits.materialize()), torch.vmap(torch.sum)(plain(**tokens()).logits))
+
+
 def test_reading_after_the_optimizer_step_is_an_error(pair: tuple[Any, Any]) -> None:
     patched = pair[1]
     outputs = patched(**tokens())
@@ -373,7 +381,7 @@ def test_steps_that_the_op_does_not_know_are_computed_in_chunks(monkeypatch: pyt
         )
 
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
-    monkeypatch.setitem(liger_hf.causal_loss.CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)
+    monkeypatch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)
     plain = make().train()
     patched = twin(plain)
     liger_hf.apply(patched)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import liger_hf
-from hf.tiny_models import LAYERS, disagreements, exact_step, make, step, tokens, twin
-from liger_hf.rules import residual
-from liger_hf.rules.residual_source import fused, norms_of_sums
+from hf.tiny_models import LAYERS, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
+from liger_hf.rules.residual import rule as residual
+from liger_hf.rules.residual.source import norms_of_sums, with_one_call
 
 # Whole models on the device under test are in test_architectures.
 pytestmark = pytest.mark.cpu
@@ -88,10 +88,50 @@ def test_checkpointed_layers_have_the_gradients_of_the_plain_model(reentrant: bo
     plain = make().train()
     patched = twin(plain)
     applied(patched, calls)
-    patched.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_layers(patched, reentrant)
     inputs = tokens()
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
     assert len(calls) == 2 * LAYERS
+
+
+def of_a_subclass(layer: nn.Module) -> None:
+    """As FSDP2 and parametrizations leave it."""
+    layer.__class__ = type(f"Sharded{type(layer).__name__}", (type(layer),), {})
+
+
+def test_layers_that_get_another_class_after_apply_are_still_checkpointed(calls: Any) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    applied(patched, calls)
+    for layer in patched.model.layers:
+        of_a_subclass(layer)
+    checkpoint_layers(patched)
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    assert len(calls) == 2 * LAYERS
+
+
+def test_layers_that_had_another_class_before_apply_are_replaced_and_checkpointed(calls: Any) -> None:
+    plain = make().train()
+    patched = twin(plain)
+    for layer in patched.model.layers:
+        of_a_subclass(layer)
+    report = applied(patched, calls)
+    assert not any("replaced on the class" in note for note in report.notes)
+    checkpoint_layers(patched)
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    assert len(calls) == 2 * LAYERS
+
+
+def test_a_compiled_checkpointed_layer_does_not_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = make().train(), tokens() | {"use_cache": False}
+    expected = model(**inputs).loss
+    liger_hf.apply(model)
+    checkpoint_layers(model)
+    monkeypatch.setattr(residual, "_plain", lambda *args: pytest.fail("added and normed one after the other"))
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).loss, expected)
 
 
 def test_a_compiled_layer_does_not_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +288,7 @@ def test_a_hook_that_is_there_when_apply_comes_is_a_reason() -> None:
 
 
 def test_a_model_that_norms_no_sum_says_so() -> None:
-    with pytest.raises(liger_hf.ModelError, match="no forward, in source that is at hand, adds two tensors"):
+    with pytest.raises(liger_hf.ModelError, match="no forward adds two tensors and passes the sum straight to a norm"):
         liger_hf.apply(make("gpt2", n_embd=64, n_head=4, n_layer=2), only=["add_rms_norm"])
 
 
@@ -456,7 +496,7 @@ def test_two_layers_of_a_kind_share_one_code() -> None:
 
 def test_the_new_forward_says_where_it_was_written() -> None:
     original = SumOfSeveralNames.forward
-    made = fused(original, ("norm",), lambda norm, a, b: (norm(a + b), a + b))
+    made = with_one_call(original, ("norm",), lambda norm, a, b: (norm(a + b), a + b))
     assert made.__code__.co_filename == original.__code__.co_filename
     assert made.__code__.co_firstlineno == original.__code__.co_firstlineno
     assert (made.__defaults__, made.__kwdefaults__, made.__doc__) == (original.__defaults__, original.__kwdefaults__, original.__doc__)

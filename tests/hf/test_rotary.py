@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from liger_hf.rules import rotary, rotary_forms
+from liger_hf.rules.rotary import forms as rotary_forms
+from liger_hf.rules.rotary import rule as rotary
 from liger_hf.verification import Decision, decide
 
 pytestmark = pytest.mark.cpu

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import liger_hf
 from hf import sweep
 from hf.sweep import COLUMNS, COMPOSITES, PAGE, SAME, TYPES, UNBUILT, WRONG
-from liger_hf import causal_loss
+from liger_hf.rules.head import causal_loss
 
 pytestmark = pytest.mark.cpu
 
@@ -50,6 +51,8 @@ def test_patched_computes_what_plain_does_and_the_page_says_what_was_replaced(mo
 
 def test_the_page_names_every_type() -> None:
     page = PAGE.read_text()
+    if f"of Transformers {transformers.__version__}," not in page:
+        pytest.skip(f"docs/models.md is not of Transformers {transformers.__version__}, which may have other types")
     assert [name for name in (*TYPES, *COMPOSITES) if f"| {name} |" not in page and f"* {name}: " not in page] == []
     assert f"| {WRONG} |" not in page
 
@@ -110,6 +113,6 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(monkeypatch: pytest.Monke
 
 
 def test_columns_cover_every_op_that_is_put_into_models() -> None:
-    from liger_hf.application import OPS
+    from liger_hf.discovery import replaceable_ops
 
-    assert {op for ops in COLUMNS.values() for op in ops} == set(OPS)
+    assert {op for ops in COLUMNS.values() for op in ops} == set(replaceable_ops())

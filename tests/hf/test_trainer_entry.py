@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 from transformers.utils import is_liger_kernel_available
 
@@ -126,7 +125,9 @@ def test_a_model_that_is_made_anew_for_each_training_is_patched_each_time(
 
 
 def test_adapters_are_trained_under_the_callback(tmp_path: Path) -> None:
-    model = get_peft_model(make(tie_word_embeddings=False), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    peft = pytest.importorskip("peft", reason="needs peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make(tie_word_embeddings=False), config)
     before = {name: value.clone() for name, value in model.named_parameters() if "lora_" in name}
     trainer(model, tmp_path, [liger_hf.LigerCallback(show=None)]).train()
     assert all(not torch.equal(value, before[name]) for name, value in model.named_parameters() if "lora_" in name)

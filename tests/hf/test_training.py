@@ -17,7 +17,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import liger_hf
 from hf import tiny_models
-from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import VOCABULARY, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
 
 
 def on_cpu() -> bool:
@@ -191,7 +191,7 @@ def test_gradient_checkpointing_of_layers_gives_the_same_gradients(architecture:
     liger_hf.apply(patched)
     inputs = tokens()
     expected, exact = step(plain, **inputs), exact_step(plain, **inputs)
-    patched.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_layers(patched, reentrant)
     if reentrant:
         patched.enable_input_require_grads()
     assert disagreements(step(patched, **inputs), expected, exact) == {}

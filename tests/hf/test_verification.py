@@ -11,11 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import liger_hf
+from hf.sweep import build
 from hf.tiny_models import make, step, tokens, twin
 from liger_core import BackendError, DeviceError, LigerError, OptionError, add_rms_norm, rms_norm
 from liger_core import rope as rope_op
-from liger_hf import causal_loss
-from liger_hf.rules import gated_mlp, norm, residual, rotary_forms
+from liger_hf.discovery import replaceable_ops
+from liger_hf.rules.gated_unit import rule as gated_unit
+from liger_hf.rules.head import causal_loss
+from liger_hf.rules.norm import rule as norm
+from liger_hf.rules.residual import rule as residual
+from liger_hf.rules.rotary import forms as rotary_forms
 
 OPS = ("rms_norm", "add_rms_norm", "swiglu", "rope", "linear_cross_entropy")
 
@@ -53,7 +58,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, **wrong: float) -> None:
     elif op == "add_rms_norm":
         monkeypatch.setattr(residual, "add_rms_norm", Wrong(add_rms_norm, **wrong))
     elif op == "swiglu":
-        monkeypatch.setattr(gated_mlp, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_mlp.ACTIVATIONS))
+        monkeypatch.setattr(gated_unit, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_unit.ACTIVATIONS))
     elif op == "rope":
         monkeypatch.setattr(rotary_forms, "rope", Wrong(rope_op, **wrong))
     else:
@@ -145,6 +150,100 @@ UNITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
     "dropout_as_a_function": (lambda unit, gate, up: unit.dropout(nn.functional.dropout(gate * up, 0.5, unit.training)), False),
     "limited": (lambda unit, gate, up: unit.dropout(gate * up.clamp(-7, 7)), False),
 }
+
+
+# Where modules tell short inputs from long ones, and one token from several.
+TURNS = pytest.mark.parametrize("long", [lambda t: t == 1, *(lambda t, limit=limit: t > limit for limit in (16, 32, 64, 128, 256))], ids=(
+    "one_token", "beyond_16", "beyond_32", "beyond_64", "beyond_128", "beyond_256"
+))  # fmt: skip
+
+
+@TURNS
+def test_a_norm_that_does_something_else_with_another_length_is_left(long: Callable[[int], bool]) -> None:
+    def formula(x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return y * 1.1 if long(x.shape[1]) else y
+
+    (row,) = [row for row in liger_hf.apply(nn.Sequential(HalfNorm(formula))).rows if row.op == "rms_norm"]
+    assert row.verdict == "left"
+    assert "length" in row.reason
+
+
+@TURNS
+def test_a_gated_unit_that_does_something_else_with_another_length_is_left(long: Callable[[int], bool]) -> None:
+    def between(unit: Unit, gate: Tensor, up: Tensor) -> Tensor:
+        return unit.dropout(gate * up * (1.1 if long(gate.shape[1]) else 1))
+
+    (row,) = [row for row in liger_hf.apply(nn.Sequential(Unit(between))).rows if row.op == "swiglu"]
+    assert row.verdict == "left"
+    assert "length" in row.reason
+
+
+@TURNS
+def test_a_layer_whose_norm_does_something_else_with_another_length_is_left(long: Callable[[int], bool]) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = HalfNorm(self.formula)
+
+        def formula(self, x: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.1 if long(x.shape[1]) else 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + x.tanh()
+            y = self.norm(x)
+            return y * 2
+
+    assert liger_hf.apply(Layer()).replaced == {}
+
+
+@TURNS
+def test_experts_that_do_something_else_with_another_number_of_tokens_are_left(
+    long: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("mixtral")
+    experts = next(module for module in model.modules() if hasattr(type(module), "_apply_gate"))
+    original = type(experts)._apply_gate
+    monkeypatch.setattr(type(experts), "_apply_gate", lambda self, x: original(self, x) * (1.1 if long(x.shape[0]) else 1))
+    report = liger_hf.apply(model, only=["swiglu"])
+    assert report.replaced == {}
+    assert any("tokens" in row.reason for row in report.rows)
+
+
+@TURNS
+def test_a_rotary_function_that_does_something_else_with_another_length_is_left(
+    long: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.apply_rotary_pos_emb
+
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        return original(q, k, cos * 1.1 if long(cos.shape[1]) else cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    (row,) = [row for row in liger_hf.apply(make()).rows if row.op == "rope"]
+    assert row.verdict == "left"
+    assert "length" in row.reason
+
+
+def test_a_head_that_does_something_else_with_another_length_keeps_its_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        if loss is not None and input_ids.shape[1] > 32:
+            loss = loss + logits.float().logsumexp(-1).square().mean()
+        return modeling_llama.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
+    plain = make().train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    for length in (32, 33):
+        results, expected = (step(model, **tokens(length=length)) for model in (patched, plain))
+        torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-6)
 
 
 LIMITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
@@ -271,8 +370,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "unknown_op": (
         lambda: liger_hf.apply(make(), only=["rms_nrom"]),
         OptionError,
-        "liger_hf.apply: only must name ops among rms_norm, layer_norm, swiglu, geglu, rope, add_rms_norm, linear_cross_entropy, "
-        "got 'rms_nrom'. Did you mean 'rms_norm'?",
+        f"liger_hf.apply: only must name ops among {', '.join(replaceable_ops())}, got 'rms_nrom'. Did you mean 'rms_norm'?",
     ),
     "one_name": (
         lambda: liger_hf.apply(make(), exclude="rope"),

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_core.accuracy import judge
-from liger_hf.replica import DoublePrecision
+from liger_hf.isolation import DoublePrecision
 
 VOCABULARY = 300
 # Where models and inputs are made; the fixture `place` sets it.
@@ -65,6 +65,12 @@ def tokens(batch: int = 2, length: int = 11) -> dict[str, Tensor]:
 
 def twin(model: nn.Module) -> Any:
     return copy.deepcopy(model)
+
+
+def checkpoint_layers(model: Any, reentrant: bool = False) -> None:
+    """Under the name since Transformers 5.23, or the one before."""
+    start = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    start({"use_reentrant": reentrant})
 
 
 def step(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:

@@ -20,7 +20,21 @@ from torch.nn.parallel import DistributedDataParallel
 import liger_hf
 from hf import tiny_models
 from hf.tiny_models import make, step, tokens, twin
+from liger_bench.ending import end
 from liger_core import use
+
+# A busy machine may keep a rank waiting for minutes; one that failed is not waited for at all, since its exception ends the others.
+PATIENCE = timedelta(minutes=10)
+
+
+def on_two_ranks(work: Callable[..., None], *args: Any) -> None:
+    """work(rank, *args) in two processes at once; raises what one of them raises."""
+    torch.multiprocessing.spawn(_rank, args=(work, args), nprocs=2)
+
+
+def _rank(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    work(rank, *args)
+    end()
 
 
 def batch(rank: int) -> dict[str, Tensor]:
@@ -61,8 +75,7 @@ def two_processes(rank: int, store: str, device: str = "cpu") -> Iterator[None]:
         tiny_models.DEVICE = torch.device("cuda", rank)
         torch.cuda.set_device(rank)
     backend = "nccl" if on_gpu else "gloo"
-    # A rank that waits for one that failed gives up, instead of half an hour later.
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(minutes=2))
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=PATIENCE)
     with nullcontext() if on_gpu else use("reference"):
         yield
     dist.destroy_process_group()

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,8 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
-PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short", "--device", "cpu")
+PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--tb=short", "--device", "cpu")
+PACKAGES = ("liger_core", "liger_triton", "liger_hf", "liger_bench", "liger_train")
 LIMIT = 240.0
+# Each run is a fork of one process that has imported what takes longest; that process imports nothing of ours.
+FORKS = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only the mutants with one of these words in their names")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    FORKS.set_forkserver_preload(["torch", "pytest", "numpy"])
     chosen = [m for m in MUTANTS if not options.words or any(word in m.name for word in options.words)]
     slices = sorted({(m.tests, m.interpreted) for m in chosen})
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -70,7 +75,7 @@ def judge(mutant: Mutant, result: Run, baseline: Run) -> str:
 
 
 def run(mutant: Mutant | None, tests: tuple[str, ...], interpreted: bool) -> Run:
-    """Run the tests against a copy of the sources, with the bug if there is one."""
+    """Run the tests in a process of their own against a copy of the sources, with the bug if there is one."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
@@ -79,14 +84,38 @@ def run(mutant: Mutant | None, tests: tuple[str, ...], interpreted: bool) -> Run
                 shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__"))
         if mutant is not None:
             plant(mutant, folder)
-        # The path comes before installed packages, so that the copy is what the tests import.
-        variables = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        variables["TRITON_INTERPRET"] = "1" if interpreted else "0"
-        try:
-            done = subprocess.run([*PYTEST, *tests], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT)
-        except subprocess.TimeoutExpired:
+        log = folder / "output.txt"
+        process = FORKS.Process(target=run_tests, args=(name, tests, interpreted, str(log)))
+        process.start()
+        process.join(LIMIT)
+        if process.is_alive():
+            process.kill()
+            process.join()
             return Run(-1, f"the tests took longer than {LIMIT:.0f} s", time.perf_counter() - start)
-    return Run(done.returncode, done.stdout + done.stderr, time.perf_counter() - start)
+        output = log.read_text(errors="replace") if log.exists() else "the tests did not start"
+        return Run(process.exitcode or 0, output, time.perf_counter() - start)
+
+
+def run_tests(folder: str, tests: tuple[str, ...], interpreted: bool, log: str) -> None:
+    """In a fork that has imported PyTorch and pytest, and nothing of ours."""
+    output = os.open(log, os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    ours = sorted(name for name in sys.modules if name.partition(".")[0] in PACKAGES)
+    if ours:
+        raise SystemExit(f"the sources must be imported from the copy, but these are already imported: {', '.join(ours)}")
+    # The path comes before installed packages, so that the copy is what the tests import.
+    variables = {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1" if interpreted else "0"}
+    os.environ.update(variables)
+    sys.path.insert(0, folder)
+    sys.dont_write_bytecode = True
+    os.chdir(ROOT)
+    import pytest
+
+    code = int(pytest.main([*PYTEST, *tests]))
+    foreign = [n for n, m in sys.modules.items() if n in PACKAGES and not (m.__file__ or "").startswith(folder)]
+    sys.stdout.flush()
+    os._exit(code if not foreign else 70)
 
 
 def plant(mutant: Mutant, folder: Path) -> None:

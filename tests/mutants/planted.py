@@ -27,12 +27,27 @@ class Mutant:
 ACCURACY = "tests/conformance/test_accuracy.py"
 DEFINITION = "tests/conformance/test_definition.py"
 TRACING = "tests/conformance/test_tracing.py"
+FAKE = "        outputs = self.allocate(*(args if self.groups is None else _grouped(self.groups, args)))"
 SMALL = "float32 and (one_block or odd_width)"
+# Rows in tiles of several, rows of one block, and rows that are walked in tiles.
+NORMS = "sliced and rms_norm and (one_block or whole_row or wide)"
 
 
 def kernel(name: str, file: str, old: str, new: str, which: str, seen: str = "test_outputs_and_gradients_are_as_accurate") -> Mutant:
     """A bug in a Triton kernel that the accuracy of the samples `which` must show."""
     return Mutant(name, f"{TRITON}/{file}", old, new, (ACCURACY, "--backend", "triton", "-k", f"accurate and ({which})"), seen, True)
+
+
+def stride(name: str, file: str, old: str, new: str, which: str) -> Mutant:
+    """A Triton kernel, or its launcher, that reads an upstream gradient with other strides than its own."""
+    selected = (ACCURACY, "--backend", "triton", "-k", f"strides and {which}")
+    return Mutant(f"triton: {name}", f"{TRITON}/{file}", old, new, selected, "test_upstream_gradients_are_read_through_their_strides", True)
+
+
+def shared_stride(name: str, file: str, old: str, new: str) -> Mutant:
+    """The same in the losses' code that every backend shares."""
+    selected = (ACCURACY, "--backend", "reference", "-k", "strides and sliced and linear and (none or one_token or entropy)")
+    return Mutant(name, f"{CORE}/ops/{file}", old, new, selected, "test_upstream_gradients_are_read_through_their_strides")
 
 
 def loss(name: str, file: str, old: str, new: str, test: str, seen: str) -> Mutant:
@@ -45,8 +60,8 @@ MUTANTS = (
     loss(
         "reference gradient 1 % too large",
         "_softmax_loss.py",
-        "d = torch.exp(x - lse[:, None]).mul_(share[:, None])",
-        "d = torch.exp(x - lse[:, None]).mul_(1.01 * share[:, None])",
+        "    d.mul_(factor[:, None])",
+        "    d.mul_(1.01 * factor[:, None])",
         "tests/ops/test_cross_entropy.py",
         "test_cross_entropy_equals_the_function_of_pytorch",
     ),
@@ -62,15 +77,15 @@ MUTANTS = (
         "ignored targets count in the loss",
         "_softmax_loss.py",
         "    return torch.where(counted, loss, 0.0)",
-        "    return torch.where(counted, loss, lse)",
+        "    return torch.where(counted, loss, log_sum)",
         "tests/ops/test_cross_entropy.py",
         "test_cross_entropy_equals_the_function_of_pytorch",
     ),
     loss(
         "z-loss gradient without its factor 2",
         "_softmax_loss.py",
-        "share + 2.0 * options.z_loss * lse",
-        "share + options.z_loss * lse",
+        "share + 2.0 * options.z_loss * (top",
+        "share + options.z_loss * (top",
         "tests/ops/test_cross_entropy.py",
         "test_softcap_and_z_loss_are_their_formulas",
     ),
@@ -93,8 +108,8 @@ MUTANTS = (
     loss(
         "gradient buffer for a frozen weight",
         "_chunked_loss.py",
-        "torch.empty(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None",
-        "torch.empty(weight.shape, dtype=dtype, device=weight.device)",
+        "dtype=chunks.chunking(hidden, weight, needs[1]).dtype, device=device) if needs[1] else None",
+        "dtype=chunks.chunking(hidden, weight, needs[1]).dtype, device=device)",
         "tests/ops/test_linear_cross_entropy_memory.py",
         "test_a_frozen_weight_gets_no_gradient_buffer",
     ),
@@ -125,8 +140,8 @@ MUTANTS = (
     Mutant(
         "second backward scales what the first one scaled",
         f"{CORE}/ops/_chunked_loss.py",
-        "                self.passes.scaled(total, factor, grad)",
-        "                self.passes.scaled(total, factor, total)\n                grad.copy_(total)",
+        "                self.passes.scaled(summed, factor, grad)",
+        "                self.passes.scaled(summed, factor, summed)\n                grad.copy_(summed)",
         (ACCURACY, "-k", "second_backward and linear"),
         "test_a_second_backward_gives_the_same_gradients",
     ),
@@ -141,8 +156,8 @@ MUTANTS = (
     Mutant(
         "logits overwritten by their gradient",
         f"{CORE}/ops/cross_entropy.py",
-        "passes.gradients(logits, target, lse, grad_loss, options_of(*options), grad_logits)",
-        "passes.gradients(logits, target, lse, grad_loss, options_of(*options), logits)\n            grad_logits.copy_(logits)",
+        "passes.gradients(logits, target, statistics, grad_loss, options, grad_logits)",
+        "passes.gradients(logits, target, statistics, grad_loss, options, logits)\n            grad_logits.copy_(logits)",
         (ACCURACY, "-k", "overwritten and cross_entropy"),
         "test_inputs_are_not_overwritten",
     ),
@@ -174,8 +189,8 @@ MUTANTS = (
     Mutant(
         "fake outputs of another shape",
         f"{CORE}/kernels.py",
-        "    def _fake(self, *args: Any) -> Any:\n        outputs = self.allocate(*args)",
-        "    def _fake(self, *args: Any) -> Any:\n        outputs = tuple(o if o is None else o.unsqueeze(0) for o in self.allocate(*args))",
+        FAKE,
+        f"{FAKE}\n        outputs = tuple(o if o is None else o.unsqueeze(0) for o in outputs)",
         (TRACING, "-k", "opcheck and cross_entropy"),
         "test_every_custom_op_that_a_sample_reaches_passes_opcheck",
     ),
@@ -191,8 +206,8 @@ MUTANTS = (
     Mutant(
         "fake outputs of another dtype",
         f"{CORE}/kernels.py",
-        "    def _fake(self, *args: Any) -> Any:\n        outputs = self.allocate(*args)",
-        "    def _fake(self, *args: Any) -> Any:\n        outputs = tuple(o if o is None else o.half() for o in self.allocate(*args))",
+        FAKE,
+        f"{FAKE}\n        outputs = tuple(o if o is None else o.half() for o in outputs)",
         (TRACING, "-k", "fake_tensors and cross_entropy"),
         "test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones",
     ),
@@ -271,7 +286,7 @@ MUTANTS = (
     # Models.
     Mutant(
         "residual: sum and normed rows take each other's names",
-        f"{HF}/rules/residual_source.py",
+        f"{HF}/rules/residual/source.py",
         "(step.result, holders[0])",
         "(holders[0], step.result)",
         ("tests/hf/test_residual.py", "-k", "meaning and OfItsOwn"),
@@ -279,7 +294,7 @@ MUTANTS = (
     ),
     Mutant(
         "residual: a norm is passed over in spite of its hooks",
-        f"{HF}/rules/residual.py",
+        f"{HF}/rules/residual/rule.py",
         "    if _hooked(child) or global_hooks._has_any_global_hook():",
         "    if global_hooks._has_any_global_hook():",
         ("tests/hf/test_residual.py", "-k", "hooks_on_the_norm"),
@@ -287,11 +302,99 @@ MUTANTS = (
     ),
     Mutant(
         "residual: a source is believed that is not that of the code",
-        f"{HF}/rules/residual_source.py",
+        f"{HF}/rules/residual/source.py",
         "return definition if _alike(_compiled(function, definition, ()), function.__code__) else None",
         "return definition",
         ("tests/hf/test_residual.py", "-k", "not_believed"),
         "test_a_source_that_is_not_that_of_the_code_is_not_believed",
+    ),
+    Mutant(
+        "lazy logits: what was read without gradients is kept for good",
+        f"{HF}/rules/head/lazy_logits.py",
+        "if not self.constant and not torch.is_grad_enabled():",
+        "if self.constant and not torch.is_grad_enabled():",
+        ("tests/hf/test_logits_gradients.py", "-k", "accuracy_without_gradients and llama-tied"),
+        "test_a_look_at_the_logits_takes_no_gradient_from_a_later_loss",
+    ),
+    Mutant(
+        "lazy logits: a cast without gradients has one",
+        f"{HF}/rules/head/lazy_logits.py",
+        "constant = self.constant or not (same or torch.is_grad_enabled())",
+        "constant = self.constant",
+        ("tests/hf/test_logits_gradients.py", "-k", "derived and llama-tied"),
+        "test_what_is_derived_without_gradients_is_a_constant",
+    ),
+    Mutant(
+        "lazy logits: a step of a fused optimizer goes unnoticed",
+        f"{HF}/rules/head/weights.py",
+        "call.stepped = call.stepped or any(",
+        "call.stepped = call.stepped and any(",
+        ("tests/hf/test_logits_weights.py", "-k", "any_optimizer and fused"),
+        "test_logits_cannot_be_read_after_a_step_of_any_optimizer",
+    ),
+    Mutant(
+        "lazy logits: the head's own weights instead of those of functional_call",
+        f"{HF}/rules/head/projection.py",
+        "torch.compiler.is_compiling() or weights.are_in(head):",
+        "torch.compiler.is_compiling() or weights.tensors:",
+        ("tests/hf/test_logits_weights.py", "-k", "functional_call_uses and untied"),
+        "test_functional_call_uses_the_given_weights_for_loss_and_logits",
+    ),
+    Mutant(
+        "lazy logits: threads share which head is lazy",
+        f"{HF}/rules/head/projection.py",
+        "class Lazy(threading.local):",
+        "class Lazy:",
+        ("tests/hf/test_logits_weights.py", "-k", "two_threads"),
+        "test_training_and_evaluation_in_two_threads_leave_nothing_behind",
+    ),
+    Mutant(
+        "gated unit: gate and up are written over although somebody reads them",
+        f"{HF}/rules/gated_unit/ownership.py",
+        "if _holders(tensor) not in known:",
+        "if not known:",
+        ("tests/hf/test_ownership.py", "-k", "written_over"),
+        "test_gradients_are_right_and_gate_and_up_are_written_over_only_where_nobody_reads_them",
+    ),
+    Mutant(
+        "gated unit: an activation is passed over in spite of its hooks",
+        f"{HF}/passing.py",
+        "is not known or hooked(known) or",
+        "is not known or",
+        ("tests/hf/test_hooks.py", "-k", "sees_what_it_does and forward-activation"),
+        "test_a_hook_sees_what_it_does_in_the_plain_model",
+    ),
+    Mutant(
+        "head: backward hooks never run",
+        f"{HF}/rules/head/rule.py",
+        "if head._backward_hooks or head._backward_pre_hooks or",
+        "if",
+        ("tests/hf/test_hooks.py", "-k", "sees_what_it_does and backward-head"),
+        "test_a_hook_sees_what_it_does_in_the_plain_model",
+    ),
+    Mutant(
+        "check: nothing longer than a few tokens",
+        f"{HF}/stand_in.py",
+        "LENGTHS = (1, 300)",
+        "LENGTHS = (1, 30)",
+        ("tests/hf/test_verification.py", "-k", "another_length or another_number"),
+        "beyond_32",
+    ),
+    Mutant(
+        "a rule of a plugin that fails takes apply with it",
+        f"{HF}/discovery.py",
+        "replace(rule, look=_guarded(found, plugin, rule))",
+        "rule",
+        ("tests/hf/test_rules.py", "-k", "fails_leaves"),
+        "test_a_rule_of_a_plugin_that_fails_leaves_the_others_alone",
+    ),
+    Mutant(
+        "squared ReLU: every module without weights is one",
+        f"{HF}/rules/activation/rule.py",
+        "return torch.equal(forward(replica(module), x.clone()), x.clamp(min=0).square())",
+        "return forward(replica(module), x.clone()) is not None",
+        ("tests/hf/test_rules.py", "-k", "no_business_of_squared"),
+        "test_an_activation_of_another_kind_is_no_business_of_squared_relus",
     ),
     # The Triton backend.
     Mutant(
@@ -376,6 +479,13 @@ MUTANTS = (
         f"swiglu and {SMALL}",
     ),
     kernel(
+        "triton: squared ReLU lets gradients of negative numbers pass",
+        "relu_squared.py",
+        "tl.where(value <= 0.0, 0.0, 2.0 * value * grad)",
+        "2.0 * value * grad",
+        f"relu_squared and {SMALL}",
+    ),
+    kernel(
         "triton: rope backward turns forward",
         "rope.py",
         "        upper = sin2\n        lower = -sin1",
@@ -385,7 +495,7 @@ MUTANTS = (
     kernel(
         "triton: softcap without its derivative",
         "_softmax_loss.py",
-        "        d = d * (1.0 - (x / softcap) * (x / softcap))",
+        "        d = d * (1.0 - u * u)",
         "        d = d * 1.0",
         "cross_entropy and float32 and softcap",
     ),
@@ -409,5 +519,153 @@ MUTANTS = (
         'mask=mask, other=float("-inf"), eviction_policy',
         "mask=mask, other=0.0, eviction_policy",
         "float32 and cross_entropy and odd",
+    ),
+    # Upstream gradients that are not dense.
+    stride(
+        "grad_y of the norms read as if dense",
+        "_norm.py",
+        "    grad_y, grad_stride = strided_rows(grad_y)\n",
+        "    grad_stride = width\n",
+        NORMS,
+    ),
+    stride(
+        "grad_y read as if dense where programs take several rows",
+        "_norm.py",
+        "tl.load(grad_y + row[:, None] * grad_stride",
+        "tl.load(grad_y + row[:, None] * width",
+        NORMS,
+    ),
+    stride(
+        "grad_y read as if dense where programs take one row",
+        "_norm.py",
+        "read(grad_y + row * grad_stride",
+        "read(grad_y + row * width",
+        NORMS,
+    ),
+    stride(
+        "grad_y of wide rows read as if dense",
+        "_norm_wide.py",
+        "grad_x, grad_stride, summed_stride, x_stride, width, offset,\n            BLOCK",
+        "grad_x, width, summed_stride, x_stride, width, offset,\n            BLOCK",
+        NORMS,
+    ),
+    stride(
+        "columns of wide rows added as if grad_y were dense",
+        "_norm_wide.py",
+        "part, grad_stride, x_stride, rows, width,\n        ROWS",
+        "part, width, x_stride, rows, width,\n        ROWS",
+        NORMS,
+    ),
+    stride(
+        "columns of few rows added as if grad_y were dense",
+        "_norm_sum.py",
+        "tl.load(grad_y + row[:, None] * grad_stride",
+        "tl.load(grad_y + row[:, None] * width",
+        NORMS,
+    ),
+    stride(
+        "gradient of the sum read with the strides of the other, several rows",
+        "_norm.py",
+        "tl.load(grad_summed + row[:, None] * summed_stride",
+        "tl.load(grad_summed + row[:, None] * grad_stride",
+        NORMS,
+    ),
+    stride(
+        "gradient of the sum read with the strides of the other, one row",
+        "_norm.py",
+        "read(grad_summed + row * summed_stride",
+        "read(grad_summed + row * grad_stride",
+        NORMS,
+    ),
+    stride(
+        "gradient of the sum read with the strides of the other, wide rows",
+        "_norm_wide.py",
+        "tl.load(grad_summed + row * summed_stride",
+        "tl.load(grad_summed + row * grad_stride",
+        NORMS,
+    ),
+    stride(
+        "upstream gradient of the gated units read as if dense",
+        "_gated.py",
+        "grad_y.stride(0), first.stride(0)",
+        "width, first.stride(0)",
+        "swiglu and float32 and one_block",
+    ),
+    stride(
+        "transposed upstream gradient of the gated units read as if its columns were adjacent",
+        "_gated.py",
+        "    grad_y = rows_of(grad_y)\n",
+        "    grad_y = grad_y.reshape(-1, grad_y.shape[-1])\n",
+        "swiglu and float32 and frozen_up",
+    ),
+    stride(
+        "upstream gradients of rope read as if dense",
+        "rope.py",
+        "*x1.stride()[:3], *x2.stride()[:3], *out1",
+        "*(out1 if backward else x1).stride()[:3], *(out2 if backward else x2).stride()[:3], *out1",
+        "rope and float32 and plain",
+    ),
+    stride(
+        "per-token gradient of the loss read as if dense",
+        "_softmax_loss.py",
+        "out.stride(0), row_factor.stride(0), width",
+        "out.stride(0), min(row_factor.stride(0), 1), width",
+        "cross_entropy and float32 and none",
+    ),
+    shared_stride(
+        "gradients of losses and log-probabilities read as if dense",
+        "_chunked_loss.py",
+        "for g in (grad_loss, grad_entropy)]",
+        "for g in (grad_loss if grad_loss is None else grad_loss.as_strided(statistics.shape[:1], (1,)), grad_entropy)]",
+    ),
+    shared_stride(
+        "gradient of the entropy read as if dense",
+        "_chunked_loss.py",
+        "for g in (grad_loss, grad_entropy)]",
+        "for g in (grad_loss, grad_entropy if grad_entropy is None else grad_entropy.as_strided(statistics.shape[:1], (1,)))]",
+    ),
+    # What nobody asked for, extreme inputs, memory that belongs to others.
+    Mutant(
+        "triton: every gradient of the gated units is computed, whatever is asked for",
+        f"{TRITON}/_gated.py",
+        "t.new_empty(t.shape) if need and t is not None",
+        "t.new_empty(t.shape) if t is not None",
+        (ACCURACY, "--backend", "triton", "-k", "nobody_asked_for and (swiglu or layer_norm)"),
+        "grad_up must be None where nobody asked for it",
+        interpreted=True,
+    ),
+    Mutant(
+        "every gradient is asked for",
+        f"{CORE}/kernels.py",
+        "[given[first] or given[last] for first, last in targets]",
+        "[True for _ in targets]",
+        (ACCURACY, "--backend", "triton", "-k", "nobody_asked_for and (swiglu or layer_norm)"),
+        "one gradient must be asked for",
+        interpreted=True,
+    ),
+    Mutant(
+        "triton: a sigmoid that overflows",
+        f"{TRITON}/_gated.py",
+        "sigmoid = tl.sigmoid(gate)",
+        "sigmoid = tl.exp(gate) / (1.0 + tl.exp(gate))",
+        (ACCURACY, "--backend", "triton", "-k", "shifted and swiglu and raised"),
+        "test_small_large_and_shifted_inputs_keep_the_accuracy",
+        interpreted=True,
+    ),
+    kernel(
+        "triton: the forward of the gated units stores without a mask",
+        "_gated.py",
+        "tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask)",
+        "tl.store(y + row * width + column, value.to(y.dtype.element_ty))",
+        f"swiglu and {SMALL}",
+        "liger_triton::swiglu wrote outside its tensors: y (",
+    ),
+    kernel(
+        "triton: column sums of the norms are stored without a mask",
+        "_norm_sum.py",
+        "tl.store(gradient + column, total.to(gradient.dtype.element_ty), mask=column < width)",
+        "tl.store(gradient + column, total.to(gradient.dtype.element_ty))",
+        f"rms_norm and {SMALL}",
+        "rms_norm_backward wrote outside its tensors: grad_weight (100,)",
     ),
 )

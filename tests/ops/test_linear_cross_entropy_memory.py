@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_core import linear_cross_entropy
-from liger_core.ops._chunked_loss import Plan, plan
+from liger_core.ops._chunked_loss import Chunking, chunking
 from ops.agreement import leaf
 from ops.allocations import allocations
 
@@ -87,50 +87,50 @@ def test_chunks_need_less_memory_than_the_logits_of_plain_pytorch(measured_devic
 )
 def test_the_chunk_of_the_report_is_its_formula(rows: int, width: int, classes: int, expected: int) -> None:
     assert expected == 2 ** math.ceil(math.log2(math.ceil(rows / math.ceil(classes / width))))
-    assert plan(rows, width, classes, torch.bfloat16, "cuda", chunk=-1).rows == expected
+    assert chunking(rows, width, classes, torch.bfloat16, "cuda", chunk=-1).rows == expected
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_default_chunk_covers_all_rows_or_is_long(device_type: str) -> None:
-    assert plan(64, 4096, 50000, torch.bfloat16, device_type) == Plan(64, torch.bfloat16)
-    long = plan(1_000_000, 4096, 128256, torch.bfloat16, device_type)
+    assert chunking(64, 4096, 50000, torch.bfloat16, device_type) == Chunking(64, torch.bfloat16)
+    long = chunking(1_000_000, 4096, 128256, torch.bfloat16, device_type)
     assert (device_type == "cuda") <= (long.rows >= 2048)
     assert long.rows * 128256 * 2 <= 2150 << 20
     assert long.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("width", "expected"), [(2048, Plan(4096, torch.float32)), (4096, Plan(8192, torch.bfloat16))])
-def test_two_long_halves_are_the_default_where_they_take_less_than_one_chunk(width: int, expected: Plan) -> None:
+@pytest.mark.parametrize(("width", "expected"), [(2048, Chunking(4096, torch.float32)), (4096, Chunking(8192, torch.bfloat16))])
+def test_two_long_halves_are_the_default_where_they_take_less_than_one_chunk(width: int, expected: Chunking) -> None:
     """Half of the logits against a gradient of weight that is kept in float32 meanwhile."""
-    assert plan(8192, width, 128256, torch.bfloat16, "cuda") == expected
-    assert plan(8192, width, 128256, torch.bfloat16, "cuda", trained=False).rows == 8192 // (2 if width == 2048 else 1)
+    assert chunking(8192, width, 128256, torch.bfloat16, "cuda") == expected
+    assert chunking(8192, width, 128256, torch.bfloat16, "cuda", trained=False).rows == 8192 // (2 if width == 2048 else 1)
 
 
 def test_a_given_chunk_is_never_longer_than_the_batch() -> None:
-    assert plan(10, 8, 100, torch.float32, "cpu", chunk=4).rows == 4
-    assert plan(10, 8, 100, torch.float32, "cpu", chunk=400).rows == 10
+    assert chunking(10, 8, 100, torch.float32, "cpu", chunk=4).rows == 4
+    assert chunking(10, 8, 100, torch.float32, "cpu", chunk=400).rows == 10
 
 
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [
-        (300, Plan(1024, torch.bfloat16)),
-        (1900, Plan(4096, torch.bfloat16)),
-        (2100, Plan(4096, torch.float32)),
-        (4096, Plan(8192, torch.float32)),
-        (9000, Plan(32768, torch.bfloat16)),
+        (300, Chunking(1024, torch.bfloat16)),
+        (1900, Chunking(4096, torch.bfloat16)),
+        (2100, Chunking(4096, torch.float32)),
+        (4096, Chunking(8192, torch.float32)),
+        (9000, Chunking(32768, torch.bfloat16)),
     ],
 )
-def test_a_budget_buys_long_chunks_then_a_float32_sum_then_one_chunk(budget: int, expected: Plan) -> None:
-    assert plan(32768, 4096, 128256, torch.bfloat16, "cuda", budget=budget << 20) == expected
+def test_a_budget_buys_long_chunks_then_a_float32_sum_then_one_chunk(budget: int, expected: Chunking) -> None:
+    assert chunking(32768, 4096, 128256, torch.bfloat16, "cuda", budget=budget << 20) == expected
 
 
 def test_float16_is_always_summed_in_float32() -> None:
-    assert plan(32768, 4096, 128256, torch.float16, "cuda", budget=300 << 20).dtype == torch.float32
+    assert chunking(32768, 4096, 128256, torch.float16, "cuda", budget=300 << 20).dtype == torch.float32
 
 
 def test_a_frozen_weight_leaves_the_whole_budget_to_the_chunks() -> None:
-    assert plan(32768, 4096, 128256, torch.bfloat16, "cuda", budget=2100 << 20, trained=False).rows == 8192
+    assert chunking(32768, 4096, 128256, torch.bfloat16, "cuda", budget=2100 << 20, trained=False).rows == 8192
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

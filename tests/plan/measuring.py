@@ -1,42 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training on the CPU really takes."""
+"""The measured memory of a run on the CPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, Trainer
 
-from liger_bench.demo.text import Sequences
-from liger_bench.memory import held_bytes, peak_bytes
-from liger_bench.train.arguments import training_arguments
-from liger_bench.train.model import build
-from liger_bench.train.setup import Setup
+from liger_train.setup import Setup
+from liger_train.train.run import run
 
 CPU = torch.device("cpu")
 
 
 def tiny(**changes: object) -> Setup:
-    """A short training of two layers on the CPU."""
+    """A short run of two layers on the CPU."""
     return Setup("tiny", **({"batch": 2, "sequence": 64, "device": "cpu", "precision": "fp32", "checkpoint": "none", "steps": 1} | changes))
 
 
-def measured_bytes(setup: Setup, folder: Path) -> int:
-    """The peak of a step of the Trainer, at the allocator, after one that made the optimizer's state."""
-    arguments = training_arguments(setup, folder)
-    model: PreTrainedModel = build(setup, CPU).model
-    tokens = torch.randint(1000, (setup.batch * setup.accumulation, setup.sequence), generator=torch.Generator().manual_seed(0))
-    trainer = Trainer(model=model, args=arguments, train_dataset=Sequences(tokens))
-    trainer.train()
-    state = [t for values in trainer.optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
-    batch, count = tokens[: setup.batch], torch.tensor(tokens.numel())
-
-    def step() -> None:
-        for _ in range(setup.accumulation):
-            trainer.training_step(trainer.model_wrapped, {"input_ids": batch, "labels": batch}, count)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
-
-    trainer.optimizer.zero_grad()
-    return held_bytes([*model.parameters(), *model.buffers(), *state]) + peak_bytes(step, CPU)
+def measured_bytes(setup: Setup) -> int:
+    """The peak of the second step, in which the optimizer has its state."""
+    row = run(replace(setup, steps=2, data=str(Path(__file__).parent)))
+    assert row.peak_bytes is not None, row.reason
+    return row.peak_bytes

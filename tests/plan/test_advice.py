@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liger_bench.plan.advice import CHECKLIST, alternatives, checklist, largest_batch
-from liger_bench.plan.formulas import formulas
-from liger_bench.plan.step import Prediction
-from liger_bench.train.setup import Setup
+from liger_train.plan import planning
+from liger_train.plan.advice import CHECKLIST, alternatives, checklist, largest_batch
+from liger_train.plan.formulas import formulas
+from liger_train.plan.step import Prediction
+from liger_train.setup import Setup
 
 GiB = 1 << 30
 
@@ -38,7 +39,7 @@ def test_the_checklist_ends_with_the_first_item_that_fits() -> None:
 
 def test_the_checklist_passes_over_what_needs_more_ranks() -> None:
     items = list(checklist(Setup("tiny"), 0, predicting(counted)))
-    assert {item.title: item.problem for item in items}["ZeRO stage 2"] == "there is one GPU"
+    assert {item.title: item.problem for item in items}["ZeRO stage 2"] == "there is only one GPU"
 
 
 def test_several_ranks_share() -> None:
@@ -49,11 +50,35 @@ def test_several_ranks_share() -> None:
 def test_the_checklist_passes_over_what_excludes_an_earlier_item() -> None:
     items = {item.title: item for item in checklist(Setup("tiny"), 0, predicting(counted))}
     assert items["GaLore"].prediction is None
-    assert "--shard zero3" in items["GaLore"].problem
+    assert items["GaLore"].problem.startswith("with the items before it, --optimizer galore cannot be combined with --shard zero3")
 
 
 def test_a_setup_that_fits_needs_no_technique() -> None:
     assert [item.title for item in checklist(Setup("tiny"), 30 * GiB, predicting(counted))] == ["no technique"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_the_cpu_nothing_is_offered_that_takes_a_gpu(ranks: int) -> None:
+    setup = Setup("tiny", device="cpu", precision="fp32", checkpoint="none", ranks=ranks)
+    for other in alternatives(setup, predicting(counted)):
+        assert "cpu" in other.technique.devices, other
+        assert other.technique.option != "offload"
+        assert "paged" not in other.technique.value
+    items = list(checklist(setup, 0, predicting(counted)))
+    assert {item.title for item in items} >= {"Liger", "GaLore", "8-bit optimizer"}
+    assert not [item.title for item in items if "offload" in item.title]
+    assert ranks > 1 or not [item for item in items if "zero" in f"{item.changes}{item.problem}"]
+
+
+@pytest.mark.parametrize("limit", [18 * GiB, 30 * GiB], ids=["with its techniques", "without any"])
+def test_a_setup_that_fits_is_advised_as_it_is(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With a batch of two it fits no more.
+    monkeypatch.setattr(planning, "predict", predicting(lambda setup: counted(setup) * setup.batch))
+    setup = Setup("tiny", memory_limit=limit)
+    found = planning.planned(setup, limit, techniques=False)
+    assert found.prediction.fits(limit)
+    assert found.command == setup.command()
+    assert [name for name, _ in found.bars] == ["this setup"]
 
 
 @given(st.integers(0, 500), st.integers(1, 50), st.integers(0, 300), st.integers(0, 40), st.integers(1, 2000))
@@ -85,7 +110,7 @@ def test_an_alternative_changes_one_option() -> None:
             assert changed == [other.technique.option]
 
 
-def test_an_alternative_that_cannot_be_says_why() -> None:
+def test_an_unsupported_alternative_has_the_reason() -> None:
     found = {
         a.technique.value: a for a in alternatives(Setup("tiny", shard="zero3"), predicting(counted)) if a.technique.option == "precision"
     }

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from liger_bench.plan.comparison import rows_in
-from liger_bench.plan.step import predict
-from liger_bench.train.row import row_of
-from liger_bench.train.setup import Setup
 from liger_core.commands import main
+from liger_train.plan.comparison import rows_in
+from liger_train.plan.step import predict
+from liger_train.row import row_of
+from liger_train.setup import Setup
 
 Plan = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "plan-compared.md"
+PAGE = ROOT / "docs" / "plan-accuracy.md"
 TINY = ("--model", "tiny", "--batch", "2", "--sequence", "64")
 
 
@@ -41,14 +41,17 @@ def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_plan_as_json_holds_everything(plan: Plan, tmp_path: Path) -> None:
-    code, output, _ = plan(*TINY, "--memory-limit", "160MiB", "--out", str(tmp_path), "--json")
+    code, output, said = plan(*TINY, "--memory-limit", "160MiB", "--out", str(tmp_path), "--json")
     found: dict[str, Any] = json.loads(output)
     assert code == 0
+    assert "predicting " in said
     assert found["fits"] is True
     assert found["prediction"]["peak_bytes"] == predict(Setup("tiny", 2, 64)).peak_bytes
     assert found["largest_batch"] > 2
+    assert found["command"] == found["prediction"]["command"]
+    assert found["checklist"] == []
     assert found["command"].startswith("liger train --model tiny")
-    assert shlex.split(found["command"])[-2:] == ["--memory-limit", str(160 << 20)]
+    assert shlex.split(found["command"])[-2:] == ["--memory-limit", "160MiB"]
     assert [formula["name"] for formula in found["formulas"]] == ["static", "checkpoints", "logits"]
     assert {"lora", "adamw-8bit", "none"} <= {row["value"] for row in found["techniques"]}
     assert json.loads((tmp_path / "plan.json").read_text()) == found
@@ -64,6 +67,13 @@ def test_what_does_not_fit_is_an_exit_code_and_a_way_out(plan: Plan) -> None:
     assert "liger train --model tiny --batch 8 --sequence 256" in output
 
 
+def test_the_command_for_the_cpu_is_one_that_can_be_run(plan: Plan) -> None:
+    _, output, _ = plan(*TINY, "--device", "cpu", "--memory-limit", "1GiB", "--no-techniques", "--json")
+    found = json.loads(output)
+    assert found["memory_limit"] == 1 << 30
+    assert found["command"] == "liger train --model tiny --batch 2 --sequence 64 --device cpu"
+
+
 def test_without_a_limit_no_verdict_is_given(plan: Plan) -> None:
     code, output, _ = plan(*TINY, "--no-techniques", "--device", "cpu", "--precision", "fp32")
     assert code == 0
@@ -73,15 +83,19 @@ def test_without_a_limit_no_verdict_is_given(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "plan: --model or --compare must be given, one of the two"),
+        ((), "plan: give either --model or --compare"),
         (("--model", "tiny", "--device", "tpu"), "plan: --device must be cuda or cpu, got 'tpu'"),
         (("--model", "tiny", "--optimizer", "adamww"), "Did you mean 'adamw'?"),
         (("--model", "tiny", "--memory-limit", "much"), "must be a size like 24GiB"),
-        (("--compare", "nothing.json"), "plan: --compare must name rows of `liger train` or `liger bench model`, nothing.json has none"),
+        (("--model", "tiny", "--memory-limit", "24"), "must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?"),
+        (
+            ("--compare", "nothing.json"),
+            "plan: --compare must name results of `liger train` or `liger bench model`, but nothing.json has no such rows",
+        ),
         (("--model", "tiny", "--offload", "parameters"), "plan: --offload parameters needs --shard zero3 or fsdp2"),
     ],
 )
-def test_a_wrong_call_says_what_to_do(plan: Plan, arguments: tuple[str, ...], words: str) -> None:
+def test_the_error_of_an_invalid_call_has_a_remedy(plan: Plan, arguments: tuple[str, ...], words: str) -> None:
     code, _, errors = plan(*arguments)
     assert code != 0
     assert words in errors
@@ -92,15 +106,15 @@ def _results(folder: Path, *rows: tuple[Setup, dict[str, Any]]) -> None:
     (folder / "train.json").write_text(json.dumps([row_of(setup, where, results).columns() for setup, results in rows]))
 
 
-def test_a_comparison_tells_the_error_and_whether_it_was_right(plan: Plan, tmp_path: Path) -> None:
+def test_a_comparison_shows_the_error_and_whether_it_was_right(plan: Plan, tmp_path: Path) -> None:
     small = Setup("tiny", 2, 64, memory_limit=1 << 30)
     large = Setup("tiny", 64, 1024, liger="none", memory_limit=1 << 30)
     measured = int(predict(small).peak_bytes / 1.05)
     _results(tmp_path, (small, {"peak_bytes": measured}), (large, {"out_of_memory": True}), (large, {"failed": True}))
     code, output, _ = plan("--compare", str(tmp_path), "--out", str(tmp_path))
-    page = (tmp_path / "plan-compared.md").read_text()
+    page = (tmp_path / "plan-accuracy.md").read_text()
     assert code == 0
-    assert "1 peaks: off by 5.0% at most (10% is allowed). Whether it fits: right on 2 of 2 setups." in " ".join(output.split())
+    assert "1 peak, with a largest error of 5.0% (10% is allowed). Whether it fits: correct for 2 of 2 setups." in " ".join(output.split())
     assert "| +5.0% |" in page
     assert "out of memory" in page
 
@@ -122,6 +136,6 @@ def test_the_committed_comparison_is_of_all_committed_rows() -> None:
     assert len(cells) == len(rows) >= 12
     measured = ["out of memory" if row["out_of_memory"] else f"{row['peak_bytes'] / 2**30:.2f}" for row in rows]
     assert [line[2] for line in cells] == measured
-    # Told in docs/planning.md, what it does not know.
+    # See the limitations in docs/planning.md.
     known = ["| torchrun --nproc-per-node 2 -m liger_core train --model llama-3.2-1b --batch 8 --steps 6"]
     assert [line[0] for line in cells if "wrong" in line[-1]] == known

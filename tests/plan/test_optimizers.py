@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from liger_bench.memory import held_bytes
-from liger_bench.plan.optimizers import OPTIMIZERS, weights_of
-from liger_bench.train.arguments import training_arguments
-from liger_bench.train.techniques import TECHNIQUES
+from liger_train.plan.optimizers import OPTIMIZERS, weights_of
+from liger_train.techniques import TECHNIQUES
+from liger_train.train.arguments import training_arguments
 from plan.measuring import tiny
 
 # Compiled for minutes, for a GPU, or without a state that could be looked at.
@@ -36,7 +36,7 @@ def test_every_optimizer_of_train_has_a_size() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in UNSEEN])
-def test_an_optimizer_holds_what_is_said(name: str, tmp_path: Path) -> None:
+def test_the_memory_of_an_optimizer_is_as_predicted(name: str, tmp_path: Path) -> None:
     for package in TECHNIQUES["optimizer"][name].packages:
         pytest.importorskip(package.replace("-", "_"))
     from transformers import Trainer

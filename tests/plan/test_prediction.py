@@ -13,17 +13,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from liger_bench.plan.comparison import compared
-from liger_bench.plan.devices import NO_KERNELS
-from liger_bench.plan.ledger import CATEGORIES, CHECKPOINTS, LOGITS, OPTIMIZER, WEIGHTS
-from liger_bench.plan.step import _step, predict
-from liger_bench.plan.tables import cells_of
-from liger_bench.train.model import build
-from liger_bench.train.setup import Setup
 from liger_core.plugins import registry
+from liger_train.model import build
+from liger_train.plan.comparison import compared
+from liger_train.plan.devices import NO_KERNELS
+from liger_train.plan.ledger import CATEGORIES, CHECKPOINTS, LOGITS, OPTIMIZER, WEIGHTS
+from liger_train.plan.step import _step, predict
+from liger_train.plan.tables import cells_of
+from liger_train.setup import Setup
 from plan.measuring import CPU, measured_bytes, tiny
 
-PAGE = Path(__file__).parents[2] / "docs" / "plan-compared.md"
+PAGE = Path(__file__).parents[2] / "docs" / "plan-accuracy.md"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -58,13 +58,13 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("changes", SETUPS.values(), ids=SETUPS)
-def test_a_prediction_is_what_the_trainer_takes(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_prediction_is_what_the_trainer_takes(changes: dict[str, Any]) -> None:
     if "adapter" in changes:
         pytest.importorskip("peft")
     if changes.get("adapter") == "qlora" or "optimizer" in changes:
         pytest.importorskip("bitsandbytes")
     setup = tiny(**changes)
-    assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup, tmp_path), rel=0.02)
+    assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup), rel=0.02)
 
 
 @pytest.mark.parametrize(("precision", "liger"), [("fp32", "none"), ("bf16-pure", "all")])
@@ -74,7 +74,7 @@ def test_a_head_of_its_own_is_not_in_4_bits(precision: str, liger: str, tmp_path
     config = AutoConfig.for_model("llama", **{**LLAMA, "tie_word_embeddings": False})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     setup = replace(tiny(adapter="qlora", precision=precision, liger=liger), model=str(tmp_path / "model"))
-    assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup, tmp_path), rel=0.02)
+    assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup), rel=0.02)
 
 
 def _rows(folder: str, file: str) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ PACKAGES = ("peft", "bitsandbytes", "galore_torch")
     "row", TRAINED, ids=["-".join(str(r[n]) for n in ("precision", "checkpoint", "optimizer", "adapter")) for r in TRAINED]
 )
 @pytest.mark.usefixtures("kernels")
-def test_a_training_takes_on_an_h200_what_was_measured(row: dict[str, Any]) -> None:
+def test_a_run_on_an_h200_needs_what_was_measured(row: dict[str, Any]) -> None:
     for package in PACKAGES:
         pytest.importorskip(package)
     (found,) = compared([row])
@@ -134,7 +134,7 @@ def test_the_categories_add_up_to_the_peak() -> None:
     assert sum(prediction.held.values()) == prediction.peak_bytes
 
 
-def test_the_categories_of_a_plain_training_are_those_of_the_formulas() -> None:
+def test_the_categories_of_the_baseline_match_the_formulas() -> None:
     prediction = predict(tiny(checkpoint="full", liger="none", batch=8))
     words, width, layers, count = 32_000, 64, 2, 8 * 64
     assert prediction.held[WEIGHTS] == pytest.approx(4 * prediction.parameters, rel=0.01)
@@ -178,7 +178,7 @@ def test_liger_is_verified_on_real_tensors_while_a_model_is_fake() -> None:
         assert "linear_cross_entropy 1" in build(Setup("tiny", device="cpu"), CPU).replaced
 
 
-def test_a_plan_says_if_the_kernels_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_notes_if_the_kernels_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(found: Any) -> None:
         raise ImportError("no triton")
 
@@ -197,7 +197,7 @@ def test_float32_on_a_gpu_has_scores_where_query_heads_share_keys() -> None:
     assert exact.peak_bytes - mixed.peak_bytes > scores
 
 
-def test_the_generator_of_random_numbers_is_left_alone() -> None:
+def test_the_random_number_generator_is_unchanged() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     _step.cache_clear()

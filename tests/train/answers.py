@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process of a sweep does in these tests: quickly one of the things that a training may do."""
+"""What a process of a sweep does in these tests: quickly one of the things that can happen to a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import signal
 import time
 from multiprocessing.connection import Connection
 
-from liger_bench.model.process import DONE, READY, Answer, failure
-from liger_bench.train.row import row_of
+from liger_bench.process import DONE, READY, Answer, failure
+from liger_train.row import row_of
 
 WHERE = {"machine": "Some CPU", "versions": "torch 9.9", "commit": "abc", "date": "2026-11-21T10:00:00+00:00"}
 # Batches that say what happens; all others train.
@@ -29,7 +29,7 @@ def answer(job: None, connection: Connection) -> Answer:
             raise ValueError("no such layer")
         if setup.batch >= OUT_OF_MEMORY:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB.")
-        # So long that trainings on two places overlap.
+        # Long enough that runs on two places overlap.
         time.sleep(0.3)
     except Exception as error:
         return failure(error)

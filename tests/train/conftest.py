@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from liger_bench.train.setup import Setup
+from liger_train.setup import Setup
 
 TEXT = "A step reads a batch of sequences, and each of them is its own label.\nWhat was read before is read again.\n" * 300
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_garbage_among_what_was_imported() -> Iterator[None]:
-    """A training looks for garbage twice, which takes a second where every library of the tests is loaded."""
-    import liger_bench.train.run  # noqa: F401
+    """A run collects garbage twice, which takes a second where every library of the tests is loaded."""
+    import liger_train.train.run  # noqa: F401
 
     gc.freeze()
     yield

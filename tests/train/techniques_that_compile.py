@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from liger_bench.train import zero
+from liger_train import zero
 from train.training import saved_model, setup_of, trained, twice
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler, g++")

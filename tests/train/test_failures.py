@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings that are killed, interrupted, or run out of something: what is left, and how they go on."""
+"""Runs that are killed, interrupted, or run out of something: what remains, and how they resume."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +23,30 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from bench.commands import InProcess
-from liger_bench.train import command, saved, techniques
-from liger_bench.train.row import COLUMNS, row_of
-from liger_bench.train.run import run
-from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
+from liger_train import techniques
+from liger_train.row import COLUMNS, row_of
+from liger_train.setup import Setup
+from liger_train.train import command, saved
+from liger_train.train.run import run
 
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
-# What the command does, but that it dies in the middle of its sixth step, as by kill -9.
+# What the command does, but that it dies in the middle of its sixth step, as by kill -9, and hurries with its log.
 KILLED = """
-import os, signal, sys
-from pathlib import Path
+import os, signal, time
 from transformers import TrainerCallback
-from liger_bench.train import command
-from liger_bench.train.run import run
+from liger_bench import progress
+from liger_train.train import command
 from liger_core.commands import main
 
 class Killer(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if state.global_step == 5:
+            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
 
-command._trained = lambda setup, search, options, extras: run(setup, observers=[Killer()], **options)
+progress.NEXT_LINE = 0.01
+command.observers = lambda setup, extras, stack: [Killer()]
 main()
 """
 
@@ -58,8 +62,8 @@ class At(TrainerCallback):
             self.do()
 
 
-def raising(error: BaseException) -> Callable[[], None]:
-    def do() -> None:
+def raising(error: BaseException) -> Callable[..., None]:
+    def do(*_: Any) -> None:
         raise error
 
     return do
@@ -71,7 +75,7 @@ def ctrl_c() -> None:
 
 @pytest.fixture(scope="module")
 def whole(small: Setup) -> list[float]:
-    """The losses of a training that nothing stops."""
+    """The losses of an uninterrupted run."""
     row = run(small)
     assert row.losses is not None
     return row.losses
@@ -79,7 +83,7 @@ def whole(small: Setup) -> list[float]:
 
 @pytest.fixture(scope="module")
 def failed(small: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two checkpoints, of a training that failed in its sixth step."""
+    """A folder with two checkpoints, of a run that failed in its sixth step."""
     folder = tmp_path_factory.mktemp("failed")
     run(small, folder=folder, save_every=2, observers=[At(5, raising(RuntimeError("a cable was pulled")))])
     assert names(folder) == ["checkpoint-2", "checkpoint-4"]
@@ -93,20 +97,21 @@ def stopped(failed: Path, tmp_path: Path) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != saved.LOCK)
 
 
 @pytest.mark.slow
-def test_a_killed_training_goes_on_with_the_losses_of_one_that_was_not(
+def test_a_killed_run_resumes_with_the_losses_of_an_uninterrupted_one(
     liger: InProcess, small: Setup, whole: list[float], tmp_path: Path
 ) -> None:
     arguments = [*small.command().split()[1:], "--output", str(tmp_path / "saved"), "--save-every", "2", "--out", str(tmp_path / "rows")]
     killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert f"step 5/6 · loss {whole[4]:.4f} · " in killed.stderr
     assert liger(*arguments, "--resume")[0] == 0
     (row,) = json.loads((tmp_path / "rows" / "train.json").read_text())
     assert row["losses"] == whole
-    assert row["notes"][-1] == f"The training went on from step 4, {tmp_path / 'saved' / 'checkpoint-4'}."
+    assert row["notes"][-1] == f"Resumed from step 4, {tmp_path / 'saved' / 'checkpoint-4'}."
 
 
 def test_sums_have_one_order_where_that_is_asked_for(small: Setup, whole: list[float]) -> None:
@@ -119,7 +124,7 @@ def test_sums_have_one_order_where_that_is_asked_for(small: Setup, whole: list[f
     assert [note for note in row.notes if note.startswith("--deterministic")]
 
 
-def test_trainings_on_one_disk_do_not_share_files_and_leave_none(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_on_one_disk_share_no_files_and_leave_none(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Path] = []
 
     def training_arguments(setup: Setup, *_: Any, **__: Any) -> Any:
@@ -128,7 +133,7 @@ def test_trainings_on_one_disk_do_not_share_files_and_leave_none(small: Setup, t
         (given[-1] / "weights").write_text("1 2 3")
         raise RuntimeError("this is enough")
 
-    monkeypatch.setattr("liger_bench.train.run.training_arguments", training_arguments)
+    monkeypatch.setattr("liger_train.train.run.training_arguments", training_arguments)
     # It wants a GPU.
     monkeypatch.setattr(techniques, "check", lambda setup: None)
     setup = replace(small, shard="zero3", offload="nvme", nvme_folder=str(tmp_path))
@@ -147,9 +152,9 @@ def test_of_checkpoints_the_newest_two_stay(small: Setup, whole: list[float], tm
 def test_saving_is_no_part_of_a_step(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seal = saved.seal
 
-    def slowly(folder: Path, told: dict[str, Any]) -> None:
+    def slowly(folder: Path, progress: dict[str, Any]) -> None:
         time.sleep(0.5)
-        seal(folder, told)
+        seal(folder, progress)
 
     monkeypatch.setattr(saved, "seal", slowly)
     row = run(replace(small, steps=4), folder=tmp_path, save_every=3)
@@ -170,69 +175,111 @@ def flip(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "problem"),
     [
         (cut, "optimizer.pt has 1000 bytes of [0-9]+"),
-        (flip, "model.safetensors is not what was written"),
+        (flip, "model.safetensors has changed since it was written"),
         (lambda folder: (folder / "rng_state.pth").unlink(), "rng_state.pth is missing"),
-        (lambda folder: (folder / saved.SEAL).unlink(), "it was not written to its end"),
+        (lambda folder: (folder / saved.SEAL).unlink(), "it was not completely written"),
         (lambda folder: (folder / saved.SEAL).write_text("{"), "its seal liger.json cannot be read: JSONDecodeError"),
     ],
     ids=["cut", "flipped_bit", "lost_file", "killed_while_saving", "torn_seal"],
 )
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_taken(
-    small: Setup, whole: list[float], stopped: Path, damage: Callable[[Path], None], told: str
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_used(
+    small: Setup, whole: list[float], stopped: Path, damage: Callable[[Path], None], problem: str
 ) -> None:
     damage(stopped / "checkpoint-4")
     row = run(small, folder=stopped, resume=True, save_every=2)
     assert row.losses == whole
     assert row.notes is not None
     assert re.fullmatch(
-        rf"checkpoint-4 was damaged \({told}\) and is now damaged-checkpoint-4; .* the checkpoint before it\.", row.notes[-2]
+        rf"checkpoint-4 was damaged \({problem}\) and is now damaged-checkpoint-4; .* the checkpoint before it\.", row.notes[-2]
     )
-    assert row.notes[-1] == f"The training went on from step 2, {stopped / 'checkpoint-2'}."
+    assert row.notes[-1] == f"Resumed from step 2, {stopped / 'checkpoint-2'}."
     assert names(stopped) == ["checkpoint-4", "checkpoint-6", "damaged-checkpoint-4"]
 
 
-def test_without_a_whole_checkpoint_the_training_begins(small: Setup, whole: list[float], stopped: Path) -> None:
-    for path in stopped.iterdir():
+def test_without_an_intact_checkpoint_the_run_starts_from_scratch(small: Setup, whole: list[float], stopped: Path) -> None:
+    for path in saved.checkpoints(stopped):
         cut(path)
     row = run(small, folder=stopped, resume=True)
     assert row.losses == whole
     assert row.notes is not None
-    assert row.notes[-1] == f"There is no checkpoint in {stopped} to go on from; the training begins."
+    assert row.notes[-1] == f"There is no checkpoint in {stopped} to resume from; starting from scratch."
 
 
-def test_another_training_does_not_go_on_from_a_checkpoint(small: Setup, stopped: Path) -> None:
-    with pytest.raises(OptionError, match=r"where it was --batch 2, --learning-rate 0\.01; give these, or another --output"):
+def test_a_run_does_not_resume_from_the_checkpoint_of_another_one(small: Setup, stopped: Path) -> None:
+    with pytest.raises(OptionError, match=r"which had --batch 2, --learning-rate 0\.01; give these, or another --output"):
         run(replace(small, batch=4, learning_rate=1.0), folder=stopped, resume=True)
 
 
-def test_another_text_does_not_go_on_from_a_checkpoint(small: Setup, tmp_path: Path) -> None:
+def test_a_run_does_not_resume_with_another_text(small: Setup, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text(Path(small.data).read_text())
     now = replace(small, data=str(text))
     run(now, folder=tmp_path / "other")
     text.write_text("more" + text.read_text())
-    with pytest.raises(OptionError, match=r"the text of the training in .*other must be as it was"):
+    with pytest.raises(OptionError, match=r"needs the text of the run in .*other, but it has changed"):
         run(now, folder=tmp_path / "other", resume=True)
 
 
-def test_checkpoints_are_not_overwritten_by_another_training(small: Setup, stopped: Path) -> None:
-    with pytest.raises(OptionError, match=r"--output must be a folder without checkpoints, got .*; --resume goes on from them"):
+def test_checkpoints_are_not_overwritten_by_another_run(small: Setup, stopped: Path) -> None:
+    with pytest.raises(OptionError, match=r"--output must be a folder without checkpoints, got .*; --resume resumes from them"):
         run(small, folder=stopped)
     assert names(stopped) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_a_training_that_is_done_is_told_again(small: Setup, whole: list[float], stopped: Path) -> None:
+def test_two_runs_do_not_write_to_one_folder(
+    liger: InProcess, small: Setup, whole: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[tuple[int, str]] = []
+
+    def second_run() -> None:
+        with pytest.raises(OptionError, match="must be a folder that no other run is writing to"):
+            run(replace(small, seed=1), folder=tmp_path)
+        # Whatever loads comes after the refusal.
+        monkeypatch.setattr(command, "_trained", raising(AssertionError("this run begins")))
+        refused.extend(
+            liger("train", "--model", "tiny", "--device", "cpu", "--output", str(tmp_path), *more) for more in ([], ["--resume"])
+        )
+
+    assert run(small, folder=tmp_path, save_every=2, observers=[At(3, second_run)]).losses == whole
+    sentence = f"got {tmp_path}, in use by process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d}"
+    assert [(code, sentence in said, "give another folder, or end that run" in said) for code, said in refused] == [(2, True, True)] * 2
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_the_folder_of_a_run_that_was_killed_is_free(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+from liger_train.train import saved
+with saved.held(Path({str(tmp_path)!r})):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == -signal.SIGKILL
+    assert "process " in (tmp_path / saved.LOCK).read_text()
+    saved.check_output(tmp_path, resume=False)
+    assert (tmp_path / saved.LOCK).read_text() == ""
+
+
+def test_checkpoints_that_would_be_overwritten_are_an_error_before_anything_is_loaded(
+    liger: InProcess, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_trained", raising(AssertionError("it begins")))
+    code, said = liger("train", "--model", "tiny", "--device", "cpu", "--output", str(stopped))
+    assert (code, "--output must be a folder without checkpoints" in said) == (2, True), said
+
+
+def test_resuming_a_finished_run_reports_it_again(small: Setup, whole: list[float], stopped: Path) -> None:
     run(small, folder=stopped, resume=True)
     row = run(small, folder=stopped, resume=True, observers=[At(6, raising(RuntimeError("a step too many")))])
     assert (row.losses, row.failed, row.parameters is not None) == (whole, False, True)
     assert row.notes is not None
-    assert row.notes[-1] == f"All 6 steps were taken before; {stopped / 'checkpoint-6'} is the trained model."
+    assert row.notes[-1] == f"All 6 steps were done before; {stopped / 'checkpoint-6'} is the trained model."
 
 
-def test_more_steps_go_on_from_the_trained_model(small: Setup, whole: list[float], tmp_path: Path) -> None:
+def test_more_steps_resume_from_the_trained_model(small: Setup, whole: list[float], tmp_path: Path) -> None:
     run(replace(small, steps=3), folder=tmp_path)
     assert run(small, folder=tmp_path, resume=True).losses == whole
 
@@ -258,7 +305,7 @@ def four_steps(small: Setup, technique: dict[str, Any]) -> Setup:
     ],
     ids=lambda technique: "-".join(map(str, technique.values())),
 )
-def test_with_a_technique_a_training_goes_on_exactly_too(small: Setup, tmp_path: Path, technique: dict[str, Any]) -> None:
+def test_a_run_with_a_technique_resumes_exactly(small: Setup, tmp_path: Path, technique: dict[str, Any]) -> None:
     setup = four_steps(small, technique)
     run(replace(setup, steps=2), folder=tmp_path)
     assert run(setup, folder=tmp_path, resume=True).losses == run(setup).losses
@@ -267,10 +314,12 @@ def test_with_a_technique_a_training_goes_on_exactly_too(small: Setup, tmp_path:
 SHARDED = """
 import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
-from liger_bench.train import zero
-from liger_bench.train.run import run
-from liger_bench.train.setup import Setup
+from liger_bench.ending import end
+from liger_train import zero
+from liger_train.train.run import run
+from liger_train.setup import Setup
 
 # It would compile for most of a minute.
 zero.adam_problem = lambda: "not compiled in this test"
@@ -279,13 +328,14 @@ run(replace(setup, steps=2), folder=folder)
 row = run(setup, folder=folder, resume=True)
 assert row.losses == run(setup).losses, row
 assert len(row.losses) == 4
+end()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("technique", [{"shard": "zero3", "offload": "parameters"}, {"shard": "fsdp2"}], ids=["zero3", "fsdp2"])
-def test_a_sharded_training_goes_on_exactly_and_leaves_a_model(small: Setup, tmp_path: Path, technique: dict[str, Any]) -> None:
+def test_a_sharded_run_resumes_exactly_and_saves_a_model(small: Setup, tmp_path: Path, technique: dict[str, Any]) -> None:
     setup = four_steps(small, technique)
     done = subprocess.run([sys.executable, "-c", SHARDED, repr(setup), str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -296,7 +346,7 @@ def test_a_sharded_training_goes_on_exactly_and_leaves_a_model(small: Setup, tmp
 
 
 @pytest.mark.parametrize("technique", [{"optimizer": "galore-layerwise"}, {"shard": "zero3", "offload": "nvme"}], ids=["layerwise", "nvme"])
-def test_what_no_checkpoint_has_cannot_go_on(
+def test_a_run_whose_state_is_not_saved_cannot_resume(
     small: Setup, stopped: Path, monkeypatch: pytest.MonkeyPatch, technique: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(techniques, "check", lambda setup: None)
@@ -305,11 +355,16 @@ def test_what_no_checkpoint_has_cannot_go_on(
         run(replace(small, **technique), folder=stopped, resume=True)
 
 
+def test_a_run_that_fails_stops_the_profiler_that_measures_its_memory(small: Setup) -> None:
+    assert run(small, observers=[At(1, raising(RuntimeError("it fails")))]).reason
+    assert not torch.autograd._profiler_enabled()
+
+
 def test_ctrl_c_ends_the_step_and_saves(small: Setup, whole: list[float], tmp_path: Path) -> None:
     row = run(small, folder=tmp_path, observers=[At(3, ctrl_c)])
     assert (row.interrupted, row.failed, row.losses) == (True, False, whole[:4])
     assert row.notes is not None
-    assert row.notes[-1] == f"Interrupted after step 4 of 6; a checkpoint is in {tmp_path}."
+    assert row.notes[-1] == f"Interrupted after step 4 of 6; a checkpoint was saved in {tmp_path}."
     assert names(tmp_path) == ["checkpoint-4"]
     row = run(small, folder=tmp_path, resume=True)
     assert (row.interrupted, row.losses) == (False, whole)
@@ -320,7 +375,7 @@ def test_a_second_ctrl_c_ends_at_once(small: Setup, whole: list[float], tmp_path
     assert (row.interrupted, row.losses, names(tmp_path)) == (True, whole[:3], [])
 
 
-def test_ctrl_c_acts_as_before_once_the_training_is_over(small: Setup) -> None:
+def test_ctrl_c_acts_as_before_once_the_run_is_over(small: Setup) -> None:
     before = signal.getsignal(signal.SIGINT)
     run(replace(small, steps=2), observers=[At(1, ctrl_c)])
     assert signal.getsignal(signal.SIGINT) is before
@@ -368,8 +423,9 @@ def test_a_full_disk_while_saving_leaves_the_checkpoint_before(
     monkeypatch.undo()
     row = run(small, folder=tmp_path, save_every=2, resume=True)
     assert row.losses == whole
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
     assert row.notes is not None
-    assert row.notes[-1] == f"The training went on from step 2, {tmp_path / 'checkpoint-2'}."
+    assert row.notes[-1] == f"Resumed from step 2, {tmp_path / 'checkpoint-2'}."
 
 
 def test_a_full_disk_for_the_results_loses_neither_earlier_rows_nor_this_one(
@@ -386,7 +442,7 @@ def test_a_full_disk_for_the_results_loses_neither_earlier_rows_nor_this_one(
     assert (tmp_path / "train.json").read_text() == before
 
 
-def test_results_that_cannot_be_appended_to_are_told_before_the_training(liger: InProcess, tmp_path: Path) -> None:
+def test_results_that_cannot_be_appended_to_are_an_error_before_the_run(liger: InProcess, tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("other,columns\n")
     code, said = liger("train", "--model", "tiny", "--device", "cpu", "--data", "no/such/file", "--out", str(tmp_path))
     assert (code, "must have the columns of this version" in said) == (2, True), said
@@ -402,7 +458,7 @@ def test_a_name_on_a_hub_that_cannot_be_reached_is_a_sentence(liger: InProcess, 
 def test_the_first_rank_that_fails_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import TCPStore
 
-    from liger_bench.train import ranks
+    from liger_train.train import ranks
 
     store = TCPStore("127.0.0.1", 0, is_master=True)
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}.items():

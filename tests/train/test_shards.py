@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from liger_bench.train import checkpointing, zero
+from hf.two_ranks import on_two_ranks
+from liger_bench import checkpointing
+from liger_train import zero
 from train.training import STEPS, Trained, saved_model, setup_of, trained
 
 pytestmark = [
@@ -45,7 +47,7 @@ def enable(model: Any, how: str) -> None:
     """As `--checkpoint auto` may leave the layers: the first one keeps its input, the last one also what products give."""
     checkpointing_enable(model, how)
     if how == "full":
-        checkpointing.keep(checkpointing.layers(model)[-1], checkpointing.Keeps.PRODUCTS)
+        checkpointing.keep(checkpointing.layers(model)[-1], checkpointing.Keeps.MATMULS)
 
 
 def ways(device: str) -> dict[str, dict[str, Any]]:
@@ -94,17 +96,17 @@ def is_there(way: str, trained: Trained) -> None:
 @pytest.fixture(scope="module", params=DEVICES, ids=["gloo", "nccl"])
 def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[float]]]]:
     """By rank: way → liger → losses."""
-    from liger_bench.train.processes import free_port
+    from liger_train.train.processes import free_port
 
     folder = tmp_path_factory.mktemp("shards")
     saved_model(folder / "model")
-    torch.multiprocessing.spawn(work, args=(str(folder), free_port(), request.param), nprocs=2)
+    on_two_ranks(work, str(folder), free_port(), request.param)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[needs_deepspeed] if "zero" in way else []) for way in WAYS])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_sharded_training_has_the_losses_of_an_unsharded_one(rank: int, way: str, losses: list[dict[str, Any]]) -> None:
+def test_a_sharded_run_has_the_losses_of_an_unsharded_one(rank: int, way: str, losses: list[dict[str, Any]]) -> None:
     if way not in losses[rank]:
         pytest.skip("FSDP2 pins the memory of the host for a GPU")
     plain = losses[rank]["none"]["none"]
@@ -115,6 +117,6 @@ def test_a_sharded_training_has_the_losses_of_an_unsharded_one(rank: int, way: s
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_loss_of_a_sharded_training_in_bfloat16_is_not_rounded(rank: int, losses: list[dict[str, Any]]) -> None:
+def test_the_loss_of_a_sharded_run_in_bfloat16_is_not_rounded(rank: int, losses: list[dict[str, Any]]) -> None:
     told = losses[rank]["fsdp2-bf16"]["all"]
     assert torch.tensor(told).bfloat16().tolist() != told

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from matplotlib import image
 
-from liger_bench.charts.timelines import COLOURS, pairs, read_timelines
-from liger_bench.train.places import Extras, observers
-from liger_bench.train.setup import Setup
-from liger_bench.train.timeline import (
+from liger_core.errors import OptionError
+from liger_train.report.timelines import COLORS, pairs, read_timelines
+from liger_train.setup import Setup
+from liger_train.timeline import (
     CATEGORIES,
     CHECKPOINTS,
     GRADIENTS,
@@ -28,7 +28,7 @@ from liger_bench.train.timeline import (
     logits_sizes,
     timeline,
 )
-from liger_core.errors import OptionError
+from liger_train.train.places import Extras, observers
 
 # A text that is always here and quickly read.
 TEXT = __file__
@@ -38,12 +38,15 @@ LOGITS_BYTES = BATCH * SEQUENCE * VOCABULARY * 4
 
 
 def trained(setup: Setup, folder: Path, **recorded: bool) -> None:
-    """A training that is watched."""
-    from liger_bench.train.run import run
+    """A run that is recorded."""
+    from liger_train.train.run import run
 
     with ExitStack() as stack:
         row = run(setup, observers=observers(setup, Extras(folder, **recorded), stack))
     assert not row.failed, row.reason
+    if setup.device == "cpu":
+        assert row.peak_bytes is None
+        assert "Peak memory was not measured: --snapshot and --profile need the same profiler." in (row.notes or [])
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +56,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def snapshots(folder: Path) -> dict[str, dict[str, Any]]:
-    """By strategy, the timeline of a tiny training with checkpointing."""
+    """By strategy, the timeline of a tiny run with checkpointing."""
     for liger in ("none", "all"):
         trained(Setup("tiny", BATCH, SEQUENCE, TEXT, device="cpu", precision="fp32", steps=3, liger=liger), folder, snapshot=True)
     return {record["setup"]["liger"]: record for record in read_timelines([folder])}
 
 
-def test_the_plain_loss_holds_three_times_the_logits_at_the_peak(snapshots: dict[str, dict[str, Any]]) -> None:
+def test_the_baseline_loss_has_three_copies_of_the_logits_at_the_peak(snapshots: dict[str, dict[str, Any]]) -> None:
     assert snapshots["none"]["peak"][LOGITS] == pytest.approx(3 * LOGITS_BYTES, rel=0.01)
 
 
@@ -93,11 +96,11 @@ def test_a_timeline_has_the_second_and_third_step(snapshots: dict[str, dict[str,
 def test_a_snapshot_has_a_picture_with_its_categories(snapshots: dict[str, dict[str, Any]], folder: Path) -> None:
     picture = image.imread(folder / "snapshots" / "tiny-4x64-none-fp32.png")
     for category in (LOGITS, OPTIMIZER, WEIGHTS):
-        wanted = [int(COLOURS[category][place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        wanted = [int(COLORS[category][place : place + 2], 16) / 255 for place in (1, 3, 5)]
         assert abs(picture[..., :3] - wanted).sum(-1).min() < 0.02
 
 
-def test_strategies_of_one_training_stand_side_by_side_plain_first(snapshots: dict[str, dict[str, Any]]) -> None:
+def test_the_strategies_of_a_run_are_side_by_side_with_the_baseline_first(snapshots: dict[str, dict[str, Any]]) -> None:
     found = pairs(list(snapshots.values()))
     assert [[record["setup"]["liger"] for record in group] for group in found.values()] == [["none", "all"]]
 
@@ -138,7 +141,7 @@ def test_a_timeline_may_begin_later_with_what_was_held_then() -> None:
     assert found.steps == [0.0, 0.02]
 
 
-def test_no_peak_is_lost_where_points_are_left_out() -> None:
+def test_thinning_points_loses_no_peak() -> None:
     events = [Event(time, time % 50, 10 if time % 100 < 50 else -10) for time in range(20_000)]
     events += [Event(7_777.5, 99, 12_345), Event(7_777.6, 99, -12_345)]
     found = timeline({}, events, [])
@@ -157,7 +160,7 @@ def test_no_peak_is_lost_where_points_are_left_out() -> None:
         (4 * 256 * HIDDEN, None),
     ],
 )
-def test_logits_are_told_by_their_size(size: int, category: str | None) -> None:
+def test_logits_are_recognized_by_their_size(size: int, category: str | None) -> None:
     assert logits_sizes(VOCABULARY, HIDDEN, 256)(size, 0.0) == category
 
 
@@ -166,8 +169,8 @@ def test_as_many_tokens_as_the_head_is_wide_are_logits_unless_the_loss_is_fused(
     assert logits_sizes(VOCABULARY, HIDDEN, None)(4 * VOCABULARY * HIDDEN, 0.0) == GRADIENTS
 
 
-def test_the_events_of_a_gpu_tell_what_was_held_before_and_what_there_was_no_memory_for() -> None:
-    from liger_bench.train.snapshot import from_snapshot
+def test_the_events_of_a_gpu_show_the_memory_before_them_and_the_failed_allocation() -> None:
+    from liger_train.train.snapshot import from_snapshot
 
     def entry(action: str, address: int, size: int, time: int) -> dict[str, Any]:
         return {"action": action, "addr": address, "size": size, "time_us": time}

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from liger_bench.train import checkpointing
-from liger_bench.train.checkpointing import Keeps
-from liger_bench.train.model import build
-from liger_bench.train.setup import Setup
-from liger_bench.train.spending import MARGIN, Seen, Spending, SpendMemory, splits
+from liger_bench import checkpointing
+from liger_bench.checkpointing import Keeps
+from liger_train.model import build
+from liger_train.setup import Setup
+from liger_train.train.spending import MARGIN, Seen, Spending, SpendMemory, splits
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ class Step:
 
 
 def spent(step: Step, limit: int, alike: bool = True, splits: int = 1) -> tuple[Spending, list[int]]:
-    """The decisions of a training, and the peak after each of its steps."""
+    """The decisions of a run, and the peak after each of its steps."""
     spending, peaks = Spending(step.layers, limit, alike, splits), [0]
     while not spending.settled:
         seen = step.seen(spending, peaks[-1])
@@ -66,7 +66,7 @@ def spent(step: Step, limit: int, alike: bool = True, splits: int = 1) -> tuple[
 EIGHT_BILLION = Step(32, 48 * GIB, (GIB // 2, 5 * GIB, 8 * GIB), 4 * GIB, GIB // 2, 2 * GIB)
 
 
-def test_with_much_memory_nothing_is_computed_again() -> None:
+def test_with_much_memory_nothing_is_recomputed() -> None:
     spending, _ = spent(EIGHT_BILLION, 1000 * GIB)
     assert {spending.keeps(layer) for layer in range(32)} == {Keeps.ALL}
 
@@ -77,18 +77,18 @@ def test_without_memory_everything_stays_as_it_was() -> None:
     assert len(peaks) == 2
 
 
-def test_products_are_kept_before_the_rest_and_in_the_last_layers_first() -> None:
+def test_matmul_outputs_are_kept_first_and_in_the_last_layers_first() -> None:
     spending, _ = spent(EIGHT_BILLION, 140 * GIB)
     kept = [spending.keeps(layer) for layer in range(32)]
     assert kept == sorted(kept)
     assert kept[0] is Keeps.INPUT
-    assert kept[-1] is Keeps.PRODUCTS
+    assert kept[-1] is Keeps.MATMULS
 
 
 def test_no_further_layer_would_have_fitted() -> None:
     limit = 140 * GIB
     _, peaks = spent(EIGHT_BILLION, limit)
-    each = EIGHT_BILLION.keeps[Keeps.PRODUCTS] - EIGHT_BILLION.keeps[Keeps.INPUT]
+    each = EIGHT_BILLION.keeps[Keeps.MATMULS] - EIGHT_BILLION.keeps[Keeps.INPUT]
     assert 0 <= limit * (1 - MARGIN) - peaks[-1] < each
 
 
@@ -113,12 +113,12 @@ def test_the_peak_never_passes_the_limit_by_its_doing(
     assert max(peaks) <= max(limit * (1 - MARGIN), peaks[1])
 
 
-def test_a_batch_is_taken_in_parts_of_which_every_layer_keeps_its_products() -> None:
+def test_a_batch_is_split_so_that_every_layer_keeps_its_matmul_outputs() -> None:
     whole, _ = spent(EIGHT_BILLION, 140 * GIB)
     parts, peaks = spent(EIGHT_BILLION, 140 * GIB, splits=8)
     assert whole.parts == 1
     assert parts.parts == 3
-    assert {parts.keeps(layer) for layer in range(32)} <= {Keeps.PRODUCTS, Keeps.ALL}
+    assert {parts.keeps(layer) for layer in range(32)} <= {Keeps.MATMULS, Keeps.ALL}
     assert len(peaks) - 1 <= 9
 
 
@@ -152,7 +152,7 @@ def test_a_step_that_came_too_close_takes_a_layer_back_and_ends_it() -> None:
     assert spending.moves == 3
 
 
-def test_an_allocator_that_has_to_give_back_memory_again_and_again_takes_a_layer_back() -> None:
+def test_repeated_retries_of_the_allocator_move_a_layer_back() -> None:
     step = replace(EIGHT_BILLION, layers=4)
     spending = Spending(4, 500 * GIB)
     moves = [spending.after(replace(step.seen(spending), retried=retried)) for retried in (True, False, True, True)]
@@ -160,7 +160,7 @@ def test_an_allocator_that_has_to_give_back_memory_again_and_again_takes_a_layer
     assert spending.settled
 
 
-def test_a_training_that_settled_is_still_watched() -> None:
+def test_a_settled_run_is_still_watched() -> None:
     spending, peaks = spent(EIGHT_BILLION, 140 * GIB)
     before = spending.moves
     seen = replace(EIGHT_BILLION.seen(spending, peaks[-1]), retried=True)
@@ -171,11 +171,11 @@ def model_that_keeps(*kept: Keeps) -> Any:
     setup = Setup("tiny", precision="fp32", checkpoint="auto", device="cpu")
     model = build(setup, CPU).model
     for layer, what in zip(checkpointing.layers(model), kept, strict=True):
-        checkpointing.keep(layer, what, PRODUCTS)
+        checkpointing.keep(layer, what, MATMULS)
     return model
 
 
-PRODUCTS = checkpointing.Products()
+MATMULS = checkpointing.Matmuls()
 
 
 def trained(model: Any) -> tuple[float, dict[str, torch.Tensor], int]:
@@ -189,7 +189,7 @@ def trained(model: Any) -> tuple[float, dict[str, torch.Tensor], int]:
     return float(loss.detach()), {name: weight.grad for name, weight in model.named_parameters()}, operations.get_total_flops()
 
 
-@pytest.mark.parametrize("kept", [(Keeps.PRODUCTS, Keeps.PRODUCTS), (Keeps.INPUT, Keeps.PRODUCTS), (Keeps.PRODUCTS, Keeps.ALL)])
+@pytest.mark.parametrize("kept", [(Keeps.MATMULS, Keeps.MATMULS), (Keeps.INPUT, Keeps.MATMULS), (Keeps.MATMULS, Keeps.ALL)])
 def test_what_a_layer_keeps_changes_neither_loss_nor_gradients(kept: tuple[Keeps, ...]) -> None:
     loss, gradients, _ = trained(model_that_keeps(Keeps.ALL, Keeps.ALL))
     again, those, _ = trained(model_that_keeps(*kept))
@@ -198,8 +198,8 @@ def test_what_a_layer_keeps_changes_neither_loss_nor_gradients(kept: tuple[Keeps
         torch.testing.assert_close(those[name], gradient, rtol=0, atol=0)
 
 
-def test_where_products_are_kept_none_is_computed_again() -> None:
-    every, products, nothing = (trained(model_that_keeps(what, what))[2] for what in (Keeps.ALL, Keeps.PRODUCTS, Keeps.INPUT))
+def test_kept_matmul_outputs_are_not_recomputed() -> None:
+    every, products, nothing = (trained(model_that_keeps(what, what))[2] for what in (Keeps.ALL, Keeps.MATMULS, Keeps.INPUT))
     assert every == products < nothing
 
 
@@ -216,7 +216,7 @@ class Simulated:
     def keeps(self, layer: Any) -> Keeps:
         if not layer.gradient_checkpointing:
             return Keeps.ALL
-        return Keeps.PRODUCTS if "context_fn" in layer._gradient_checkpointing_func.keywords else Keeps.INPUT
+        return Keeps.MATMULS if "context_fn" in layer._gradient_checkpointing_func.keywords else Keeps.INPUT
 
     def kept(self, layer: Any) -> int:
         return self.KEEPS[self.keeps(layer)] // self.parts
@@ -238,9 +238,9 @@ class Simulated:
         self.tidied = True
 
     def trained(self, model: Any, splits: int = 1) -> list[str]:
-        """Eight steps of a Trainer, and what was told of them."""
-        told: list[str] = []
-        callback = SpendMemory(self, told.append, splits)
+        """Take eight steps with a Trainer; returns the notes."""
+        notes: list[str] = []
+        callback = SpendMemory(self, notes.append, splits)
         arguments, optimizer = SimpleNamespace(device=CPU), SimpleNamespace(state={})
         callback.on_train_begin(arguments, None, None, model=model)
         self.layers[-1].register_forward_pre_hook(lambda *_: setattr(self, "inside", True), prepend=True)
@@ -251,17 +251,17 @@ class Simulated:
             model.model(input_ids=torch.arange(8).view(1, 8))
             optimizer.state["moment"] = 1
             callback.on_step_end(arguments, SimpleNamespace(global_step=step), None, optimizer=optimizer)
-        return told
+        return notes
 
 
-@pytest.mark.parametrize(("size", "expected"), [(10_000, [Keeps.ALL] * 2), (1309, [Keeps.PRODUCTS] * 2), (1100, [Keeps.INPUT] * 2)])
+@pytest.mark.parametrize(("size", "expected"), [(10_000, [Keeps.ALL] * 2), (1309, [Keeps.MATMULS] * 2), (1100, [Keeps.INPUT] * 2)])
 def test_the_layers_of_a_model_are_moved_while_it_trains(size: int, expected: list[Keeps]) -> None:
     model = model_that_keeps(Keeps.INPUT, Keeps.INPUT)
     memory = Simulated(model, size)
-    told = memory.trained(model)
+    notes = memory.trained(model)
     assert [memory.keeps(layer) for layer in memory.layers] == expected
-    assert len(told) == 1
-    assert f"{expected.count(Keeps.INPUT)} of 2 layers are computed again" in told[0]
+    assert len(notes) == 1
+    assert f"layers with full recompute: {expected.count(Keeps.INPUT)}," in notes[0]
     assert not memory.tidied
 
 
@@ -271,11 +271,11 @@ def test_a_batch_is_taken_in_parts_while_it_trains() -> None:
     checkpointing.enable(model, "full")
     memory = Simulated(model, int(1550 / (1 - MARGIN)))
     memory.KEEPS = (10, 100, 120)
-    told = memory.trained(model, splits=8)
+    notes = memory.trained(model, splits=8)
     # 1330 with one layer moved: 11 more want 990 of the 220 that are left.
     assert memory.parts == 5
     assert Keeps.INPUT not in map(memory.keeps, memory.layers)
     assert memory.tidied
     assert memory.most <= 1550
-    assert len(told) == 1
-    assert "a batch is taken in 5 parts, and 0 of 12 layers are computed again" in told[0]
+    assert len(notes) == 1
+    assert "each batch is split into 5 parts; layers with full recompute: 0," in notes[0]

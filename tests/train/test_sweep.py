@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger train --sweep`: each training in a fresh process, whatever becomes of the others."""
+"""`liger train --sweep`: each run in a fresh process, whatever happens to the others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import contextlib
 import itertools
 import json
 import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,13 +17,13 @@ import pytest
 import typer
 
 from bench.commands import InProcess
-from liger_bench.model.process import DONE, READY
-from liger_bench.train import places, sweep
-from liger_bench.train.cells import NOT_RUN, cells, hopeless, strategies_of, swept
-from liger_bench.train.places import Measured, variables
-from liger_bench.train.row import Row, row_of
-from liger_bench.train.setup import Setup
+from liger_bench.process import DONE, READY, Process
 from liger_core.errors import OptionError
+from liger_train.row import NOT_RUN, Row, row_of
+from liger_train.setup import Setup
+from liger_train.train import places, sweep
+from liger_train.train.cells import cells, hopeless, strategies_of, swept
+from liger_train.train.places import Measured, variables
 from train.answers import BROKEN, KILLED, LATE, OUT_OF_MEMORY, WHERE, answer
 
 TINY = Setup("tiny", device="cpu", precision="fp32", checkpoint="none")
@@ -33,17 +35,18 @@ def setups(*batches: int) -> list[Setup]:
 
 @pytest.fixture(scope="module")
 def one_place() -> dict[int, Measured]:
-    """By batch, what becomes of trainings one after the other, of which most go wrong."""
+    """By batch, what happens to runs one after the other, most of which fail."""
     wanted = setups(1, KILLED, BROKEN, OUT_OF_MEMORY)
     return {found.row.batch: found for found in sweep.measured(wanted, WHERE, answer=answer)}
 
 
 @pytest.fixture(scope="module")
 def two_places() -> list[Row]:
-    return [found.row for found in sweep.measured(setups(1, 2, 3), WHERE, gpus=[0, 1], answer=answer)]
+    on_gpus = [replace(setup, device="cuda") for setup in setups(1, 2, 3)]
+    return [found.row for found in sweep.measured(on_gpus, WHERE, gpus=[0, 1], answer=answer)]
 
 
-def test_a_training_gives_its_row(one_place: dict[int, Measured]) -> None:
+def test_a_run_returns_its_row(one_place: dict[int, Measured]) -> None:
     assert one_place[1].row.tokens_per_second == 10.0
 
 
@@ -52,28 +55,28 @@ def test_memory_that_runs_out_is_a_result(one_place: dict[int, Measured]) -> Non
     assert (row.out_of_memory, row.failed, row.reason) == (True, False, "out of memory: Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB.")
 
 
-def test_a_training_that_is_killed_is_a_failure_after_which_others_train(one_place: dict[int, Measured]) -> None:
+def test_a_killed_run_is_a_failure_and_the_others_continue(one_place: dict[int, Measured]) -> None:
     row = one_place[KILLED].row
     assert row.failed
     assert "SIGKILL" in row.reason
     assert len(one_place) == 4
 
 
-def test_what_went_wrong_is_told_with_what_was_written(one_place: dict[int, Measured]) -> None:
+def test_a_failure_is_reported_with_the_output_of_its_process(one_place: dict[int, Measured]) -> None:
     assert one_place[BROKEN].row.reason == "ValueError: no such layer"
     assert "Traceback" in one_place[BROKEN].written
 
 
-def test_a_training_that_does_not_end_is_ended() -> None:
+def test_a_run_that_hangs_is_killed() -> None:
     (found,) = sweep.measured(setups(LATE), WHERE, patience=1.0, answer=answer)
-    assert (found.row.failed, found.row.reason) == (True, "it had not ended after 1 s")
+    assert (found.row.failed, found.row.reason) == (True, "timed out after 1 s")
 
 
-def test_every_training_has_a_process_of_its_own(two_places: list[Row]) -> None:
+def test_every_run_has_its_own_process(two_places: list[Row]) -> None:
     assert len({row.notes[0] for row in two_places if row.notes}) == 3
 
 
-def test_each_gpu_has_one_training_at_a_time_and_a_share_of_the_processors(two_places: list[Row]) -> None:
+def test_each_gpu_has_one_run_at_a_time_and_a_share_of_the_processors(two_places: list[Row]) -> None:
     share = str(max(1, (os.cpu_count() or 1) // 2))
     told = [(row.notes or [])[1:] for row in two_places]
     assert {(gpu, processors) for gpu, processors, *_ in told} == {("0", share), ("1", share)}
@@ -82,12 +85,29 @@ def test_each_gpu_has_one_training_at_a_time_and_a_share_of_the_processors(two_p
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_the_cpu_no_process_loads_while_another_one_is_timed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loading: list[float] = []
+
+    class Timed(Process):
+        def __init__(self, *arguments: Any) -> None:
+            loading.append(time.monotonic())
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(places, "Process", Timed)
+    wanted = [replace(setup, device=device) for setup in setups(1, 2, 3)]
+    rows = [result.row for result in sweep.measured(wanted, WHERE, gpus=[0] if device == "cuda" else [], answer=answer)]
+    ended = sorted(float((row.notes or [])[-1]) for row in rows)
+    assert len(loading) == len(ended) == 3
+    assert [after > before for before, after in zip(ended, loading[1:], strict=False)] == [device == "cpu"] * 2
+
+
 def test_a_gpu_is_one_of_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert variables(1, 1) == {"CUDA_VISIBLE_DEVICES": "6"}
 
 
-def test_what_is_larger_than_what_ran_out_of_memory_may_be_left_out() -> None:
+def test_runs_larger_than_one_that_ran_out_of_memory_can_be_skipped() -> None:
     before = [row_of(TINY, WHERE, {"out_of_memory": True})]
     found = [result.row for result in sweep.measured(setups(2, 3), WHERE, skip=True, before=before, answer=answer)]
     assert [row.reason for row in found] == [f"{NOT_RUN}, since 1 × 1024 ran out of memory"] * 2
@@ -95,7 +115,7 @@ def test_what_is_larger_than_what_ran_out_of_memory_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("other", [{"liger": "none"}, {"sequence": 512}, {"checkpoint": "full"}, {"memory_limit": 1}])
-def test_what_is_smaller_or_another_training_is_not_left_out(other: dict[str, Any]) -> None:
+def test_smaller_and_other_runs_are_not_skipped(other: dict[str, Any]) -> None:
     assert hopeless(cells(TINY, {"batch": [2]}, ["all"])[0], [row_of(TINY, WHERE, {"out_of_memory": True})])
     changed = Setup(**({"model": "tiny", "device": "cpu", "precision": "fp32", "checkpoint": "none", "batch": 2} | other))
     assert hopeless(changed, [row_of(TINY, WHERE, {"out_of_memory": True})]) == ""
@@ -124,12 +144,13 @@ def test_values_have_the_type_of_their_option(option: str, value: list[Any]) -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["bach=1,2"], "must be an option and its values, like batch=1,4,8, got 'bach=1,2'. Did you mean 'batch'?"),
+        (["bach=1,2"], "must be an option and its values, for instance batch=1,4,8, got 'bach=1,2'. Did you mean 'batch'?"),
         (["batch"], "must be an option and its values"),
         (["batch=1,two"], "--sweep batch must have positive numbers, got 'two'"),
         (["batch=0"], "--sweep batch must have positive numbers, got '0'"),
         (["batch=1", "batch=2"], "must name each option once, got batch twice"),
         (["liger=none,all"], "give --strategies"),
+        ([""], "must be an option and its values"),
     ],
 )
 def test_a_sweep_of_something_else_is_refused(options: list[str], sentence: str) -> None:
@@ -138,12 +159,13 @@ def test_a_sweep_of_something_else_is_refused(options: list[str], sentence: str)
     assert sentence in str(raised.value)
 
 
-def test_a_sweep_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_sweep_runs_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[int] = []
 
-    def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:
+    def measured(wanted: list[Setup], where: dict[str, str], phase: Callable[[Setup], object], **_: Any) -> Any:
         for setup in wanted:
             asked.append(setup.batch)
+            phase(setup)
             if asked == [1, 2]:
                 raise KeyboardInterrupt
             yield Measured(row_of(setup, where, {"tokens_per_second": 1.0}))
@@ -151,6 +173,7 @@ def test_a_sweep_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sweep, "measured", measured)
     with pytest.raises(KeyboardInterrupt):
         sweep.sweep(TINY, ["batch=1,2"], "all", out=tmp_path)
+    assert "1/2 · tiny 2 × 1024 all · " in capsys.readouterr().err
     rows = sweep.sweep(TINY, ["batch=1,2,3"], "all", out=tmp_path, resume=True)
     assert asked == [1, 2, 2, 3]
     assert [row.batch for row in rows] == [1, 2, 3]
@@ -176,7 +199,7 @@ def test_what_has_to_settle_takes_more_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("results", [{"failed": True}, {"reason": f"{NOT_RUN}, since"}, {"tokens_per_second": 1.0, "interrupted": True}])
-def test_what_has_no_figures_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]) -> None:
+def test_a_run_without_results_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]) -> None:
     asked: list[int] = []
 
     def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:
@@ -191,7 +214,7 @@ def test_what_has_no_figures_is_tried_again(tmp_path: Path, monkeypatch: pytest.
     assert asked == [1, 1]
 
 
-def test_a_training_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     where = dict.fromkeys(("machine", "versions", "commit", "date"), "")
     full = row_of(replace(TINY, liger="none"), where, {"out_of_memory": True, "peak_bytes": 2**30})
     done = row_of(replace(TINY, liger="all"), where, {"tokens_per_second": 100.0, "peak_bytes": 2**29})
@@ -203,14 +226,19 @@ def test_a_training_is_not_compared_with_one_that_ran_out_of_memory(capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--sweep", "batch=1,2", "--liger", "rms_norm,rope"), "--liger does not go with --sweep; give --strategies rms_norm+rope"),
-        (("--sweep", "batch=1,2", "--output", "model"), "--output does not go with --sweep"),
-        (("--sweep", "batch=1,2", "--deterministic"), "--deterministic does not go with --sweep"),
+        (("--sweep", "batch=1,2", "--liger", "rms_norm,rope"), "--liger cannot be combined with --sweep; give --strategies rms_norm+rope"),
+        (("--sweep", "batch=1,2", "--output", "model"), "--output cannot be combined with --sweep"),
+        (("--sweep", "batch=1,2", "--deterministic"), "--deterministic cannot be combined with --sweep"),
         (("--sweep", "batch=1,2", "--resume"), "--sweep with --resume needs --out"),
         (("--sweep", "batch=1,2", "--gpus", "0"), "--gpus needs GPUs, got --device cpu"),
         (("--sweep", "batch=1,2", "--snapshot"), "--snapshot and --profile need --out"),
         (("--gpus", "0"), "--gpus and --skip-larger are for --sweep"),
         (("--profile",), "--snapshot and --profile need --out"),
+        (("--strategies", ""), "--strategies must name values of --liger, for instance none,all, got ''"),
+        (("--sweep", "learning-rate=1e-4,nan"), "--learning-rate must be a positive number, got nan"),
+        (("--sweep", "seed=1,99999999999"), "--seed must be from 0 to 4294967295, got 99999999999"),
+        (("--sweep", "memory-limit=24"), "--sweep memory_limit must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?"),
+        (("--sweep", "batch=1", "--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library"),
         (("--snapshot", "--profile", "--out", "results"), "need the same profiler on the CPU"),
         (("--sweep", "precision=fp32,fp17"), "fp17"),
     ],
@@ -231,7 +259,7 @@ def test_a_sweep_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         sweep.sweep(TINY, ["batch=1"])
 
 
-def test_a_process_trains_what_it_is_told_to() -> None:
+def test_a_process_trains_the_setup_that_it_gets() -> None:
     class Connection:
         sent: ClassVar[list[Any]] = []
 

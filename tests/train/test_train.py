@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger train`: what a training tells, what the command chooses, and which text is read."""
+"""`liger train`: what a run reports, the defaults of the command, and the text that is read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from bench.commands import InProcess
 from liger_bench import machine
-from liger_bench.train import command, spending
-from liger_bench.train.data import Data, read
-from liger_bench.train.row import IDENTITY, Row, row_of
-from liger_bench.train.run import largest_batch, run
-from liger_bench.train.setup import Setup
 from liger_core.errors import OptionError
+from liger_train import techniques
+from liger_train.plan.step import predict
+from liger_train.row import IDENTITY, Row, row_of
+from liger_train.setup import Setup
+from liger_train.train import command, spending
+from liger_train.train.data import Data, read
+from liger_train.train.run import largest_batch, run
 
 ROOT = Path(__file__).parents[2]
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
@@ -36,7 +38,7 @@ def row(small: Setup) -> Row:
     return run(small, notes=["A note from before."])
 
 
-def test_a_training_learns(row: Row) -> None:
+def test_a_run_reduces_the_loss(row: Row) -> None:
     assert row.losses is not None
     assert len(row.losses) == 6
     assert row.losses[-1] < row.losses[0] - 0.1
@@ -52,13 +54,34 @@ def test_a_row_carries_its_setup_and_what_was_measured(row: Row, small: Setup) -
     assert all(getattr(row, name) is not None for name in IDENTITY if name not in ("memory_limit", "nvme_folder"))
 
 
-def test_memory_is_not_told_on_the_cpu(row: Row) -> None:
-    assert (row.peak_bytes, row.peak_reserved_bytes, row.static_bytes) == (None, None, None)
+def test_memory_is_measured_on_the_cpu(row: Row, small: Setup) -> None:
+    assert row.parameters is not None
+    # Weights, and two moments of each.
+    assert row.static_bytes == pytest.approx(3 * 4 * row.parameters, rel=0.01)
+    assert row.peak_bytes == pytest.approx(predict(small).peak_bytes, rel=0.05)
+    assert row.peak_reserved_bytes is None
+
+
+def test_a_single_step_has_a_peak_too(small: Setup, row: Row) -> None:
+    alone = run(replace(small, steps=1)).peak_bytes
+    assert alone is not None
+    assert row.peak_bytes is not None
+    # Without the state of the optimizer, which this step makes when its activations are gone.
+    assert 2 * 4 * (row.parameters or 0) < alone < row.peak_bytes
+
+
+def test_the_peak_before_a_run_was_resumed_counts(small: Setup, row: Row, tmp_path: Path) -> None:
+    run(replace(small, steps=3), folder=tmp_path)
+    (seal,) = tmp_path.glob("checkpoint-3/liger.json")
+    progress = json.loads(seal.read_text())
+    assert progress["peak_bytes"] == pytest.approx(row.peak_bytes, rel=0.01)
+    seal.write_text(json.dumps(progress | {"peak_bytes": 1 << 40}))
+    assert run(small, folder=tmp_path, resume=True).peak_bytes == 1 << 40
 
 
 def test_a_row_carries_what_was_decided(row: Row) -> None:
     assert row.notes[0] == "A note from before."
-    assert "comes with no tokenizer that can be loaded" in row.notes[1]
+    assert "cannot be loaded (" in row.notes[1]
 
 
 def test_micro_batches_make_up_the_loss_of_their_step(small: Setup, row: Row) -> None:
@@ -72,7 +95,7 @@ def test_a_batch_in_parts_has_the_losses_of_the_whole(parts: int, small: Setup, 
         pass
 
     Spender.parts = parts
-    monkeypatch.setattr(spending, "observers", lambda setup, tell: [Spender()])
+    monkeypatch.setattr(spending, "observers", lambda setup, note: [Spender()])
     assert run(small).losses == pytest.approx(row.losses, rel=1e-5)
 
 
@@ -80,21 +103,21 @@ def test_the_first_two_steps_are_not_timed(small: Setup) -> None:
     assert run(replace(small, steps=2)).tokens_per_second is None
 
 
-def test_once_fewer_layers_are_computed_again_the_times_count_anew(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once_fewer_layers_are_recomputed_the_timing_restarts(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Spender(TrainerCallback):
         parts = 1
 
-        def __init__(self, tell: Callable[[str], object]) -> None:
-            self.tell = tell
+        def __init__(self, note: Callable[[str], object]) -> None:
+            self.note = note
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
-                self.tell("From here on it is faster.")
+                self.note("From here on it is faster.")
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.tell("The end.")
+            self.note("The end.")
 
-    monkeypatch.setattr(spending, "observers", lambda setup, tell: [Spender(tell)])
+    monkeypatch.setattr(spending, "observers", lambda setup, note: [Spender(note)])
     row = run(small, folder=tmp_path)
     assert row.notes[-2:] == ["From here on it is faster.", "The end."]
     # Of six steps the fourth is the first of the new kind, and not timed.
@@ -110,6 +133,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) ->
         return row_of(setup, WHERE, {"notes": options["notes"]})
 
     monkeypatch.setattr(command, "_trained", trained)
+    # The text need not be here.
+    monkeypatch.setattr(command, "check_source", lambda source: None)
     monkeypatch.setattr(machine, "measurable_device", lambda name, device: torch.device("cpu" if device == "cpu" else "cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
@@ -149,13 +174,15 @@ def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) ->
     ids=["bare", "cpu", "cpu_with_the_choices_of_a_gpu", "every_option"],
 )
 def test_the_command_of_a_setup_trains_that_setup(monkeypatch: pytest.MonkeyPatch, liger: InProcess, setup: Setup) -> None:
+    # Some of these do not go together.
+    monkeypatch.setattr(techniques, "check", lambda setup: None)
     words = shlex.split(setup.command())
     assert words[:2] == ["liger", "train"]
     assert asked(monkeypatch, liger, *words[2:])[0] == setup
 
 
 def documented() -> list[list[str]]:
-    """The trainings in the documentation, without the program that starts them."""
+    """The commands in the documentation, without the program that starts them."""
     lines = [line.partition("#")[0] for line in (ROOT / "docs" / "training.md").read_text().splitlines()]
     started = re.compile(r"^(?:liger|torchrun .*liger_core) train (.*)")
     return [shlex.split(found[1]) for line in lines if (found := started.match(line)) and "--sweep" not in line]
@@ -169,33 +196,27 @@ def test_the_documented_commands_are_understood(
     assert asked(monkeypatch, liger, *arguments)[0].model == arguments[1]
 
 
-def test_a_bare_gpu_gets_bf16_checkpointing_and_liger_and_is_told(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
+def test_the_defaults_on_a_gpu_are_bf16_checkpointing_and_liger_and_are_printed(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
     setup, options, said = asked(monkeypatch, liger, "--model", "llama-3.2-1b", "--data", "text.txt")
     assert (setup.device, setup.precision, setup.checkpoint, setup.liger) == ("cuda", "bf16", "full", "all")
-    for sentence in (
-        "--device cuda was chosen, since there is NVIDIA Test.",
-        "--precision bf16 was chosen for a GPU: Weights and optimizer in float32, products in bfloat16.",
-        "--checkpoint full was chosen for a GPU: Of every layer only the input is kept;",
-        "--liger all was chosen for a GPU:",
-    ):
-        assert sentence in said
-        assert any(sentence in note for note in options["notes"])
+    assert options["notes"] == ["Defaults for NVIDIA Test: --device cuda, --liger all, --precision bf16, --checkpoint full."]
+    assert options["notes"][0] in said
 
 
 def test_the_cpu_gets_float32_and_no_checkpointing(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
     setup, _, said = asked(monkeypatch, liger, "--model", "tiny", "--device", "cpu")
     assert (setup.precision, setup.checkpoint) == ("fp32", "none")
-    assert "--precision fp32 was chosen for the CPU" in said
-    assert "--device" not in said
+    assert "Defaults for the CPU: --liger all, --precision fp32, --checkpoint none." in said
 
 
 def test_a_gpu_without_bfloat16_gets_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    told = {"liger": "all", "precision": None, "checkpoint": "full"}
-    assert command._defaults(told, "cuda", torch.device("cuda"))[0]["precision"] == "fp16"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    given = {"liger": "all", "precision": None, "checkpoint": "full"}
+    assert command._defaults(given, "cuda", torch.device("cuda"))[0]["precision"] == "fp16"
 
 
-def test_what_was_given_is_not_explained(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
+def test_given_options_are_not_printed_as_defaults(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
     given = ("--device", "cpu", "--liger", "none", "--precision", "bf16", "--checkpoint", "full")
     assert asked(monkeypatch, liger, "--model", "tiny", *given)[1]["notes"] == []
 
@@ -238,7 +259,7 @@ def data_of(setup: Setup, path: Path, **changes: Any) -> Data:
     return read(replace(setup, data=str(path), **changes), vocabulary=400, own_tokenizer=False)
 
 
-def test_a_folder_is_read_in_order_and_its_binary_files_are_told(small: Setup, tmp_path: Path) -> None:
+def test_a_folder_is_read_in_order_and_its_binary_files_are_named(small: Setup, tmp_path: Path) -> None:
     text = "the quick brown fox jumps over the lazy dog\n" * 40
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "two.txt").write_text(text)
@@ -247,7 +268,7 @@ def test_a_folder_is_read_in_order_and_its_binary_files_are_told(small: Setup, t
     for name in ("image.png", "model.bin", "x.gz", "z.so"):
         (tmp_path / name).write_bytes(b"\x89PNG\0\1")
     data = data_of(small, tmp_path)
-    assert data.notes == [f"What is no text was skipped in {tmp_path}: image.png, model.bin, x.gz and 1 more."]
+    assert data.notes == [f"Files in {tmp_path} that are not text were skipped: image.png, model.bin, x.gz and 1 more."]
     words = data.tokenizer.decode(data.sequences.flatten())
     assert words.startswith("THE QUICK")
     assert words.index("DOG") < words.index("fox")
@@ -263,13 +284,15 @@ def test_a_file_that_is_no_text_is_a_sentence(small: Setup, tmp_path: Path, cont
 
 def test_a_folder_of_binary_files_is_a_sentence(small: Setup, tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\0")
-    with pytest.raises(OptionError, match=r"--data must hold text, got .*, which has none; What is no text was skipped in .*: image.png"):
+    with pytest.raises(
+        OptionError, match=r"--data must hold text, got .*, which has none; Files in .* that are not text were skipped: image.png"
+    ):
         data_of(small, tmp_path)
 
 
 def test_too_short_a_text_is_a_sentence(small: Setup, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("short")
-    with pytest.raises(OptionError, match=r"a step of 4 × 16 tokens must find so many in the text, got [0-9]+ from .*; give more text"):
+    with pytest.raises(OptionError, match=r"the text must have at least the 4 × 16 tokens of a step, got [0-9]+ from .*; use more text"):
         data_of(small, tmp_path / "file", accumulation=2)
 
 
@@ -281,14 +304,14 @@ def test_a_text_is_cut_into_whole_steps(small: Setup, tmp_path: Path) -> None:
     assert data.digest != data_of(small, tmp_path / "file").digest
 
 
-def test_the_training_part_of_a_saved_dataset_is_read(small: Setup, tmp_path: Path) -> None:
+def test_the_train_split_of_a_saved_dataset_is_read(small: Setup, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     parts = {name: datasets.Dataset.from_dict({"number": [1] * 9, "text": [f"{name} words "] * 9}) for name in ("test", "train")}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     data = data_of(small, tmp_path / "saved", sequence=8)
     assert "train words" in data.tokenizer.decode(data.sequences.flatten())
     assert "test" not in data.tokenizer.decode(data.sequences.flatten())
-    assert data.notes == [f"Of the dataset {tmp_path / 'saved'} the split 'train' is trained on."]
+    assert data.notes == [f"Training on the split 'train' of the dataset {tmp_path / 'saved'}."]
 
 
 def test_a_model_with_a_tokenizer_is_trained_on_its_own_tokens(small: Setup, model: Path, tmp_path: Path) -> None:
@@ -304,9 +327,56 @@ def test_a_model_with_a_tokenizer_is_trained_on_its_own_tokens(small: Setup, mod
         read(replace(small, model=str(tmp_path / "model"), data=str(text), batch=1), vocabulary=100, own_tokenizer=True)
 
 
+@pytest.mark.parametrize("adapter", ["none", "qlora"])
+def test_a_config_is_enough_to_train_from_random_weights(adapter: str, small: Setup, model: Path, tmp_path: Path) -> None:
+    if adapter == "qlora":
+        pytest.importorskip("bitsandbytes")
+        pytest.importorskip("peft")
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    bare = replace(small, model=str(tmp_path), adapter=adapter, steps=2)
+    with pytest.raises(OptionError, match=r"no file named model\.safetensors.*; --random-weights takes only its config\."):
+        run(bare)
+    one, same, other = (run(replace(bare, random_weights=True, seed=seed)) for seed in (0, 0, 1))
+    assert not one.failed, one.reason
+    assert one.losses == same.losses != other.losses
+    assert replace(bare, random_weights=True).command() == f"{bare.command()} --random-weights"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(small: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of one step leaves."""
+    folder = tmp_path_factory.mktemp("trained")
+    run(replace(small, steps=1), folder=folder)
+    return folder / "checkpoint-1"
+
+
+def test_a_saved_tokenizer_pads_a_batch(checkpoint: Path) -> None:
+    batch = AutoTokenizer.from_pretrained(checkpoint)(["A step", "A step reads a batch of sequences"], padding=True)
+    short, long = batch["input_ids"]
+    assert len(short) == len(long)
+    assert batch["attention_mask"][0][-1] == 0
+    assert short[-1] not in long
+
+
+def test_a_saved_model_knows_the_tokens_of_its_tokenizer(checkpoint: Path) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
+    for config in (model.config, model.generation_config):
+        assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
+    assert tokenizer.decode([0, 1]) == "<|endoftext|><|pad|>"
+
+
+def test_each_text_ends_with_the_token_for_it(small: Setup, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("some words of a text " * 30)
+    ids = data_of(small, tmp_path, batch=1).sequences.flatten().tolist()
+    one = ids[: ids.index(0) + 1]
+    assert len(one) < len(ids)
+    assert ids == (one + one)[: len(ids)]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-def test_two_ranks_are_one_training_with_one_row(small: Setup, row: Row, tmp_path: Path) -> None:
+def test_two_ranks_are_one_run_with_one_row(small: Setup, row: Row, tmp_path: Path) -> None:
     both = replace(small, batch=1, ranks=2)
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", *both.command().split()[1:]]
     command = [*launched, "--out", str(tmp_path), "--json"]
@@ -320,12 +390,10 @@ def test_two_ranks_are_one_training_with_one_row(small: Setup, row: Row, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_what_deepspeed_tells_is_not_among_the_results(small: Setup, row: Row) -> None:
+def test_the_output_of_deepspeed_is_not_among_the_results(small: Setup, row: Row) -> None:
     pytest.importorskip("deepspeed")
     # DeepSpeed's own AdamW is compiled for most of a minute.
-    script = (
-        "from liger_bench.train import zero; zero.adam_problem = lambda: 'not compiled here'; from liger_core.commands import main; main()"
-    )
+    script = "from liger_train import zero; zero.adam_problem = lambda: 'not compiled here'; from liger_core.commands import main; main()"
     sharded = replace(small, shard="zero3", offload="parameters")
     done = subprocess.run(
         [sys.executable, "-c", script, *sharded.command().split()[1:], "--json"], capture_output=True, text=True, timeout=300

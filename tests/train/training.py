@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of thirty thousand weights in a folder, and a few steps of its training as a setup says."""
+"""A model of thirty thousand weights in a folder, and a few training steps by a setup."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.trainer_callback import PrinterCallback
 
-from liger_bench.demo.text import Sequences
-from liger_bench.train import spending, techniques
-from liger_bench.train.arguments import training_arguments
-from liger_bench.train.model import Built, build
-from liger_bench.train.setup import Setup
+from liger_bench.text import Sequences
+from liger_train import techniques
+from liger_train.model import Built, build
+from liger_train.setup import Setup
+from liger_train.train import spending
+from liger_train.train.arguments import training_arguments
 
 # Wide enough that weights are split, and that 8-bit optimizers, which leave the smallest alone, have something to do.
 FIELDS = {
@@ -51,14 +52,14 @@ class Trained:
     losses: list[float]
     built: Built
     trainer: Trainer
-    told: list[str]
+    notes: list[str]
 
 
 def trained(setup: Setup) -> Trained:
     """The losses of every micro-batch. All sequences are alike, so that they fall."""
     techniques.check(setup)
     losses: list[float] = []
-    told: list[str] = []
+    notes: list[str] = []
 
     class Recording(Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -70,11 +71,11 @@ def trained(setup: Setup) -> Trained:
         arguments = training_arguments(setup, Path(place))
         built = build(setup, arguments.device)
         data = Sequences(torch.arange(16).mul(7).remainder(128).expand(64, 16))
-        callbacks = list(spending.observers(setup, told.append))
+        callbacks = list(spending.observers(setup, notes.append))
         trainer = Recording(model=built.model, args=arguments, train_dataset=data, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return Trained(losses, built, trainer, told)
+    return Trained(losses, built, trainer, notes)
 
 
 def twice(setup: Setup) -> tuple[Trained, Trained]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the losses of two trainings count as the same."""
+"""When the losses of two training runs count as equal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-# float32: both trainings do the same sums in another order.
+# float32: both runs compute the same sums in another order.
 FLOAT32_BOUND = 1e-3
 # A lower precision: a multiple of what a change without mathematical meaning does to the plain training. Above 1, since Liger
 # replaces more operations than that change does, and both differences are the largest of a few dozen random ones.
@@ -20,5 +20,5 @@ def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def bound(noise: float | None) -> float:
-    """What two trainings may differ by; `noise` is what that change did in a lower precision, None in float32."""
+    """The largest allowed difference of two runs; `noise` is the effect of that order in a lower precision, None in float32."""
     return FLOAT32_BOUND if noise is None else NOISE_FACTOR * noise

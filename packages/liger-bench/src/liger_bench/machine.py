@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from liger_core.errors import DeviceError, DtypeError
+from liger_core.plugins import PROJECT
 
-PACKAGES = ("liger-core", "liger-triton", "liger-hf", "liger-bench", "torch", "triton", "transformers")
+PACKAGES = (*PROJECT, "torch", "triton", "transformers")
 PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from liger_bench.progress import progress_bar
 from liger_bench.results import Columns, append_csv, append_json, check_csv, read_json
+from liger_bench.writable import check_file, check_folder
 from liger_core.errors import OptionError, nearest
 
 
@@ -50,20 +51,30 @@ def check_known(command: str, option: str, names: Iterable[str], known: Collecti
 
 @dataclass(frozen=True)
 class Files:
-    """Where rows go: tables that begin with the names of the columns, and a file of all rows."""
+    """Where rows go: to `name`.csv and `name`.json in the folder `out`, and to the table `csv`, as far as they are given.
 
+    header  the names of the columns, with which tables begin
+    """
+
+    name: str
     header: list[str]
-    tables: tuple[Path, ...] = ()
-    rows: Path | None = None
+    out: Path | None = None
+    csv: Path | None = None
 
-    @classmethod
-    def named(cls, name: str, header: list[str], out: Path | None, csv: Path | None = None) -> Files:
-        """name.csv and name.json in the folder `out`, and the table `csv`, as far as they are given."""
-        tables = [path for path in (csv, out / f"{name}.csv" if out else None) if path]
-        return cls(header, tuple(tables), out / f"{name}.json" if out else None)
+    @property
+    def tables(self) -> list[Path]:
+        return [path for path in (self.csv, self.out / f"{self.name}.csv" if self.out else None) if path]
+
+    @property
+    def rows(self) -> Path | None:
+        return self.out / f"{self.name}.json" if self.out else None
 
     def check(self) -> None:
         """Raise OptionError if rows could not be appended, before hours are spent on them."""
+        if self.out is not None:
+            check_folder("results: --out", self.out)
+        if self.csv is not None:
+            check_file("results: --csv", self.csv)
         for path in self.tables:
             check_csv(path, self.header)
         self.read()

@@ -8,15 +8,18 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from liger_core.errors import OptionError
+
+MOST_BYTES = 1 << 60
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device, *, collect: bool = True) -> int:
@@ -31,7 +34,10 @@ def peak_bytes(function: Callable[[], object], device: torch.device, *, collect:
     if collect:
         gc.collect()
     if device.type == "cpu":
-        return _peak_of_events(_allocations(function))
+        recording = CpuAllocations()
+        recording.start()
+        function()
+        return peak_of(recording.stop())
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -41,47 +47,79 @@ def peak_bytes(function: Callable[[], object], device: torch.device, *, collect:
 
 
 def bytes_of(option: str, size: str) -> int:
-    """The bytes that a size like "24GiB", "512 MB" or "1e9" says.
+    """The bytes that a size like "24GiB", "512 MB" or "1e9 B" says.
 
-    Raises OptionError for anything else.
+    Raises OptionError for anything else, and for a number without a unit, which could mean bytes or GiB.
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
-        raise OptionError(f"{option} must be a size like 24GiB or 512MB, got {size!r}")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " "))
+    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)\s*(?:([kmgt])(i?)b?|b)\s*", size, re.IGNORECASE)
+    if found is None:
+        unit = f", which needs a unit: {size.strip()}GiB?" if size.strip().replace(".", "", 1).isdecimal() else ""
+        raise OptionError(f"{option} must be a size like 24GiB or 512MB, got {size!r}{unit}")
+    count = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index((found[2] or " ").lower()))
+    if not 0 < count < MOST_BYTES:
+        raise OptionError(f"{option} must be a size like 24GiB or 512MB, more than nothing and less than 1 EiB, got {size!r}")
+    return count
 
 
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """The memory behind tensors; one that several of them share counts once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+def held_bytes(values: Iterable[Any]) -> int:
+    """The memory behind tensors, and behind those in dictionaries, lists, wrappers and objects; what several of them share counts once."""
+    return sum({storage.data_ptr(): storage.nbytes() for value in values for storage in storages(value)}.values())
 
 
-def _allocations(function: Callable[[], object]) -> list[tuple[int, int]]:
-    """(address, bytes) in order of time; bytes are negative where the address is released."""
-    # Without this the profiler writes about its own start and end to the terminal.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            function()
-        recorded.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    found = [(e["ts"], e["args"]) for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
-    return [(int(args["Addr"]), int(args["Bytes"])) for _, args in sorted(found, key=_time)]
+def storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    """The memory behind a tensor, or behind all tensors in a dictionary, list, wrapper or object."""
+    if isinstance(value, Tensor):
+        if is_traceable_wrapper_subclass(value):
+            for name in value.__tensor_flatten__()[0]:
+                yield from storages(getattr(value, name))
+        else:
+            yield value.untyped_storage()
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from storages(part)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        # As the projectors in the state of GaLore.
+        yield from storages(vars(value))
 
 
-def _time(event: tuple[float, dict[str, Any]]) -> float:
-    return event[0]
+class CpuAllocations:
+    """What the allocator of the CPU gives and takes back, from start() to stop(), by PyTorch's profiler, of which one may run at a time."""
+
+    def start(self) -> None:
+        # Without this the profiler writes about its own start and end to the terminal.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+
+    def cancel(self) -> None:
+        """End without a result."""
+        self._profile.__exit__(None, None, None)
+
+    def stop(self) -> list[tuple[float, int, int]]:
+        """(microseconds, address, bytes) in order of time; bytes are negative where the address is released."""
+        self.cancel()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        # A trace counts its microseconds from a base of its own.
+        base = trace["baseTimeNanoseconds"] / 1e3
+        found = [(e["ts"], e["args"]) for e in trace["traceEvents"] if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
+        return sorted(((base + ts, int(args["Addr"]), int(args["Bytes"])) for ts, args in found), key=_time)
 
 
-def _peak_of_events(events: list[tuple[int, int]]) -> int:
+def peak_of(events: Iterable[tuple[float, int, int]]) -> int:
+    """The most that was held at once of what was taken meanwhile."""
     live: dict[int, int] = {}
     total = peak = 0
-    for address, size in events:
+    for _, address, size in events:
         total -= live.pop(address, 0)
         if size > 0:
             live[address] = size
             total += size
             peak = max(peak, total)
     return peak
+
+
+def _time(event: tuple[float, int, int]) -> float:
+    return event[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin that liger-bench is: the commands `liger demo`, `liger train`, `liger plan` and `liger bench …`."""
+"""The plugin that liger-bench is: the commands `liger demo` and `liger bench …`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ if TYPE_CHECKING:
 def liger_commands(app: typer.Typer) -> None:
     from liger_bench.bench.command import ops, scaling
     from liger_bench.bench.group import DEFAULT, bench_group
-    from liger_bench.charts.command import report as training_report
     from liger_bench.demo.command import demo
     from liger_bench.distributed.command import distributed
     from liger_bench.model.command import model
-    from liger_bench.plan.command import plan
+    from liger_bench.options import checked
     from liger_bench.report.command import report
-    from liger_bench.train.command import train
 
-    app.command()(demo)
-    app.command()(train)
-    app.command()(plan)
-    app.command("report")(training_report)
+    app.command()(checked(demo))
     bench = bench_group()
-    bench.command(DEFAULT)(ops)
-    bench.command("scaling")(scaling)
-    bench.command()(model)
-    bench.command()(distributed)
-    bench.command()(report)
+    bench.command(DEFAULT)(checked(ops))
+    bench.command("scaling")(checked(scaling))
+    bench.command()(checked(model))
+    bench.command()(checked(distributed))
+    bench.command()(checked(report))
     app.add_typer(bench, name="bench")

@@ -3,17 +3,39 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
 from rich.console import Console
+
+from liger_core.tables import output
+
+AllColumns = Annotated[bool, typer.Option("--all-columns", help="Print every column, even if the table gets wider than 100 characters.")]
 
 
 def wide_console() -> Console:
-    """Standard output. A file has no width of its own, and 80 columns would break every cell and sentence."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 150
-    return console
+    """Standard output."""
+    return output()
 
 
 def ratio(value: float | None, base: float | None) -> str:
     """A cell: how often the base goes into the value, if both are known."""
     return f"{value / base:.2f}" if value is not None and base else "–"
+
+
+def unit_of(largest: float) -> tuple[int, str]:
+    """The unit of a column of sizes whose largest has so many bytes, and its name; the report and the plan keep two decimals of it."""
+    return next(((1 << bits, name) for bits, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if largest >= 1 << bits), (1, "bytes"))
+
+
+def size(count: float) -> str:
+    """Bytes in words, like 1.24 GiB."""
+    scale, name = unit_of(count)
+    return f"{count / scale:,.2f}".removesuffix(".00") + f" {name}"
+
+
+def amount(count: float) -> str:
+    """A number in words, to three digits, like 33.8 K."""
+    scale, name = next(((10**power, f" {name}") for power, name in ((9, "B"), (6, "M"), (3, "K")) if count >= 10**power), (1, ""))
+    value = count / scale
+    return f"{value:.{max(0, 3 - len(str(int(value)))) if scale > 1 else 0}f}{name}"

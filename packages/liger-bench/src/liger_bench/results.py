@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of rows that grow from run to run, and that neither a full disk nor a run that was killed can spoil."""
+"""Files of rows that grow from run to run. Neither a full disk, a run that is killed nor several runs at once can spoil them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import io
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from filelock import FileLock, Timeout
 from rich.console import Console
 
 from liger_core.errors import OptionError
+
+# In the folder of the files. Never removed: processes that wait for it would end up with different files of this name.
+LOCK = ".liger.lock"
+# Seconds. An append takes milliseconds.
+PATIENCE = 60.0
 
 Columns = dict[str, Any]
 
@@ -28,10 +34,11 @@ def read_json(path: Path) -> list[Columns]:
         return []
     try:
         rows = json.loads(path.read_text())
-    except ValueError as error:
-        raise OptionError(f"bench: {path} must be JSON, got {error}; move it away or give another folder") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OptionError(f"results: {path} must be JSON, got {reason}; move it away or give another folder") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise OptionError(f"bench: {path} must hold a list of rows, got {type(rows).__name__}; move it away or give another folder")
+        raise OptionError(f"results: {path} must hold a list of rows, got {type(rows).__name__}; move it away or give another folder")
     return rows
 
 
@@ -40,10 +47,10 @@ def append_json(rows: Sequence[Columns], path: Path) -> None:
 
     Raises OptionError if they cannot be written; the rows before are then as they were.
     """
-    everything = json.dumps([*read_json(path), *rows], indent=1) + "\n"
-    written = path.with_suffix(".part")
-    with _writable(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    # Of one process at a time, so that what a killed one left is overwritten and does not pile up.
+    written = path.with_name(path.name + ".part")
+    with _alone(path), _writable(path):
+        everything = json.dumps([*read_json(path), *rows], indent=1) + "\n"
         try:
             with written.open("w") as file:
                 file.write(everything)
@@ -60,13 +67,9 @@ def check_csv(path: Path, header: list[str]) -> None:
 
     A last line that was cut off, as by a run that was killed while it wrote, is mended, and standard error tells how.
     """
-    text = _text(path)
-    if not text:
-        return
-    with _writable(path):
-        mended = _mend(path, text, header)
-    if mended:
-        Console(stderr=True).print(mended, markup=False, highlight=False, soft_wrap=True)
+    if path.exists():
+        with _alone(path):
+            _mended(path, header)
 
 
 def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
@@ -74,11 +77,10 @@ def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
 
     Raises OptionError if they cannot be written; the rows before are then as they were.
     """
-    check_csv(path, header)
     text = io.StringIO()
     writer = csv.DictWriter(text, header)
-    with _writable(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path), _writable(path):
+        _mended(path, header)
         before = path.stat().st_size if path.is_file() else 0
         if before == 0:
             writer.writeheader()
@@ -103,14 +105,43 @@ def _reach_the_disk(file: IO[str]) -> None:
 
 
 @contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes from writing this file, in a folder that is made if it is not there."""
+    if path.exists() and not path.is_file():
+        # A device, which has no rows.
+        yield
+        return
+    with ExitStack() as stack:
+        with _writable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(FileLock(path.parent / LOCK, timeout=PATIENCE))
+            except Timeout:
+                raise OptionError(
+                    f"results: {path} must not be locked by another process for longer than {PATIENCE:.0f} s; wait or give another folder"
+                ) from None
+        yield
+
+
+@contextmanager
 def _writable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise OptionError(
-            f"bench: {path} must be a file that can be written, got {error.strerror or error}; the rows that it had are unchanged; "
+            f"results: {path} must be a file that can be written, got {error.strerror or error}; the rows that it had are unchanged; "
             "make room or give another folder"
         ) from error
+
+
+def _mended(path: Path, header: list[str]) -> None:
+    text = _text(path)
+    if not text:
+        return
+    with _writable(path):
+        mended = _mend(path, text, header)
+    if mended:
+        Console(stderr=True).print(mended, markup=False, highlight=False, soft_wrap=True)
 
 
 def _cut(path: Path, size: int) -> None:
@@ -136,7 +167,7 @@ def _mend(path: Path, text: str, header: list[str]) -> str | None:
     found = next(csv.reader(io.StringIO(text, newline="")))
     if found != header:
         raise OptionError(
-            f"bench: {path} must have the columns of this version to be appended to, got {','.join(found)[:200]}; give another file"
+            f"results: {path} must have the columns of this version to be appended to, got {','.join(found)[:200]}; give another file"
         )
     start, last = _last_record(text)
     if len(last) >= len(header):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liger's operators: interfaces, pure-PyTorch references, and the choice of a backend for each."""
 
-from liger_core.backend import Backend
+from liger_core import builtin, plugins
+from liger_core.backend import Backend, Implementation
 from liger_core.errors import (
     BackendError,
     DeviceError,
@@ -17,18 +18,22 @@ from liger_core.errors import (
 from liger_core.explanation import explain
 from liger_core.hookspecs import hookimpl
 from liger_core.op import Misuse, Op, Product, Sample, Work, Workload, op
-from liger_core.ops import add_rms_norm, cross_entropy, geglu, layer_norm, linear_cross_entropy, linear_log_prob, rms_norm, rope, swiglu
+from liger_core.ops import *  # noqa: F403
 from liger_core.ops._softmax_loss import LossMetrics
 from liger_core.selection import use
 
 __version__ = "0.1.0"
 
+plugins.offer(builtin)
+
 __all__ = [
+    *(op.name for op in builtin.CATALOGUE),
     "Backend",
     "BackendError",
     "DeviceError",
     "DtypeError",
     "GradientError",
+    "Implementation",
     "LigerError",
     "LossMetrics",
     "Misuse",
@@ -42,17 +47,8 @@ __all__ = [
     "Unsupported",
     "Work",
     "Workload",
-    "add_rms_norm",
-    "cross_entropy",
     "explain",
-    "geglu",
     "hookimpl",
-    "layer_norm",
-    "linear_cross_entropy",
-    "linear_log_prob",
     "op",
-    "rms_norm",
-    "rope",
-    "swiglu",
     "use",
 ]

@@ -62,10 +62,11 @@ def _one_rounding(exact: Tensor, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2 * float(finite.abs().max()) * exact.numel() ** 0.5 / norm if norm > 0 else 0.0
 
 
-def judge(result: Tensor, reference: Tensor, exact: Tensor, dtype: torch.dtype | None = None) -> str | None:
+def judge(result: Tensor, reference: Tensor, exact: Tensor, dtype: torch.dtype | None = None, *, leeway: float = 1.0) -> str | None:
     """None if the result meets the criterion, else a sentence with the figures.
 
-    dtype  the precision that the inputs had (the result itself may be a float32 loss); the result's own by default
+    dtype   the precision that the inputs had (the result itself may be a float32 loss); the result's own by default
+    leeway  factor on the reference's error; more than 1 where inputs are so extreme that results consist mostly of round-off
     """
     if result.shape != exact.shape:
         return f"shape {tuple(exact.shape)} expected, got {tuple(result.shape)}"
@@ -78,7 +79,10 @@ def judge(result: Tensor, reference: Tensor, exact: Tensor, dtype: torch.dtype |
     slack = floor(dtype or result.dtype)
     # Of a handful of elements the reference may round all luckily; half an ulp of one element is what luck amounts to.
     luck = torch.finfo(result.dtype).eps / 2 / max(result.numel(), 1) ** 0.5
-    limits = Error(K * base.frobenius + slack + luck, K_MAXIMUM * base.maximum + 8 * slack + _one_rounding(exact, result.dtype))
+    limits = Error(
+        leeway * K * base.frobenius + slack + luck,
+        leeway * K_MAXIMUM * base.maximum + 8 * slack + _one_rounding(exact, result.dtype),
+    )
     if got.frobenius <= limits.frobenius and got.maximum <= limits.maximum:
         return None
     return (

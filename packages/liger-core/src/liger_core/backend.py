@@ -6,8 +6,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,18 @@ from liger_core.op import Op
 # What the reference lists; tensors on any other device get the reference as well.
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
 
-Implementations = Mapping["Op[..., Any]", Callable[..., Any]]
+
+class Implementation(NamedTuple):
+    """A function of a backend, and the elements of its first tensor up to which a compiled region gets the reference instead.
+
+    The compiler fuses that with what is around it, and the host starts what the compiler makes sooner than a custom op.
+    """
+
+    function: Callable[..., Any]
+    handed_over: int = 0
+
+
+Implementations = Mapping["Op[..., Any]", Callable[..., Any] | Implementation]
 
 
 def always() -> str | None:
@@ -30,12 +41,11 @@ class Backend:
     """What a plugin returns from `liger_backends()`.
 
     device_types     PyTorch's names of device types, for instance ("cuda",)
-    priority         `auto` tries the available backends from the highest priority down to the reference, which has 0; those at 0 and below
-                     run only where they are selected by name
-    implementations  op → function, or a function that returns that table (so that importing the plugin imports no compiler)
+    priority         `auto` tries the available backends from the highest priority down to the reference, which has 0
+    implementations  op → function or `Implementation`, or a function that returns that table (so that importing the plugin imports no
+                     compiler)
     unavailable      returns None, or why this backend cannot run here
-    handed_over      op → elements of its first tensor up to which a compiled region gets the reference instead: the compiler fuses it with what
-                     is around it, and the host starts what the compiler makes sooner than a custom op
+    automatic        False if `auto` shall never take it, whatever its priority, such as an interpreter that is there for tests
     supports_fake_tensors
                      whether every implementation runs on fake tensors. Custom ops with fakes (`Kernel`) and plain PyTorch operators do;
                      code that reads data pointers, such as a function compiled by `torch.compile`, crashes. Without it the backend never
@@ -48,7 +58,7 @@ class Backend:
     priority: int
     implementations: Implementations | Callable[[], Implementations]
     unavailable: Callable[[], str | None] = always
-    handed_over: Mapping[Op[..., Any], int] = field(default_factory=dict)
+    automatic: bool = True
     supports_fake_tensors: bool = False
     distribution: str = ""
 
@@ -59,8 +69,8 @@ class Backend:
             raise PluginError(
                 f"{title}: its name must be letters, digits, '_', '-' and '.', and not 'auto', which means the automatic choice"
             )
-        if not isinstance(self.priority, int):
-            raise PluginError(f"{title}: its priority must be an integer, got {self.priority!r}")
+        if not isinstance(self.priority, int) or (self.priority <= 0 and self.name != "reference"):
+            raise PluginError(f"{title}: its priority must be an integer above 0, which the reference has, got {self.priority!r}")
         if not isinstance(self.device_types, tuple) or not self.device_types:
             raise PluginError(f"{title}: device_types must be a tuple such as ('cpu',), got {self.device_types!r}")
         for kind in self.device_types:
@@ -70,26 +80,21 @@ class Backend:
                     f"{title}: each of its device_types must be one of PyTorch's, such as 'cpu' or 'cuda', got {kind!r}.{meant}"
                 )
 
-    def table(self, known: Mapping[str, Op[..., Any]]) -> dict[str, Callable[..., Any]]:
+    def table(self, known: Mapping[str, Op[..., Any]]) -> dict[str, Implementation]:
         """Op name → implementation, each with the signature of its reference."""
         given = self.implementations() if callable(self.implementations) else self.implementations
-        table: dict[str, Callable[..., Any]] = {}
-        for op, implementation in given.items():
+        table: dict[str, Implementation] = {}
+        for op, value in given.items():
+            implementation = value if isinstance(value, Implementation) else Implementation(value)
             name = op.name if isinstance(op, Op) else str(op)
             if name not in known:
                 raise PluginError(
                     f"backend {self.name!r}: every op it implements must be a known op, got {name!r}; "
                     f"known: {', '.join(sorted(known))}.{nearest(name, known)}"
                 )
-            if drift := _drift(known[name], implementation):
+            if drift := _drift(known[name], implementation.function):
                 raise PluginError(f"backend {self.name!r}: {name} must have the signature of its reference; {drift}")
             table[name] = implementation
-        for op in self.handed_over:
-            if op.name not in table:
-                raise PluginError(
-                    f"backend {self.name!r}: every op it hands over must be one that it implements, got {op.name!r}; "
-                    f"implemented: {', '.join(sorted(table))}"
-                )
         return table
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from liger_core import ops
 from liger_core.backend import DEVICE_TYPES, Backend
 from liger_core.hookspecs import hookimpl
 from liger_core.op import Op
-from liger_core.ops import CATALOGUE
 
 if TYPE_CHECKING:
     import typer
+
+
+CATALOGUE: tuple[Op[..., Any], ...] = tuple(value for value in vars(ops).values() if isinstance(value, Op))
 
 
 @hookimpl

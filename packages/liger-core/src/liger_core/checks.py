@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -121,6 +121,26 @@ def constant(op: str, **tensors: Any) -> None:
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
             fail(OptionError, op, f"{name} must not require a gradient, since the op does not define one; pass {name}.detach()")
+
+
+def distributed(op: str, arguments: Mapping[str, Any], problem: Exception) -> None:
+    """Say what to do about a call that failed because of DTensors; looked at only then, so that other calls pay nothing."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    spread = [name for name, value in tensors.items() if hasattr(value, "full_tensor")]
+    plain = [name for name in tensors if name not in spread]
+    if not spread or not ("DTensor" in str(problem) or "sharding strategy" in str(problem)):
+        return
+    if plain:
+        sentence = (
+            f"tensors must all be DTensors or all be plain, got {', '.join(spread)} as DTensor and {', '.join(plain)} as plain; "
+            f"distribute {', '.join(plain)} over the same mesh with distribute_tensor, or pass local tensors with .to_local()"
+        )
+    else:
+        sentence = (
+            f"tensors must be plain, since the op does not support DTensor yet, got {', '.join(spread)} as DTensor; "
+            "pass whole tensors with .full_tensor(), or local ones with .to_local() where each rank can compute its part alone"
+        )
+    raise DeviceError(f"{op}: {sentence}") from problem
 
 
 def targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:

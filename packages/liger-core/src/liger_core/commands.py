@@ -16,11 +16,12 @@ import typer
 import typer.main
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from liger_core import selection
 from liger_core.errors import BackendError, LigerError, nearest
 from liger_core.plugins import DISABLE, PROJECT, Plugin, Registry, attempt, blaming, keeper, registry
+from liger_core.tables import Column, output, print_table
+from liger_core.versions import complaints
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 # Besides those of this project, whose versions matter most for a report.
@@ -35,7 +36,7 @@ def main() -> None:
         _add_commands(app, registry())
         app()
     except LigerError as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False)
+        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 
@@ -99,6 +100,7 @@ def doctor(as_json: AsJson = False) -> None:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": _versions(),
+        "untested_versions": complaints(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
         "backends": {
             name: {
@@ -144,13 +146,12 @@ def ops(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(rows))
         return
-    table = Table("op", *found.backends, "summary")
-    for name, row in rows.items():
-        table.add_row(name, *("✓" if b in row["backends"] else "–" for b in found.backends), str(row["summary"]))
-    console = Console()
-    console.print(table)
+    console = output()
+    columns = [Column("op"), *(Column(name) for name in found.backends), Column("summary", prose=True)]
+    cells = [[name, *("✓" if b in row["backends"] else "–" for b in found.backends), str(row["summary"])] for name, row in rows.items()]
+    print_table(console, columns, cells)
     for name, reason in found.unavailable.items():
-        console.print(f"{name} is unavailable: {reason}", highlight=False)
+        console.print(f"{name} is unavailable: {reason}")
 
 
 def _versions() -> dict[str, str | None]:
@@ -166,13 +167,18 @@ def _version(name: str) -> str | None:
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    console = output()
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     console.print(f"Python {report['python']} on {report['platform']}\n{versions}\ndevices: {', '.join(report['devices'])}")
-    table = Table("backend", "devices", "priority", "ops", "from", "state")
-    for name, b in report["backends"].items():
-        table.add_row(name, " ".join(b["device_types"]), str(b["priority"]), str(len(b["ops"])), b["from"], b["unavailable"] or "available")
-    console.print(table)
+    for said in report["untested_versions"]:
+        console.print(f"[yellow]untested versions[/yellow]: {said}")
+    columns = [Column("backend"), Column("devices", prose=True), Column("priority", number=True), Column("ops", number=True)]
+    columns += [Column("from", prose=True), Column("state", prose=True)]
+    rows = [
+        [name, " ".join(b["device_types"]), str(b["priority"]), str(len(b["ops"])), b["from"], b["unavailable"] or "available"]
+        for name, b in report["backends"].items()
+    ]
+    print_table(console, columns, rows)
     variable = report[selection.VARIABLE]
     console.print(f"{selection.VARIABLE}: {variable if variable else 'not set (auto)'}")
     for fault in [*dict.fromkeys(chain(*report["failed_plugins"].values())), *filter(None, [report["selection_error"]])]:

@@ -47,7 +47,7 @@ class Unsupported(Exception):
     """Raised by an implementation, before any work, to decline a call that it cannot take."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The sentence `Did you mean 'x'?` with a leading blank, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The sentence `Did you mean 'x'?` with a leading blank, or nothing if no name is like it enough, from 0 to 1."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""

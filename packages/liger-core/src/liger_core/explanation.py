@@ -57,8 +57,8 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _compiled(found: Registry, op: Op[..., Any], backend: str, first: Any) -> str:
-    most = found.backends[backend].handed_over.get(op)
-    return f"; a compiled region gets the reference up to {most:,} elements" if most is not None and first.numel() <= most else ""
+    most = found.handed_over.get(backend, {}).get(op.name, 0)
+    return f"; a compiled region gets the reference up to {most:,} elements" if most and first.numel() <= most else ""
 
 
 class _Verdict(NamedTuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three hooks that a plugin may implement."""
+"""The hooks that a plugin may implement."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def liger_ops() -> Iterable[Op[..., Any]]:  # type: ignore[empty-body]
 @hookspec
 def liger_backends() -> Iterable[Backend]:  # type: ignore[empty-body]
     """The backends that this plugin brings."""
+
+
+@hookspec
+def liger_rules() -> Iterable[Any]:  # type: ignore[empty-body]
+    """The rules, each a `liger_hf.rule.Rule`, by which ops get into Hugging Face models; asked for when a model is looked at."""
 
 
 @hookspec

@@ -3,20 +3,21 @@
 
 A `Kernel` is a custom op made of `allocate` (its outputs, and so also its fake) and `launch` (fills them). Plain eager calls
 skip the dispatcher, which costs more than a small kernel; whatever traces or watches (compile, a dispatch mode, a tensor
-subclass) gets the custom op. `differentiable` ties a forward and a backward kernel together by the names in their
-schemas, so no op writes an autograd function of its own; a compiled region gets it as one node.
+subclass) gets the custom op. `differentiable` ties a forward and a backward kernel together by the names of their parameters,
+so no op writes an autograd function of its own; a compiled region gets it as one node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from liger_core.errors import GradientError, Unsupported
+from liger_core.errors import GradientError, Unsupported, nearest
 
 _libraries: dict[str, torch.library.Library] = {}
 # Custom op → the kernel that it is made of, for whoever watches operations.
@@ -25,37 +26,53 @@ KERNELS: dict[Any, Kernel] = {}
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _transform = torch._C._functorch.peek_interpreter_stack
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, list, tuple})
+# What the parameters of `launch` may be annotated with, and what each is in a schema.
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    float | None: "float?",
+    torch.dtype | None: "ScalarType?",
+    list[bool]: "bool[]",
+}
 
 Outputs = tuple[Tensor | None, ...]
 
 
 class Kernel:
-    """A custom op `namespace::name` made of `allocate(*args) -> outputs` and `launch(*outputs, *args)`.
+    """A custom op `namespace::name` made of `allocate(*inputs) -> outputs` and `launch(*outputs, *inputs)`.
 
-    schema   as for `torch.library.define`; results must be named, optional ones are `Tensor?`
-    recycle  like allocate, but may hand out the arguments themselves: for a backward whose graph is freed behind it
+    launch    its signature is the schema: outputs before the slash, `def launch(y, /, x, weight, eps)`, inputs behind it. A parameter
+              that is annotated with a NamedTuple stands for all of its fields
+    allocate  returns a tuple with new memory for every output, None for an optional one that is not wanted
+    recycle   like allocate, but may hand out the inputs themselves: for a backward whose graph is freed behind it
     """
 
     def __init__(
         self,
         namespace: str,
-        schema: str,
+        name: str,
         allocate: Callable[..., Outputs],
         launch: Callable[..., None],
         recycle: Callable[..., Outputs] | None = None,
     ) -> None:
+        self.name = f"{namespace}::{name}"
+        self.allocate, self.launch, self.recycle = allocate, launch, recycle
+        outputs, inputs = _parameters(self.name, launch)
+        self.groups, self.output_groups = _groups(inputs), _groups(outputs)
         if namespace not in _libraries:
             _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
         library = _libraries[namespace]
-        name = library.define(schema, tags=(torch.Tag.pt2_compliant_tag,)).split("(")[0].split("::")[-1]
-        self.name = f"{namespace}::{name}"
-        self.allocate, self.launch, self.recycle = allocate, launch, recycle
+        self.declared = _fields(self.name, inputs), _fields(self.name, outputs)
+        self.schema = _define(library, name, *self.declared)
         library.impl(name, self._dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(self.name, self._fake, lib=library)
         self.op = getattr(getattr(torch.ops, namespace), name).default
         KERNELS[self.op] = self
-        self.schema = self.op._schema
-        self.single = len(self.schema.returns) == 1
+        self.count = len(self.schema.returns)
+        self.single = self.count == 1
         # Number of public outputs → the backward kernel, and the custom op that is tied to it.
         self.tied: dict[int, tuple[Kernel, Any]] = {}
 
@@ -83,10 +100,8 @@ class Kernel:
         """
         if public not in self.tied:
             library, (space, name) = _libraries[self.op.namespace], self.name.split("::")
-            arguments, _, results = str(self.schema).partition("(")[2].rpartition(" -> ")
-            kept = ", ".join(results.strip("()").split(", ")[:public])
-            name = library.define(f"{name}_differentiable_{public}({arguments} -> ({kept})", tags=(torch.Tag.pt2_compliant_tag,))
-            name = name.split("(")[0].split("::")[-1]
+            name = f"{name}_differentiable_{public}"
+            _define(library, name, self.declared[0], self.declared[1][:public])
 
             def plainly(*args: Any) -> Any:
                 outputs = self(*args)
@@ -103,9 +118,18 @@ class Kernel:
 
     def execute(self, args: tuple[Any, ...], allocate: Callable[..., Outputs]) -> Outputs:
         """Allocate and launch; backends override this to put a device guard around it."""
+        if self.groups is not None:
+            args = _grouped(self.groups, args)
         outputs = allocate(*args)
-        self.launch(*outputs, *args)
+        if not isinstance(outputs, tuple) or len(outputs) != self.count:
+            self._refuse_outputs(outputs)
+        self.launch(*(outputs if self.output_groups is None else _grouped(self.output_groups, outputs)), *args)
         return outputs
+
+    def _refuse_outputs(self, outputs: Any) -> NoReturn:
+        wanted = ", ".join(r.name for r in self.schema.returns)
+        got = f"{len(outputs)} values" if isinstance(outputs, tuple) else type(outputs).__name__
+        raise TypeError(f"{self.name}: allocate must return a tuple of {wanted}, as launch takes them before its slash, got {got}")
 
     def refuse_transform(self, op: str) -> NoReturn:
         """torch.func and forward-mode AD need plain PyTorch, which most references are."""
@@ -114,18 +138,13 @@ class Kernel:
     def _dispatched(self, *args: Any) -> Any:
         with torch._C._DisableAutocast():
             outputs = self.execute(args, self.allocate)
-        return outputs[0] if self.single else outputs
+        return outputs[0] if self.single else tuple(outputs)
 
     def _fake(self, *args: Any) -> Any:
-        outputs = self.allocate(*args)
-        return outputs[0] if self.single else outputs
-
-
-def reference_kernel(
-    schema: str, allocate: Callable[..., Outputs], launch: Callable[..., None], recycle: Callable[..., Outputs] | None = None
-) -> Kernel:
-    """A kernel of the pure-PyTorch references."""
-    return _ReferenceKernel("liger_reference", schema, allocate, launch, recycle)
+        outputs = self.allocate(*(args if self.groups is None else _grouped(self.groups, args)))
+        if not isinstance(outputs, tuple) or len(outputs) != self.count:
+            self._refuse_outputs(outputs)
+        return outputs[0] if self.single else tuple(outputs)
 
 
 class _ReferenceKernel(Kernel):
@@ -138,18 +157,97 @@ class _ReferenceKernel(Kernel):
         )
 
 
-def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callable[..., Any]:
-    """One differentiable function of two kernels, bound by the names in their schemas.
+def reference_kernel(
+    name: str, allocate: Callable[..., Outputs], launch: Callable[..., None], recycle: Callable[..., Outputs] | None = None
+) -> Kernel:
+    """A kernel of the pure-PyTorch references."""
+    return _ReferenceKernel("liger_reference", name, allocate, launch, recycle)
 
-    backward's arguments are `grad_<output>`, inputs and outputs of forward under their own names (these are kept until then),
-    and last `bool[n] needs`: which of its results, each called `grad_<input>`, are asked for. A result `grad_<input>_and_<input>` is
+
+# -- schemas
+
+# Names and types of parameters.
+_Parameters = list[tuple[str, Any]]
+# For each parameter the NamedTuple that it is, if it is one, and how many fields it stands for; None if there is no NamedTuple.
+_Groups = list[tuple[Any, int]] | None
+
+
+def _parameters(kernel: str, launch: Callable[..., None]) -> tuple[_Parameters, _Parameters]:
+    """The outputs and the inputs in the signature of launch."""
+    types, found = get_type_hints(launch), inspect.signature(launch).parameters.values()
+    outputs = [(p.name, types.get(p.name)) for p in found if p.kind is p.POSITIONAL_ONLY]
+    inputs = [(p.name, types.get(p.name)) for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not outputs or len(outputs) + len(inputs) != len(found):
+        raise TypeError(f"{kernel}: launch must take outputs, a slash and inputs, (y, /, x, weight), got {inspect.signature(launch)}")
+    return outputs, inputs
+
+
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _groups(parameters: _Parameters) -> _Groups:
+    if not any(_is_group(kind) for _, kind in parameters):
+        return None
+    return [(kind._make, len(kind._fields)) if _is_group(kind) else (None, 1) for _, kind in parameters]
+
+
+def _grouped(groups: list[tuple[Any, int]], values: Sequence[Any]) -> tuple[Any, ...]:
+    """Flat values as the parameters that they are fields of."""
+    grouped, start = [], 0
+    for make, count in groups:
+        grouped.append(values[start] if make is None else make(values[start : start + count]))
+        start += count
+    return tuple(grouped)
+
+
+def _flat(groups: list[tuple[Any, int]], values: Iterable[Any]) -> tuple[Any, ...]:
+    """Parameters as the flat values that custom ops and autograd take."""
+    flat: list[Any] = []
+    for (make, _), value in zip(groups, values, strict=False):
+        if make is None:
+            flat.append(value)
+        else:
+            flat.extend(value)
+    return tuple(flat)
+
+
+def _fields(kernel: str, parameters: _Parameters) -> list[str]:
+    """Parameters as they stand in a schema."""
+    flat: _Parameters = []
+    for name, kind in parameters:
+        flat.extend(get_type_hints(kind).items() if _is_group(kind) else [(name, kind)])
+    for name, kind in flat:
+        if kind not in _TYPES:
+            known = ", ".join(getattr(t, "__name__", str(t)) for t in _TYPES)
+            raise TypeError(f"{kernel}: {name} must be annotated with one of {known} or a NamedTuple of these, got {kind}")
+    return [f"{_TYPES[kind]} {name}" for name, kind in flat]
+
+
+def _define(library: torch.library.Library, name: str, inputs: list[str], outputs: list[str]) -> Any:
+    schema = f"{name}({', '.join(inputs)}) -> ({', '.join(outputs)})"
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return torch._C.parse_schema(schema)
+
+
+# -- autograd
+
+
+def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callable[..., Any]:
+    """One differentiable function of two kernels, bound by the names of their parameters.
+
+    backward's inputs are `grad_<output>`, inputs and outputs of forward under their own names (these are kept until then),
+    and last `needs: list[bool]`: which of its results, each called `grad_<input>`, are asked for. A result `grad_<input>_and_<input>` is
     the gradient of both; autograd copies a gradient that it shares before it writes to it. A forward that computes gradients itself
-    takes the same `needs` last. The first `public` outputs are returned; those without a `grad_` argument are constants.
+    takes the same `needs` last. The first `public` outputs are returned; those without a `grad_` input are constants.
+
+    Raises TypeError, at import, if a name belongs to nothing.
     """
     inputs = [a.name for a in forward.schema.arguments]
     outputs = [r.name for r in forward.schema.returns]
     early = inputs[-1] == "needs"
     wanted = [a.name for a in backward.schema.arguments]
+    _check_names(forward, backward, public)
     # The first and the last input of each of backward's results; one and the same but for a shared gradient.
     targets = [(inputs.index(names[0]), inputs.index(names[-1])) for names in map(_inputs_of, backward.schema.returns)]
     trained = sorted({i for pair in targets for i in pair})
@@ -162,8 +260,6 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     options = [names.index(n) for n in rest if n not in tensors]
     order = [[*kept, *options].index(names.index(n)) for n in rest]
     constants = [i for i in range(public) if i not in gradients]
-    if wanted[-1] != "needs" or gradients != sorted(gradients) or any(g >= public for g in gradients):
-        raise TypeError(f"{backward.name}: its arguments must be grad_<public output>…, kept values…, needs; got {wanted}")
     count = len(inputs)
     title = forward.name
     name = title.split("::")[1]
@@ -206,8 +302,11 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
 
     traced = forward.tie(backward, public, Function.apply)
     no = [False] * len(targets)
+    groups = forward.groups
 
     def call(*args: Any) -> Any:
+        if groups is not None:
+            args = _flat(groups, args)
         if _is_transforming() and any(map(_is_transformed, args)):
             forward.refuse_transform(name)
         asked = False
@@ -225,6 +324,33 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+def _check_names(forward: Kernel, backward: Kernel, public: int) -> None:
+    """Every parameter of backward must belong to something of forward."""
+    inputs, outputs = [a.name for a in forward.schema.arguments], [r.name for r in forward.schema.returns]
+    gradients = [f"grad_{name}" for name in outputs[:public]]
+    *wanted, last = backward.schema.arguments
+    if last.name != "needs" or str(last.type) != "List[bool]":
+        raise TypeError(f"{backward.name}: its last input must be needs: list[bool], got {last.type} {last.name}")
+    names = [a.name for a in wanted]
+    for name in names:
+        allowed = [*gradients, *inputs, *outputs]
+        if name not in allowed:
+            raise TypeError(
+                f"{backward.name}: its inputs must be gradients of public outputs, inputs and outputs of {forward.name} "
+                f"({', '.join(allowed)}) and needs, got {name}.{nearest(name, allowed)}"
+            )
+    given = [name for name in names if name in gradients]
+    if not given or names[: len(given)] != [name for name in gradients if name in given]:
+        raise TypeError(f"{backward.name}: {', '.join(gradients)} must come first and in this order, got {', '.join(names)}")
+    for result in backward.schema.returns:
+        for name in _inputs_of(result):
+            if name not in inputs:
+                raise TypeError(
+                    f"{backward.name}: its results must be grad_<input of {forward.name}> ({', '.join(inputs)}), got {result.name}."
+                    f"{nearest(result.name.removeprefix('grad_'), inputs)}"
+                )
 
 
 def _is_transforming() -> bool:

@@ -10,7 +10,11 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 
+from liger_core.checks import distributed
 from liger_core.errors import LigerError, Unsupported
+
+# What options are called that allow an op to write over tensors that it was given.
+OVERWRITING = ("inplace", "overwrite", "main_grad")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -155,6 +159,9 @@ class Op(Generic[P, R]):
             return implementation(*args, **kwargs)  # type: ignore[no-any-return]
         except Unsupported as reason:
             refused = reason
+        except (NotImplementedError, RuntimeError) as problem:
+            distributed(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
+            raise
         return choice.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -165,10 +172,18 @@ def _raise(reason: Unsupported, *args: Any, **kwargs: Any) -> NoReturn:
     raise reason
 
 
-def _settle() -> bool:
-    from liger_core import selection
+# The selection's `settle`, which makes every op ready for its first call.
+_prepare: list[Callable[[], None]] = []
 
-    selection.settle()
+
+def before_first_call(prepare: Callable[[], None]) -> None:
+    """What ops need from above them is handed to them: they import nothing of it."""
+    _prepare[:] = [prepare]
+
+
+def _settle() -> bool:
+    for prepare in _prepare:
+        prepare()
     return True
 
 

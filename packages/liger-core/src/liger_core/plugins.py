@@ -19,13 +19,14 @@ from liger_core import hookspecs
 from liger_core.backend import Backend
 from liger_core.errors import PluginError, nearest
 from liger_core.op import Op
+from liger_core.versions import warn_if_untested
 
 GROUP = "liger"
 CORE = "core"
 REFERENCE = "reference"
 DISABLE = "LIGER_DISABLE_PLUGINS"
 # The distributions of this project. A plugin of another one cannot take a name that one of these has.
-PROJECT = ("liger-core", "liger-triton", "liger-hf", "liger-bench")
+PROJECT = ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train")
 T = TypeVar("T")
 
 
@@ -45,12 +46,19 @@ class Plugin:
 
 
 OURSELVES = Plugin(CORE, "liger-core")
+_own: list[object] = []
 
 
-@dataclass
+def offer(plugin: object) -> None:
+    """Core's own plugin, which stands above this file."""
+    _own[:] = [plugin]
+
+
+@dataclass(eq=False)
 class Registry:
     """All that the plugins offer, and what is wrong with them.
 
+    handed_over  backend → op → elements up to which a compiled region gets the reference
     unavailable  backend → why it cannot run here, by its own account
     left_out     backend → the fault for which it was not loaded
     failed       plugin → its faults
@@ -62,6 +70,7 @@ class Registry:
     ops: dict[str, Op[..., Any]] = field(default_factory=dict)
     backends: dict[str, Backend] = field(default_factory=dict)
     implementations: dict[str, dict[str, Callable[..., Any]]] = field(default_factory=dict)
+    handed_over: dict[str, dict[str, int]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     failed: dict[str, list[str]] = field(default_factory=dict)
@@ -142,24 +151,24 @@ def attempt(what: str, call: Callable[[], T]) -> T:
 
 
 def _load_all() -> Registry:
-    from liger_core import builtin
-
+    warn_if_untested("liger-core")
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
-    manager.register(builtin, CORE)
+    for plugin in _own:
+        manager.register(plugin, CORE)
     found = Registry(manager, disabled=tuple(filter(None, os.environ.get(DISABLE, "").replace(" ", "").split(","))))
     found.plugins[CORE] = OURSELVES
     # In the order of names, so that nothing depends on the order of installation.
     entries = sorted((_plugin(entry), entry.value, entry) for entry in importlib.metadata.entry_points(group=GROUP))
     found.installed = tuple(dict.fromkeys(plugin.name for plugin, _, _ in entries))
     candidates = [(plugin, plugin.name, entry) for plugin, _, entry in entries if plugin.name not in found.disabled]
-    for plugin, entry in _one_of_each(found, "plugin", [(OURSELVES, CORE, None), *candidates]):
+    for plugin, entry in one_of_each(found, "plugin", [(OURSELVES, CORE, None), *candidates]):
         if entry:
             with blaming(found, [plugin], "the plugin"):
                 _load(found, plugin, entry)
-    for _, op in _one_of_each(found, "op", _offers(found, "liger_ops", Op)):
+    for _, op in one_of_each(found, "op", offers(found, "liger_ops", Op)):
         found.ops[op.name] = op
-    for plugin, backend in _one_of_each(found, "backend", _offers(found, "liger_backends", Backend)):
+    for plugin, backend in one_of_each(found, "backend", offers(found, "liger_backends", Backend)):
         with blaming(found, [plugin], f"backend {backend.name!r}", backend=backend.name):
             _add_backend(found, plugin, backend)
     # An op that a plugin defines brings its reference with it.
@@ -199,7 +208,7 @@ def _check_hooks(manager: pluggy.PluginManager, module: object) -> None:
         raise PluginError(f"it must have one of the hooks {', '.join(known)}, it has none")
 
 
-def _offers(found: Registry, hook: str, kind: type[T]) -> Iterator[tuple[Plugin, str, T]]:
+def offers(found: Registry, hook: str, kind: type[T]) -> Iterator[tuple[Plugin, str, T]]:
     """(plugin, name, item) for every item that the plugins return from a hook."""
     for plugin, implementation in found.hooks(hook):
         with blaming(found, [plugin], f"what {hook} returns"):
@@ -215,10 +224,10 @@ def _items(implementation: pluggy.HookImpl) -> list[Any]:
     return list(returned)
 
 
-def _one_of_each(found: Registry, kind: str, offers: Iterable[tuple[Plugin, str, T]]) -> list[tuple[Plugin, T]]:
+def one_of_each(found: Registry, kind: str, offered: Iterable[tuple[Plugin, str, T]]) -> list[tuple[Plugin, T]]:
     """The offers without those that share a name; of these only the one of this project stays, if there is one."""
     by_name: dict[str, list[tuple[Plugin, T]]] = {}
-    for plugin, name, item in offers:
+    for plugin, name, item in offered:
         by_name.setdefault(name, []).append((plugin, item))
     kept: list[tuple[Plugin, T]] = []
     for name, rivals in by_name.items():
@@ -243,7 +252,9 @@ def _add_backend(found: Registry, plugin: Plugin, backend: Backend) -> None:
     backend.check()
     reason = attempt(f"backend {backend.name!r}: its availability check", backend.unavailable)
     if reason is None:
-        found.implementations[backend.name] = attempt(f"backend {backend.name!r}: loading it", lambda: backend.table(found.ops))
+        table = attempt(f"backend {backend.name!r}: loading it", lambda: backend.table(found.ops))
+        found.implementations[backend.name] = {op: each.function for op, each in table.items()}
+        found.handed_over[backend.name] = {op: each.handed_over for op, each in table.items()}
     else:
         found.unavailable[backend.name] = reason
     found.backends[backend.name] = replace(backend, distribution=plugin.distribution)

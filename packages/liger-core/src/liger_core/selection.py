@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +15,7 @@ import torch
 
 from liger_core.backend import Backend
 from liger_core.errors import BackendError, Unsupported, nearest
-from liger_core.op import Choice, Op
+from liger_core.op import Choice, Op, before_first_call
 from liger_core.plugins import LOCK, Registry, forget, registry
 
 AUTO = "auto"
@@ -119,34 +118,6 @@ def _check_nesting(layer: _Layer) -> None:
         )
 
 
-@contextmanager
-def standing_in(device: str, place: str) -> Iterator[list[str]]:
-    """Tensors on `place` get what the automatic choice would give tensors on `device`, whether or not that can run here.
-
-    For fake tensors, of which nothing is computed: so the memory of a GPU is planned where there is none. Gives the names of the backends
-    that could be loaded and support fake tensors, the last one over the others.
-    """
-    settle()
-    found = registry()
-    before = {op: op.choice for op in found.ops.values()}
-    loaded: list[str] = []
-    links: dict[Op[..., Any], list[_Link]] = {op: [] for op in before}
-    # A negative priority keeps a backend from running where it would be slow, and here nothing runs.
-    for backend in sorted(found.backends.values(), key=lambda backend: abs(backend.priority)):
-        if device in backend.device_types and backend.supports_fake_tensors:
-            with suppress(Exception):
-                for name, implementation in backend.table(found.ops).items():
-                    links[found.ops[name]].insert(0, _Link(backend.name, implementation, implementation))
-                loaded.append(backend.name)
-    for op, tried in links.items():
-        op.choice = _in_turn(op, {**_ranked(found, op), place: tried})
-    try:
-        yield loaded
-    finally:
-        for op, choice in before.items():
-            op.choice = choice
-
-
 def settle() -> None:
     """Resolve the selection of every op, once; ops call this at their first use."""
     if not _settled:
@@ -154,6 +125,9 @@ def settle() -> None:
             if not _settled:
                 _environment()
                 _apply(registry())
+
+
+before_first_call(settle)
 
 
 def reset() -> None:
@@ -244,7 +218,8 @@ def _choose(found: Registry, op: Op[..., Any]) -> tuple[str, str]:
 
 def ranking(found: Registry, op: Op[..., Any]) -> dict[str, list[str]]:
     """Device type → the available backends that `auto` tries in turn, by descending priority; after them comes the reference, which has 0."""
-    able = [backend for name, backend in found.backends.items() if backend.priority > 0 and op.name in found.implementations.get(name, {})]
+    others = {name: backend for name, backend in found.backends.items() if backend.automatic and name != "reference"}
+    able = [backend for name, backend in others.items() if op.name in found.implementations.get(name, {})]
     ranked: dict[str, list[str]] = {}
     for backend in sorted(able, key=lambda backend: (-backend.priority, backend.name)):
         for device in backend.device_types:
@@ -262,9 +237,9 @@ def _apply(found: Registry) -> None:
     for op in found.ops.values():
         name, source = settled[op.name] = _choose(found, op)
         if name == AUTO:
-            op.choice = _in_turn(op, _ranked(found, op))
+            op.choice = in_turn(op, ranked(found, op))
         elif name == "reference":
-            op.choice = _in_turn(op, {})
+            op.choice = in_turn(op, {})
         else:
             backend, link = found.backends[name], _link(found, op, name)
             op.choice = Choice(
@@ -277,7 +252,7 @@ def _apply(found: Registry) -> None:
     _settled.update(settled)
 
 
-class _Link(NamedTuple):
+class Link(NamedTuple):
     """One of the backends that are tried in turn, with what it runs in plain Python and in a compiled region."""
 
     backend: str
@@ -285,30 +260,30 @@ class _Link(NamedTuple):
     traced: Callable[..., Any]
 
 
-def _link(found: Registry, op: Op[..., Any], name: str) -> _Link:
-    return _Link(name, found.implementations[name][op.name], _traced(found, op, name))
+def _link(found: Registry, op: Op[..., Any], name: str) -> Link:
+    return Link(name, found.implementations[name][op.name], _traced(found, op, name))
 
 
-def _ranked(found: Registry, op: Op[..., Any]) -> dict[str, list[_Link]]:
+def ranked(found: Registry, op: Op[..., Any]) -> dict[str, list[Link]]:
     return {device: [_link(found, op, name) for name in names] for device, names in ranking(found, op).items()}
 
 
-def _in_turn(op: Op[..., Any], links: Mapping[str, list[_Link]]) -> Choice:
+def in_turn(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Choice:
     """Device type → the backends of which the first runs, unless it declines, then the next, and at last the reference."""
     links = {device: tried for device, tried in links.items() if tried}
     return Choice(
         {device: tried[0].implementation for device, tried in links.items()},
         {device: tried[0].traced for device, tried in links.items()},
         op.reference,
-        _fall_back(op, {device: [*tried, _Link("reference", op.reference, op.reference)] for device, tried in links.items()}),
+        _fall_back(op, {device: [*tried, Link("reference", op.reference, op.reference)] for device, tried in links.items()}),
     )
 
 
 def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
     """What a compiled region gets where this backend is selected."""
     implementation = found.implementations[backend][op.name]
-    most = found.backends[backend].handed_over.get(op)
-    if most is None:
+    most = found.handed_over.get(backend, {}).get(op.name, 0)
+    if not most:
         return implementation
 
     def by_size(*args: Any, **kwargs: Any) -> Any:
@@ -318,7 +293,7 @@ def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., An
     return by_size
 
 
-def _fall_back(op: Op[..., Any], links: Mapping[str, list[_Link]]) -> Callable[..., Any]:
+def _fall_back(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Callable[..., Any]:
     """A call that the first backend declined goes to the next ones in turn; each reason is logged once."""
     steps = {device: list(pairwise(tried)) for device, tried in links.items()}
 

@@ -13,19 +13,23 @@ if TYPE_CHECKING:
     from liger_hf.callback import LigerCallback
     from liger_hf.errors import LogitsError, ModelError
     from liger_hf.inspection import inspect
-    from liger_hf.lazy_logits import LazyLogits
     from liger_hf.report import Report, Row
+    from liger_hf.rule import Candidate, Found, Rule
+    from liger_hf.rules.head.lazy_logits import LazyLogits
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AutoLigerModelForCausalLM",
+    "Candidate",
+    "Found",
     "LazyLogits",
     "LigerCallback",
     "LogitsError",
     "ModelError",
     "Report",
     "Row",
+    "Rule",
     "apply",
     "compat",
     "inspect",
@@ -33,12 +37,15 @@ __all__ = [
 
 HOMES = {
     "AutoLigerModelForCausalLM": "auto",
-    "LazyLogits": "lazy_logits",
+    "Candidate": "rule",
+    "Found": "rule",
+    "LazyLogits": "rules.head.lazy_logits",
     "LigerCallback": "callback",
     "LogitsError": "errors",
     "ModelError": "errors",
     "Report": "report",
     "Row": "report",
+    "Rule": "rule",
     "apply": "application",
     "inspect": "inspection",
 }

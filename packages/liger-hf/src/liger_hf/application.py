@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,14 +16,16 @@ from liger_core.errors import nearest
 from liger_core.plugins import registry
 from liger_core.selection import AUTO, automatic, selected
 from liger_hf import causal_mask
+from liger_hf.discovery import replaceable_ops, rules
 from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
+from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
-from liger_hf.rules import RULES, Rule
-from liger_hf.verification import Decision, Found, decide
+from liger_hf.rule import Found, Rule
+from liger_hf.verification import Decision, decide
+from liger_hf.versions import warn_if_untested
 
 Names = Iterable[Op[..., Any] | str] | None
-OPS = tuple(dict.fromkeys(op for rule in RULES for op in rule.ops))
 
 
 def apply(
@@ -36,7 +37,7 @@ def apply(
 ) -> Report:
     """Replace what Liger's operators can compute in a model, in place, and return the report, which can undo it.
 
-    only, exclude  ops or their names: rms_norm, layer_norm, swiglu, geglu, rope, add_rms_norm, linear_cross_entropy; all by default
+    only, exclude  ops or their names; all that have a rule by default
     verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients are as
                    accurate as the module's own. Without it candidates are told apart by their outputs on the CPU alone
 
@@ -58,17 +59,8 @@ def apply(
     # Nothing is installed before everything is decided: an error leaves the model as it was.
     report.patches = [patch.install() for patch in patches]
     if patches:
-        report.patches.append(Patch(model, "liger_report", report).install())
-        report.patches.append(Patch(model, "_replicate_for_data_parallel", MethodType(_replicate_for_data_parallel, model)).install())
+        report.attach(model)
     return report
-
-
-def _replicate_for_data_parallel(self: nn.Module) -> Any:
-    """In the place of the method of this name: a replica would call forwards that are bound to the modules of the first GPU."""
-    raise ModelError(
-        "liger_hf.apply: a patched model must run on several GPUs by one process each, torch.nn.DataParallel copies it within one; "
-        "start with torchrun or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES=0"
-    )
 
 
 def survey(
@@ -83,21 +75,26 @@ def survey(
     """What `apply` would do, and the patches that do it. `device`: where to check, instead of where the weights are."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
-    wanted = _names(caller, "only", only, OPS) - _names(caller, "exclude", exclude, ())
+    warn_if_untested()
+    wanted = _names(caller, "only", only, replaceable_ops()) - _names(caller, "exclude", exclude, ())
     report = Report(type(model).__name__, notes=_notes(model))
     looked = [
-        (name, module, rule, found) for name, module in model.named_modules() for rule in RULES if (found := rule.look(module)) is not None
+        (name, module, rule, found)
+        for name, module in model.named_modules()
+        for rule in rules()
+        if (found := rule.look(module)) is not None
     ]
     _absent(report, looked, wanted)
     if only is not None and wanted and wanted <= report.absent.keys():
         missing = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
         raise ModelError(f"{caller}: only= must name something that {report.model} has, it has none of it: {missing}")
+    home = device or next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     decisions: dict[Any, Decision] = {}
     rows: dict[tuple[str, ...], int] = {}
     patches: list[Patch] = []
     taken: dict[tuple[int, str], str] = {}
     for name, module, rule, found in looked:
-        decision = _decision(decisions, rule, found, wanted, verify, device)
+        decision = _decision(decisions, rule, _placed(found, device, home), wanted, verify)
         op, backend, outcome = found.op, "", LEFT
         made = decision.candidate.install(module) if decision.candidate is not None else ()
         places = [(id(patch.owner), patch.attribute) for patch in made]
@@ -105,7 +102,7 @@ def survey(
         if earlier is not None:
             decision = Decision(None, f"what it would replace is already replaced for {earlier}")
         elif decision.candidate is not None:
-            op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device), verdict
+            op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
             patches.extend(made)
             taken |= dict.fromkeys(places, op)
         key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
@@ -128,8 +125,8 @@ def _names(caller: str, option: str, given: Names, otherwise: tuple[str, ...]) -
     for name in names:
         if name == "cross_entropy":
             raise OptionError(f"{caller}: {option} must name ops that are put into models, cross_entropy comes with linear_cross_entropy")
-        if name not in OPS:
-            raise OptionError(f"{caller}: {option} must name ops among {', '.join(OPS)}, got {name!r}.{nearest(str(name), OPS)}")
+        if name not in (known := replaceable_ops()):
+            raise OptionError(f"{caller}: {option} must name ops among {', '.join(known)}, got {name!r}.{nearest(str(name), known)}")
     return set(names)
 
 
@@ -153,24 +150,23 @@ def _notes(model: nn.Module) -> list[str]:
             "drop them after each use; freeze them, or offload with FSDP2 or DeepSpeed ZeRO-3."
         )
     for kind in dict.fromkeys(type(module) for module in model.modules()):
-        owner = next(base for base in kind.__mro__ if "forward" in vars(base))
-        source = getattr(vars(owner)["forward"], "__module__", None) or owner.__module__
+        forward = unwrapped(kind.forward)
+        owner = next(base for base in reversed(kind.__mro__) if unwrapped(vars(base).get("forward")) is forward)
+        source = getattr(forward, "__module__", None) or owner.__module__
         if source.partition(".")[0] != owner.__module__.partition(".")[0]:
             notes.append(f"{owner.__name__}.forward was replaced on the class by {source}; that stays, also after undo.")
     return notes
 
 
 def _absent(report: Report, looked: list[tuple[str, nn.Module, Rule, Found]], wanted: set[str]) -> None:
-    present = {rule.ops for _, _, rule, _ in looked}
-    for rule in RULES:
+    present = {op for _, _, rule, _ in looked for op in rule.ops}
+    for rule in rules():
         for op in rule.ops:
-            if op in wanted and rule.ops not in present:
-                report.absent[op] = rule.nothing
+            if op in wanted and op not in present:
+                report.absent.setdefault(op, rule.nothing)
 
 
-def _decision(
-    decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: set[str], verify: bool, device: torch.device | None
-) -> Decision:
+def _decision(decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: set[str], verify: bool) -> Decision:
     """One check for all modules of a kind."""
     if not wanted & set(rule.ops):
         return Decision(None, "not asked for")
@@ -178,22 +174,28 @@ def _decision(
         return Decision(None, found.refusal)
     key = (rule.look, found.kind)
     if key not in decisions:
-        decision = decide(found if device is None else replace(found, device=lambda: device), verify)
+        decision = decide(found, verify)
         if decision.candidate is not None and decision.candidate.op.name not in wanted:
             decision = Decision(None, f"{decision.candidate.op.name} would fit but was not asked for")
         decisions[key] = decision
     return decisions[key]
 
 
+def _placed(found: Found, device: torch.device | None, home: torch.device) -> Found:
+    """With the device of its check: the one that was asked for, where its weights are, or where the model is."""
+    place = device or (home if found.device is None else None)
+    return found if place is None else replace(found, device=lambda: place)
+
+
 def _pattern(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model itself)"
 
 
-def _backend(op: Op[..., Any], module: nn.Module, device: torch.device | None) -> str:
-    """What will run the op on the device, or where the module's weights are."""
+def _backend(op: Op[..., Any], module: nn.Module, device: torch.device | None, home: torch.device) -> str:
+    """What will run the op on the device, or where the module's weights are, or the model's."""
     name, _ = selected(op)
     if name != AUTO:
         return name
     parameter = next((p for p in module.parameters() if not p.is_meta), None)
-    device = device or (parameter.device if parameter is not None else torch.device("cpu"))
+    device = device or (parameter.device if parameter is not None else home)
     return automatic(registry(), op).get(device.type, "reference")

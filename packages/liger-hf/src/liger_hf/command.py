@@ -3,24 +3,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 from liger_core.errors import OptionError, nearest
+from liger_core.tables import Cell, Column, output, print_table
+from liger_hf.presets import NAMES
 
-# In fewer columns the table folds in the middle of words.
-TABLE_WIDTH = 160
+if TYPE_CHECKING:
+    from liger_hf.report import Report
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 Source = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A folder with a config.json, a model type of Transformers, or a name on the hub.")
+    str, typer.Argument(metavar="MODEL", help=f"{NAMES}, a folder with a config.json, a model type of Transformers, or a name on the hub.")
 ]
 Only = Annotated[list[str] | None, typer.Option("--only", help="An op to look for; repeatable; all by default.", show_default=False)]
 Exclude = Annotated[list[str] | None, typer.Option("--exclude", help="An op to leave out; repeatable.", show_default=False)]
 Dtype = Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; that of the config by default.", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="Where to check; cuda if there is one, else cpu.", show_default=False)]
+AllColumns = Annotated[bool, typer.Option("--all-columns", help="Print classes and backends, too.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare gradients too, not outputs alone.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
@@ -33,19 +37,34 @@ def inspect(
     device: Device = None,
     verify: Verify = True,
     as_json: AsJson = False,
+    all_columns: AllColumns = False,
 ) -> None:
     """Tell which modules of a model could be replaced by which ops, and why others cannot; no weights are loaded."""
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"liger inspect: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.{nearest(dtype, DTYPES)}")
-    # Here: the other commands need no Transformers, whose import takes seconds.
-    from liger_hf.inspection import config_of, inspect
+    # Here: the other commands need no Transformers, whose import takes seconds; nor does a wrong name need all of it.
+    from liger_hf.configs import config_of
 
-    report = inspect(config_of(model), only=only, exclude=exclude, verify=verify, dtype=dtype, device=device)
+    config = config_of(model)
+    from liger_hf.inspection import inspect
+
+    report = inspect(config, only=only, exclude=exclude, verify=verify, dtype=dtype, device=device)
     if as_json:
         print(report.to_json())
         return
-    console = Console(highlight=False)
-    if console.width >= TABLE_WIDTH:
-        console.print(report.table())
-    else:
-        console.print(str(report), soft_wrap=True, markup=False)
+    _print(report, all_columns)
+
+
+def _print(report: Report, all_columns: bool) -> None:
+    columns = [Column("modules"), Column("count", number=True), Column("class", detail=True), Column("op"), Column("backend", detail=True)]
+    rows: list[list[Cell]] = []
+    for row in report.rows:
+        verdict = Text(f"{row.verdict}: {row.reason}")
+        verdict.stylize("yellow" if row.verdict == "left" else "green", 0, len(row.verdict))
+        rows.append([row.pattern, str(row.count), row.module, row.op, row.backend, verdict])
+    rows += [["–", "0", "–", op, "", f"left: {reason}"] for op, reason in report.absent.items()]
+    console = output()
+    console.print(report.title(), markup=False)
+    print_table(console, [*columns, Column("verdict: reason", prose=True)], rows, all_columns=all_columns)
+    for note in report.notes:
+        console.print(note, markup=False)

@@ -14,7 +14,8 @@ from typing import Any
 from transformers.utils import import_utils
 
 from liger_core import OptionError
-from liger_hf.application import OPS, apply
+from liger_hf.application import apply
+from liger_hf.discovery import replaceable_ops
 from liger_hf.report import Report
 
 NAME = "liger_kernel"
@@ -95,7 +96,7 @@ def _module(name: str) -> ModuleType:
 def _applier(show: Callable[[Report], Any] | None) -> Callable[..., None]:
     def _apply_liger_kernel_to_instance(model: Any, **config: Any) -> None:
         report = apply(model, exclude=_excluded(config))
-        unknown = [key for key in config if key not in OPS and key not in OTHER_KEYS]
+        unknown = [key for key in config if key not in replaceable_ops() and key not in OTHER_KEYS]
         if unknown:
             report.notes.append(f"liger_kernel_config: {', '.join(unknown)} names no op of Liger and was ignored.")
         if config.get("cross_entropy") and not config.get("fused_linear_cross_entropy", True):
@@ -111,5 +112,5 @@ def _excluded(config: dict[str, Any]) -> list[str]:
         raise OptionError(f"liger_kernel_config: every value must be True or False, got {config}")
     # liger-kernel has one op for norms: whoever leaves it out means that of a sum, too.
     given = {"add_rms_norm": config.get("rms_norm", True), **config}
-    names = ((OTHER_KEYS.get(key, key if key in OPS else None), value) for key, value in given.items())
+    names = ((OTHER_KEYS.get(key, key if key in replaceable_ops() else None), value) for key, value in given.items())
     return [name for name, value in names if name is not None and not value]

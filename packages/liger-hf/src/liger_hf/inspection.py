@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PretrainedConfig
 
 from liger_core import OptionError
-from liger_core.errors import nearest
 from liger_hf.application import Names, survey
+from liger_hf.configs import config_of
 from liger_hf.errors import ModelError
 from liger_hf.report import REPLACEABLE, Report
 
@@ -32,8 +30,8 @@ def inspect(
 ) -> Report:
     """What `liger_hf.apply` would replace in a model, with the reasons; nothing is changed.
 
-    model   a model, with weights or on the meta device, or the config of one, which is built without weights; or a folder, a model
-            type of Transformers or a name on the hub, of which the config is taken
+    model   a model, with weights or on the meta device, or the config of one, which is built without weights; or a preset such as
+            tiny, a folder, a model type of Transformers or a name on the hub, of which the config is taken
     dtype   of the model that is built from a config; that of the config by default
     device  where a model without weights is checked, with small random ones; a GPU if there is one
     only, exclude, verify  as for apply
@@ -50,23 +48,6 @@ def inspect(
     report, _ = survey(model, "liger_hf.inspect", only, exclude, verify, place, REPLACEABLE)
     report.notes.append(f"No weights were loaded: small random ones were checked, on {place}, and backends are those for {place.type}.")
     return report
-
-
-def config_of(source: str) -> PretrainedConfig:
-    """The config in a folder, the default one of a model type, or that of a name on the hub; in this order.
-
-    Raises ModelError if there is none.
-    """
-    if not Path(source).exists() and source in CONFIG_MAPPING:
-        return AutoConfig.for_model(source)
-    try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as problem:
-        reason = str(problem).strip().split("\n")[0].rstrip(".")
-        raise ModelError(
-            f"liger inspect: the model must be a folder with a config.json, a model type of Transformers or a name on a hub that can be "
-            f"reached, got {source!r}: {type(problem).__name__}: {reason}.{nearest(source, list(CONFIG_MAPPING))}"
-        ) from problem
 
 
 def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from liger_hf.rebinding import checkpointed, unwrapped
+
 MARK = "__liger__"
 
 
@@ -49,15 +51,15 @@ def slot(module: nn.Module) -> str:
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any] | str:
-    """The function, not yet bound, that computes this module; or why it cannot be replaced."""
+    """The function, not yet bound, that computes this module; or why it cannot be replaced. What checkpoints it stays around it."""
     own = module.__dict__.get(slot(module))
     if own is None:
-        return type(module).forward
+        return unwrapped(type(module).forward)
     function = getattr(own, "__func__", None)
     if hasattr(function, MARK):
         return "already replaced by an earlier apply"
     if isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
-        return own.__func__
+        return unwrapped(own.__func__)
     # By its globals: a function that wraps the original one takes over its __module__.
     origin = getattr(function or own, "__globals__", {}).get("__name__") or getattr(own, "__module__", None) or type(own).__name__
     return f"its forward was already replaced on this instance by {origin}"
@@ -88,6 +90,11 @@ def replacement(module: nn.Module, function: Callable[..., Any], original: Calla
     `forward` it pickles as the forward of its class.
     """
     assert isinstance(function, FunctionType)
+    outermost: Any = type(module).forward
+    if unwrapped(outermost) is not outermost:
+        # One copy for all the layers of a model, so that torch.compile compiles it once.
+        made = function.__dict__.setdefault("__checkpointed__", {})
+        function = made.setdefault(outermost, checkpointed(function, outermost))
     function.__name__ = function.__qualname__ = "forward"
     function.__dict__["__wrapped__"] = original
     function.__dict__[MARK] = True

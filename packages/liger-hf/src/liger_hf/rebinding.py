@@ -8,8 +8,10 @@ private namespace instead: the globals that the code names, copied once, and in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, SimpleNamespace
 from typing import Any
+
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 Functions = dict[str, Callable[..., Any]]
 
@@ -30,13 +32,41 @@ def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., A
     space, cells = function.__globals__, function.__closure__
     names = set(_names(function.__code__))
     if names & replaced.keys():
-        # No __name__: with one, torch.compile would look globals up in the module of that name instead of here.
-        space = {name: space[name] for name in names if name in space} | {name: replaced[name] for name in names & replaced.keys()}
+        # Not __name__, which is also an attribute of classes: with it torch.compile looks globals up in the module of that name.
+        space = {name: space[name] for name in names - {"__name__"} if name in space}
+        space |= {name: replaced[name] for name in names & replaced.keys()}
         space |= {"__builtins__": function.__globals__["__builtins__"], "__package__": function.__globals__.get("__package__")}
     else:
         inner = [(cell, _content(cell)) for cell in cells or ()]
         cells = tuple(CellType(rebound(f, replaced)) if called(f, lambda name, _: name in replaced) else cell for cell, f in inner)
     return twin(function, function.__code__, space, cells)
+
+
+def _checkpointing() -> frozenset[CodeType]:
+    makes = getattr(GradientCheckpointingLayer.__init_subclass__, "__func__", None)
+    return frozenset() if makes is None else frozenset(c for c in makes.__code__.co_consts if isinstance(c, CodeType))
+
+
+# Since 5.23 Transformers wraps the forward of every class of layers to checkpoint it; 5.17 does that in __call__.
+CHECKPOINTING = _checkpointing()
+
+
+def unwrapped(forward: Any) -> Any:
+    """The forward as its class defines it, without the wrappers that checkpoint it."""
+    while isinstance(forward, FunctionType) and forward.__code__ in CHECKPOINTING:
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    return forward
+
+
+def checkpointed(function: FunctionType, wrapper: FunctionType) -> FunctionType:
+    """The function inside a copy of such a wrapper."""
+    # A wrapper checkpoints only if it is `type(self).forward`. In the copy that always holds, also after FSDP2 has changed the class.
+    outermost = SimpleNamespace(forward=wrapper)
+    alone = rebound(wrapper, {"type": lambda module: outermost})
+    contents = [(cell, _content(cell)) for cell in wrapper.__closure__ or ()]
+    inner = unwrapped(wrapper)
+    cells = tuple(CellType(function) if unwrapped(held) is inner and held is not wrapper else cell for cell, held in contents)
+    return twin(alone, alone.__code__, alone.__globals__, cells)
 
 
 def twin(function: FunctionType, code: CodeType, space: dict[str, Any], cells: tuple[CellType, ...] | None) -> FunctionType:

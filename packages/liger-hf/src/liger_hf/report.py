@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import asdict, dataclass, field
-from types import TracebackType
+from dataclasses import asdict, dataclass, field, replace
+from types import MethodType, TracebackType
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 
 from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
+from liger_hf.rules.head.weights import OPTIMIZERS
 
 # REPLACEABLE: by `inspect`, which changes nothing.
 REPLACED, REPLACEABLE, LEFT = "replaced", "replaceable", "left"
+ATTRIBUTE = "liger_report"
+PICKLED = "a pickled model comes back without Liger; call liger_hf.apply again"
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Report:
     absent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     patches: list[Patch] = field(default_factory=list, repr=False)
+    owner: nn.Module | None = field(default=None, repr=False)
+    earlier: Report | None = field(default=None, repr=False)
 
     @property
     def replaced(self) -> dict[str, int]:
@@ -67,8 +74,31 @@ class Report:
                 counts[row.op] = counts.get(row.op, 0) + row.count
         return counts
 
+    def attach(self, model: nn.Module) -> None:
+        """Become `model.liger_report`; those of earlier calls of `apply` stay behind this one."""
+        self.owner, self.earlier = model, model.__dict__.get(ATTRIBUTE)
+        model.__dict__[ATTRIBUTE] = self
+        model.__dict__["_replicate_for_data_parallel"] = MethodType(_replicate_for_data_parallel, model)
+
+    def _detach(self) -> None:
+        if self.owner is None:
+            return
+        state, self.owner = self.owner.__dict__, None
+        latest = state.get(ATTRIBUTE)
+        later = latest
+        while isinstance(later, Report) and later is not self and later.earlier is not self:
+            later = later.earlier
+        if latest is self and self.earlier is not None:
+            state[ATTRIBUTE] = self.earlier
+        elif latest is self:
+            del state[ATTRIBUTE], state["_replicate_for_data_parallel"]
+        elif isinstance(later, Report):
+            later.earlier = self.earlier
+
     def undo(self) -> None:
         """Make every replaced module what it was, on its instance; a second call does nothing.
+
+        Several reports of one model can be undone in any order.
 
         Raises ModelError if somebody replaced a forward once more after `apply` and has not put it back; the others are undone.
         """
@@ -77,12 +107,25 @@ class Report:
             patch = self.patches.pop()
             if not patch.undo():
                 stuck.append(f"{type(patch.owner).__name__}.{patch.attribute}")
+        self._detach()
+        OPTIMIZERS.release()
         # The wrapper of a model's forward lets calls pass once its head is its own again, whoever wrapped it since.
         stuck = [name for name in stuck if not name.startswith(self.model + ".")]
         if stuck:
             raise ModelError(
                 f"liger_hf.undo: every forward must be as apply left it, {', '.join(dict.fromkeys(stuck))} was replaced again; undo that first"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a pickle: a model comes back from it with the forwards of its classes."""
+        rows = [replace(row, verdict=LEFT, reason=PICKLED) if row.verdict == REPLACED else row for row in self.rows]
+        return {**vars(self), "rows": rows, "patches": [], "owner": None, "earlier": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Report:
+        """For a copy of the model, which is patched like the model."""
+        copied = memo[id(self)] = Report(self.model)
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def __enter__(self) -> Report:
         return self
@@ -100,7 +143,7 @@ class Report:
 
     def table(self) -> Table:
         """For a terminal: `rich.print(report.table())`."""
-        table = Table(title=self._title(), title_justify="left")
+        table = Table(title=self.title(), title_justify="left")
         for heading in ("modules", "count", "class", "op", "backend", "verdict", "reason"):
             table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
         for row in self.rows:
@@ -113,7 +156,8 @@ class Report:
             table.caption = Text("\n".join(self.notes))
         return table
 
-    def _title(self) -> str:
+    def title(self) -> str:
+        """How many modules of the model each op replaces."""
         planned = any(row.verdict == REPLACEABLE for row in self.rows)
         counts = ", ".join(f"{count} × {op}" for op, count in (self.replaceable if planned else self.replaced).items())
         return f"{self.model}: {counts or 'nothing'} {'can be replaced' if planned else 'replaced'}"
@@ -124,4 +168,12 @@ class Report:
         cells += [("–", "0", "–", op, "", f"{LEFT}: {reason}") for op, reason in self.absent.items()]
         widths = [max(len(row[i]) for row in cells) for i in range(5)]
         lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in cells]
-        return "\n".join([self._title(), *lines, *self.notes])
+        return "\n".join([self.title(), *lines, *self.notes])
+
+
+def _replicate_for_data_parallel(self: nn.Module) -> Any:
+    """Takes the place of the method of this name: a replica would call forwards that are bound to the modules of the first GPU."""
+    raise ModelError(
+        "liger_hf.apply: a patched model must run on several GPUs by one process each, torch.nn.DataParallel copies it within one; "
+        "start with torchrun or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES=0"
+    )

@@ -3,56 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from liger_core import BackendError, Op
+from liger_core import BackendError
 from liger_core.accuracy import error, judge
-from liger_hf.patch import Patch
-from liger_hf.replica import DoublePrecision, undisturbed
-
-Results = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to compute a module with an op.
-
-    function  what the check compares with the original: it takes the place of that module's forward, or of a function it calls
-    install   the patches that put it into one instance; they are not yet installed
-    """
-
-    op: Op[..., Any]
-    detail: str
-    function: Callable[..., Any]
-    install: Callable[[nn.Module], Sequence[Patch]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One random input. `run(function, exact)` gives outputs and gradients by name; in float64 throughout if exact."""
-
-    name: str
-    dtype: torch.dtype
-    run: Callable[[Callable[..., Any], bool], Results]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A module that a rule knows: what might replace it and how to check that, or why it has to stay."""
-
-    op: str
-    kind: tuple[Any, ...] = ()
-    refusal: str | None = None
-    original: Callable[..., Any] | None = None
-    candidates: Callable[[], Iterable[Candidate]] = tuple
-    cases: Callable[[torch.device, Iterable[torch.dtype]], Iterator[Case]] | None = None
-    device: Callable[[], torch.device] = lambda: torch.device("cpu")
-    dtype: torch.dtype = torch.float32
+from liger_hf.isolation import DoublePrecision, undisturbed
+from liger_hf.rule import Candidate, Found
+from liger_hf.stand_in import Case, Results
 
 
 @dataclass(frozen=True)
@@ -68,7 +29,7 @@ def decide(found: Found, verify: bool) -> Decision:
 
     Without verification the candidates are told apart by their float32 and bfloat16 outputs on the CPU alone.
     """
-    device = found.device() if verify else torch.device("cpu")
+    device = found.device() if verify and found.device is not None else torch.device("cpu")
     dtypes = dict.fromkeys((found.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16))
     assert found.original is not None and found.cases is not None
     with undisturbed(device):

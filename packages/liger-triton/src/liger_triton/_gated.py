@@ -11,25 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
-from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows_of
+from liger_triton.launch import Launcher, TritonKernel, rows_of, tiles_of
 
 SILU, GELU_TANH, GELU_ERF = 0, 1, 2
-
-# Column tiles, not one program a row: a row padded to a power of two wastes up to a third of the lanes (I = 11008 → 16384).
-BLOCK = 1024
 
 
 def gated(name: str) -> Callable[..., Any]:
     """The differentiable gated unit `name(gate, up or None, activation, overwrite)`."""
     return differentiable(
-        TritonKernel(f"{name}(Tensor gate, Tensor? up, int activation, bool overwrite) -> (Tensor y)", _allocate, _launch),
-        TritonKernel(
-            f"{name}_backward(Tensor grad_y, Tensor gate, Tensor? up, int activation, bool overwrite, bool[2] needs)"
-            " -> (Tensor? grad_gate, Tensor? grad_up)",
-            _allocate_backward,
-            _launch_backward,
-            _recycle_backward,
-        ),
+        TritonKernel(name, _allocate, _launch),
+        TritonKernel(f"{name}_backward", _allocate_backward, _launch_backward, _recycle_backward),
     )
 
 
@@ -38,9 +29,9 @@ def _allocate(gate: Tensor, up: Tensor | None, activation: int, overwrite: bool)
     return (gate.new_empty((*gate.shape[:-1], width)),)
 
 
-def _launch(y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool) -> None:
+def _launch(y: Tensor, /, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool) -> None:
     first, second = _halves(gate, up)
-    rows, width, tiles, block = _tiles(first, second, y)
+    rows, width, tiles, block = tiles_of(first, second, y)
     if rows * width:
         forward_launch(
             (rows * tiles,), first, second, y, first.stride(0), second.stride(0), width, tiles, ACTIVATION=activation, BLOCK=block
@@ -53,14 +44,19 @@ def _allocate_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activati
 
 def _recycle_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool, needs: list[bool]) -> Outputs:
     """Gate and up themselves, where they share no memory: every element is read before its gradient is written there."""
-    shared = up is not None and abs(gate.data_ptr() - up.data_ptr()) < gate.numel() * gate.element_size()
-    if not overwrite or shared or not gate.is_contiguous() or not (up is None or up.is_contiguous()):
+    if not overwrite or (up is not None and _share_memory(gate, up)) or not gate.is_contiguous() or not (up is None or up.is_contiguous()):
         return _allocate_backward(grad_y, gate, up, activation, overwrite, needs)
     return tuple(t.detach() if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))
 
 
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors of one size overlap; without addresses, which fake tensors do not have."""
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same and abs(int(a.storage_offset()) - int(b.storage_offset())) < a.numel()
+
+
 def _launch_backward(
-    grad_gate: Tensor | None, grad_up: Tensor | None, grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool,
+    grad_gate: Tensor | None, grad_up: Tensor | None, /, grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool,
     needs: list[bool],
 ) -> None:  # fmt: skip
     first, second = _halves(gate, up)
@@ -72,7 +68,7 @@ def _launch_backward(
     else:
         grad_first, grad_second = (None if g is None else rows_of(g) for g in (grad_gate, grad_up))
     given = [g for g in (grad_first, grad_second) if g is not None]
-    rows, width, tiles, block = _tiles(first, second, grad_y, *given)
+    rows, width, tiles, block = tiles_of(first, second, grad_y, *given)
     if rows * width == 0 or not given:
         return
     backward_launch(
@@ -88,15 +84,6 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     packed = rows_of(gate)
     width = packed.shape[1] // 2
     return packed[:, :width], packed[:, width:]
-
-
-def _tiles(*tensors: Tensor) -> tuple[int, int, int, int]:
-    """(rows, width, tiles per row, block); dense tensors count as one long row."""
-    rows, width = tensors[0].shape
-    if all(t.is_contiguous() for t in tensors):
-        rows, width = 1, rows * width
-    block = min(BLOCK, power_of_two(max(1, width)))
-    return rows, width, cdiv(width, block), block
 
 
 @triton.jit

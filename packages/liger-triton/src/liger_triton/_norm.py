@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_triton import _norm_wide
 from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, column_sum_launch, read, store_sums
-from liger_triton.launch import Launcher, cdiv, dense, fuses, power_of_two, processors, rows, shared_memory
+from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two, processors, shared_memory, strided_rows
 
 # Wider rows are walked in tiles: past this, one row in float32 no longer fits the registers of a program beside its gradient.
 WIDEST_BLOCK = 16384
@@ -99,9 +99,9 @@ def forward(
     count = inverse.numel()
     if count == 0:
         return
-    x, x_stride = rows(x)
-    residual, residual_stride = (None, 0) if residual is None else rows(residual)
-    weight, bias = dense(weight), dense(bias)
+    x, x_stride = strided_rows(x)
+    residual, residual_stride = (None, 0) if residual is None else strided_rows(residual)
+    weight, bias = contiguous(weight), contiguous(bias)
     args = (x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride)
     if tiled(width, mean is not None, residual is not None):
         _norm_wide.forward(count, *args, width, eps, offset, cast_input)
@@ -131,10 +131,10 @@ def backward(
             if grad is not None:
                 grad.zero_()
         return
-    x, x_stride = rows(x)
-    grad_y, grad_stride = rows(grad_y)
-    grad_summed, summed_stride = (None, 0) if grad_summed is None else rows(grad_summed)
-    args = (grad_y, grad_summed, x, dense(weight), mean, inverse, grad_x, grad_weight, grad_bias)
+    x, x_stride = strided_rows(x)
+    grad_y, grad_stride = strided_rows(grad_y)
+    grad_summed, summed_stride = (None, 0) if grad_summed is None else strided_rows(grad_summed)
+    args = (grad_y, grad_summed, x, contiguous(weight), mean, inverse, grad_x, grad_weight, grad_bias)
     if width > WIDEST_BLOCK:
         _norm_wide.backward(count, *args, grad_stride, summed_stride, x_stride, width, offset)
         return
@@ -147,7 +147,11 @@ def backward(
     grid = (programs + cdiv(width, STRIP) if direct and sums else programs,)
     rest = (part, grad_stride, summed_stride, x_stride, count, width, programs, offset)
     if shape.rows > 1:
-        tile_backward_launch(grid, *args, *rest, ROWS=shape.rows, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps)
+        # A product fused into its distance from the mean would leave its round-off, which inverse makes large where a row is constant.
+        tile_backward_launch(
+            grid, *args, *rest,
+            ROWS=shape.rows, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps, enable_fp_fusion=mean is None,
+        )  # fmt: skip
     else:
         row_backward_launch(
             grid, *args, *rest,

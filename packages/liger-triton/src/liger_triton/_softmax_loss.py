@@ -56,7 +56,7 @@ class TritonPasses:
         if rows == 0:
             return
         logits = logits if gradient else rows_of(logits)
-        target, options = target.contiguous(), _dense(options)
+        target, options = target.contiguous(), _contiguous(options)
         shape = both_shape(width) if gradient else STATISTICS
         block = min(shape.block, power_of_two(width))
         loss_launch(
@@ -66,7 +66,7 @@ class TritonPasses:
             HAS_SMOOTHING=options.label_smoothing > 0, KEEPS_LOWEST=options.softcap is None and options.logit_scale > 0,
             PREDICTION=results.prediction is not None, ENTROPY=results.entropy is not None,
             GRADIENT=gradient, BLOCK=block, VECTOR=min(VECTOR, block), STAGES=shape.stages, num_warps=shape.warps,
-            enable_fp_fusion=fuses(block),
+            enable_fp_fusion=fuses(block) and _is_exact(options),
         )  # fmt: skip
 
     def gradients(
@@ -76,21 +76,21 @@ class TritonPasses:
         rows, width = logits.shape
         if rows == 0:
             return
-        logits, target, options = rows_of(logits), target.contiguous(), _dense(options)
+        logits, target, options = rows_of(logits), target.contiguous(), _contiguous(options)
         block = min(GRADIENT.block, power_of_two(width))
         factor, entropy = (None, None) if term is None else term
         gradient_launch(
             (rows, cdiv(width, block)), logits, target, options.class_weight, row_factor, statistics, factor, entropy, out,
             logits.stride(0), out.stride(0), row_factor.stride(0), width, *_scalars(options), _weight_sum(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_SOFTCAP=options.softcap is not None, HAS_SMOOTHING=options.label_smoothing > 0,
-            ENTROPY=term is not None, BLOCK=block, num_warps=GRADIENT.warps,
+            ENTROPY=term is not None, BLOCK=block, num_warps=GRADIENT.warps, enable_fp_fusion=_is_exact(options),
         )  # fmt: skip
 
-    def mean(self, rows: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, total: Tensor, inverse: Tensor) -> None:
-        target, options = target.contiguous(), _dense(options)
-        block = min(MEAN_BLOCK, power_of_two(rows.shape[0]))
+    def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
+        target, options = target.contiguous(), _contiguous(options)
+        block = min(MEAN_BLOCK, power_of_two(losses.shape[0]))
         mean_launch(
-            (1,), rows, target, options.class_weight, divide, total, inverse, rows.shape[0], options.ignore_index,
+            (1,), losses, target, options.class_weight, divide, mean, inverse, losses.shape[0], options.ignore_index,
             HAS_WEIGHT=options.class_weight is not None, HAS_DIVIDE=divide is not None, BLOCK=block, num_warps=8,
         )  # fmt: skip
 
@@ -100,7 +100,15 @@ class TritonPasses:
         scale_launch(grid, tensor, scale, out, size, ADD=add, IN_PLACE=out is tensor, BLOCK=SCALE_BLOCK, num_warps=8)
 
 
-def _dense(options: RowOptions) -> RowOptions:
+PASSES = TritonPasses()
+
+
+def _is_exact(options: RowOptions) -> bool:
+    """Whether x is the logit itself, or else a rounded product, which fused into x - m would not cancel: m is a rounded one, too."""
+    return options.softcap is None and options.logit_scale == 1.0
+
+
+def _contiguous(options: RowOptions) -> RowOptions:
     weight = options.class_weight
     return options if weight is None or weight.is_contiguous() else options._replace(class_weight=weight.contiguous())
 
@@ -121,10 +129,14 @@ def capped(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """logit_scale · logits, then softcap · tanh(· / softcap), in float32."""
     x = logits.to(tl.float32) * logit_scale
     if HAS_SOFTCAP:
-        # tanh by its exponential: the hardware's approximation is off by 2⁻¹¹.
-        decay = tl.exp(-2.0 * tl.abs(x / softcap))
-        size = softcap * (1.0 - decay) / (1.0 + decay)
-        x = tl.where(x < 0, -size, size)
+        # tanh by its exponential, since the hardware's approximation is off by 2⁻¹¹; near 0, where that cancels, by its series.
+        u = x * (1.0 / softcap)
+        size = tl.abs(u)
+        decay = tl.exp(-2.0 * size)
+        square = u * u
+        series = 1.0 + square * (-0.3333333333333333 + square * (0.13333333333333333 - square * 0.05396825396825397))
+        far = (1.0 - decay) / (1.0 + decay)
+        x = softcap * tl.where(size < 0.1, u * series, tl.where(u < 0, -far, far))
     return x
 
 
@@ -152,7 +164,8 @@ def row_gradient(
         log2_p = tl.where(log2_p < -1000.0, -1000.0, log2_p)
         d -= entropy_factor * p * (log2_p * 0.6931471805599453 + entropy)
     if HAS_SOFTCAP:
-        d = d * (1.0 - (x / softcap) * (x / softcap))
+        u = x * (1.0 / softcap)
+        d = d * (1.0 - u * u)
     return d
 
 
@@ -235,15 +248,15 @@ def loss_kernel(
     # A NaN among the logits shows in d; the maximum may skip it.
     behind = (m - top) * 1.4426950408889634
     lane_share = tl.exp2(behind)
-    total = tl.sum(d * lane_share, 0)
-    log2_sum = tl.log2(total)
+    exp_sum = tl.sum(d * lane_share, 0)
+    log2_sum = tl.log2(exp_sum)
     log_sum = log2_sum * 0.6931471805599453
-    log_total = top + log_sum
+    log_sum_exp = top + log_sum
     hard = 1.0 - label_smoothing
     if HAS_WEIGHT:
         hard = hard * tl.load(class_weight + safe).to(tl.float32)
     value = hard * (log_sum - (chosen - top))
-    share = hard + 2.0 * z_loss * log_total
+    share = hard + 2.0 * z_loss * log_sum_exp
     if HAS_SMOOTHING:
         smooth = label_smoothing / width
         if HAS_WEIGHT:
@@ -254,7 +267,7 @@ def loss_kernel(
             value += smooth * (width * (log_sum - (anchor - top)) - tl.sum(weighted, 0))
             share += label_smoothing
     # Not 0 · ∞ where there is no z-loss and the square overflows.
-    value += tl.where(z_loss == 0.0, 0.0, z_loss * log_total * log_total)
+    value += tl.where(z_loss == 0.0, 0.0, z_loss * log_sum_exp * log_sum_exp)
     value = tl.where(in_range, value, float("nan"))
     tl.store(loss + row, value)
     tl.store(statistics + 2 * row, top)
@@ -263,7 +276,7 @@ def loss_kernel(
         tl.store(prediction + row, tl.min(tl.where(m == top, best, width), 0).to(tl.int64))
     if ENTROPY:
         behind = tl.where(behind < -1000.0, -1000.0, behind)
-        mean_distance = tl.sum((distance + d * behind) * lane_share, 0) / total
+        mean_distance = tl.sum((distance + d * behind) * lane_share, 0) / exp_sum
         tl.store(entropy + row, (log2_sum - mean_distance) * 0.6931471805599453)
     if GRADIENT:
         factor = tl.where(in_range, logit_scale, float("nan"))
@@ -326,7 +339,7 @@ def gradient_kernel(
 
 @triton.jit
 def mean_kernel(
-    loss, target, class_weight, divide, total, inverse, rows, ignore_index, HAS_WEIGHT: tl.constexpr, HAS_DIVIDE: tl.constexpr, BLOCK: tl.constexpr
+    loss, target, class_weight, divide, mean, inverse, rows, ignore_index, HAS_WEIGHT: tl.constexpr, HAS_DIVIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program adds all losses, and the weights of the targets that count, in the same order every time."""
     losses = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -349,7 +362,7 @@ def mean_kernel(
         weight = tl.sum(weights, 0)
         factor = 1.0 / tl.where(weight == 0.0, 1.0, weight)
     tl.store(inverse, factor)
-    tl.store(total, tl.sum(losses, 0) * factor)
+    tl.store(mean, tl.sum(losses, 0) * factor)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn import Parameter
 from triton import knobs
 from triton.runtime import driver
 
@@ -20,9 +21,12 @@ if knobs.runtime.interpret:
     round_to_nearest()
 
 NAMESPACE = "liger_triton"
+PLAIN = frozenset({Tensor, Parameter})
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # Releases of Triton whose launcher `Launcher` knows how to call; 3.6 takes the arguments one by one, the others in a tuple.
 KNOWN_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
+# Column tiles, not one program a row: a row padded to a power of two wastes up to a third of the lanes (I = 11008 → 16384).
+TILE = 1024
 # Neighbors that one thread takes: 16 bytes of bf16.
 VECTOR = 8
 # Programs of a persistent grid in the interpreter, where a program costs milliseconds and there is no device to fill.
@@ -32,8 +36,8 @@ INTERPRETER_PROCESSORS = 2
 class TritonKernel(Kernel):
     """A Kernel that launches on the device of its tensors, whichever device is current."""
 
-    def __init__(self, schema: str, allocate: Any, launch: Any, recycle: Any = None) -> None:
-        super().__init__(NAMESPACE, schema, allocate, launch, recycle)
+    def __init__(self, name: str, allocate: Any, launch: Any, recycle: Any = None) -> None:
+        super().__init__(NAMESPACE, name, allocate, launch, recycle)
         self.anchor = next(i for i, a in enumerate(self.schema.arguments) if str(a.type) == "Tensor")
 
     def execute(self, args: tuple[Any, ...], allocate: Any) -> Outputs:
@@ -120,10 +124,14 @@ class Launcher:
 
 
 def supported(*tensors: Tensor | None) -> None:
-    """Decline dtypes that the kernels do not compute in."""
+    """Decline dtypes that the kernels do not compute in, and tensors that lie on several devices."""
     for tensor in tensors:
-        if tensor is not None and tensor.dtype not in DTYPES:
+        if tensor is None:
+            continue
+        if tensor.dtype not in DTYPES:
             raise Unsupported(f"the Triton kernels take float32, bfloat16 and float16, got {tensor.dtype}")
+        if type(tensor) not in PLAIN and hasattr(tensor, "full_tensor"):
+            raise Unsupported("the Triton kernels take plain tensors, got a DTensor")
 
 
 def fuses(block: int) -> bool:
@@ -149,12 +157,23 @@ def rows_of(x: Tensor) -> Tensor:
     """x as (rows, width) with adjacent columns, read in place where its strides allow, else copied once."""
     if x.dim() == 2 and (x.stride(1) == 1 or x.shape[1] == 1):
         return x
+    if x.dim() == 0:
+        return x.view(1, 1)
     if x.stride(-1) == 1 or x.is_contiguous():
         try:
-            return x.view(-1, x.shape[-1])
+            return x.view(x.shape[:-1].numel(), x.shape[-1])
         except RuntimeError:
             pass
-    return x.contiguous().view(-1, x.shape[-1])
+    return x.contiguous().view(x.shape[:-1].numel(), x.shape[-1])
+
+
+def tiles_of(*tensors: Tensor) -> tuple[int, int, int, int]:
+    """(rows, width, tiles per row, block); dense tensors count as one long row."""
+    rows, width = tensors[0].shape
+    if all(t.is_contiguous() for t in tensors):
+        rows, width = 1, rows * width
+    block = min(TILE, power_of_two(max(1, width)))
+    return rows, width, cdiv(width, block), block
 
 
 def dense_like(x: Tensor) -> Tensor:
@@ -162,7 +181,7 @@ def dense_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def rows(x: Tensor) -> tuple[Tensor, int]:
+def strided_rows(x: Tensor) -> tuple[Tensor, int]:
     """x, or where its strides allow no such reading a copy, as rows of adjacent columns; and how far apart they are."""
     if x.is_contiguous():
         return x, x.shape[-1]
@@ -170,7 +189,7 @@ def rows(x: Tensor) -> tuple[Tensor, int]:
     return x, x.stride(0)
 
 
-def dense(vector: Tensor | None) -> Tensor | None:
+def contiguous(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
 
 

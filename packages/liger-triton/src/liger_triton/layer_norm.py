@@ -22,7 +22,7 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
     return dense_like(x), x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
 
 
-def _launch(y: Tensor, mean: Tensor, inverse: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+def _launch(y: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
     _norm.forward(x, None, weight, bias, None, y, mean, inverse, eps, 0.0, False)
 
 
@@ -33,22 +33,13 @@ def _allocate_backward(
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_y: Tensor, x: Tensor, weight: Tensor | None,
+    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor | None,
     bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     _norm.backward(grad_y, None, x, weight, mean, inverse, 0.0, grad_x, grad_weight, grad_bias)
 
 
 _layer_norm = differentiable(
-    TritonKernel(
-        "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor inverse)",
-        _allocate,
-        _launch,
-    ),
-    TritonKernel(
-        "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor inverse, bool[3] needs)"
-        " -> (Tensor? grad_x, Tensor? grad_weight, Tensor? grad_bias)",
-        _allocate_backward,
-        _launch_backward,
-    ),
+    TritonKernel("layer_norm", _allocate, _launch),
+    TritonKernel("layer_norm_backward", _allocate_backward, _launch_backward),
 )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_log_prob in Triton: core's chunk loop, cuBLAS products, and the row passes of the losses."""
+"""linear_log_prob in Triton: core's chunk loop, cuBLAS matmuls, and the row passes of the losses."""
 
 from __future__ import annotations
 
-from liger_core.ops.linear_log_prob import fused
-from liger_triton._softmax_loss import TritonPasses
+from liger_core.ops.linear_log_prob import implementation
+from liger_triton._softmax_loss import PASSES
 from liger_triton.launch import TritonKernel, supported
 
-linear_log_prob = fused(TritonPasses(), TritonKernel, supported)
+linear_log_prob = implementation(PASSES, TritonKernel, supported)

@@ -26,7 +26,9 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
     return dense_like(x), x.new_empty(rows, dtype=torch.float32)
 
 
-def _launch(y: Tensor, inverse_rms: Tensor, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast_input: bool) -> None:
+def _launch(
+    y: Tensor, inverse_rms: Tensor, /, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast_input: bool
+) -> None:
     _norm.forward(x, None, weight, None, None, y, None, inverse_rms, eps, weight_offset, cast_input)
 
 
@@ -40,22 +42,13 @@ def _allocate_backward(
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_weight: Tensor | None, grad_y: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor,
+    grad_x: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor,
     weight_offset: float, needs: list[bool],
 ) -> None:  # fmt: skip
     _norm.backward(grad_y, None, x, weight, None, inverse_rms, weight_offset, grad_x, grad_weight, None)
 
 
 _rms_norm = differentiable(
-    TritonKernel(
-        "rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset, bool cast_input) -> (Tensor y, Tensor inverse_rms)",
-        _allocate,
-        _launch,
-    ),
-    TritonKernel(
-        "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor inverse_rms, float weight_offset, bool[2] needs)"
-        " -> (Tensor? grad_x, Tensor? grad_weight)",
-        _allocate_backward,
-        _launch_backward,
-    ),
+    TritonKernel("rms_norm", _allocate, _launch),
+    TritonKernel("rms_norm_backward", _allocate_backward, _launch_backward),
 )

@@ -63,7 +63,7 @@ def _allocate(q: Tensor, k: Tensor, *rest: object) -> Outputs:
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _launch(out_q: Tensor, out_k: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+def _launch(out_q: Tensor, out_k: Tensor, /, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     _turn(q, k, out_q, out_k, cos, sin, interleaved, False)
 
 
@@ -74,7 +74,7 @@ def _allocate_backward(grad_out_q: Tensor | None, grad_out_k: Tensor | None, *re
 
 
 def _launch_backward(
-    grad_q: Tensor | None, grad_k: Tensor | None, grad_out_q: Tensor | None, grad_out_k: Tensor | None, cos: Tensor, sin: Tensor,
+    grad_q: Tensor | None, grad_k: Tensor | None, /, grad_out_q: Tensor | None, grad_out_k: Tensor | None, cos: Tensor, sin: Tensor,
     interleaved: bool, needs: list[bool],
 ) -> None:  # fmt: skip
     _turn(
@@ -209,14 +209,5 @@ def rope_kernel(
 
 
 rope_launch = Launcher(rope_kernel)
-_backward = TritonKernel(
-    "rope_backward(Tensor? grad_out_q, Tensor? grad_out_k, Tensor cos, Tensor sin, bool interleaved, bool[2] needs)"
-    " -> (Tensor? grad_q, Tensor? grad_k)",
-    _allocate_backward,
-    _launch_backward,
-)
-_rope = differentiable(
-    TritonKernel("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> (Tensor out_q, Tensor out_k)", _allocate, _launch),
-    _backward,
-    public=2,
-)
+_backward = TritonKernel("rope_backward", _allocate_backward, _launch_backward)
+_rope = differentiable(TritonKernel("rope", _allocate, _launch), _backward, public=2)

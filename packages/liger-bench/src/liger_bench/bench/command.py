@@ -21,6 +21,7 @@ from liger_bench.bench.measure import PASSES, ROUNDS, Bench
 from liger_bench.bench.rows import HEADER, Row, measured
 from liger_bench.bench.table import print_rows
 from liger_bench.measurements import Files
+from liger_bench.printing import AllColumns
 from liger_bench.progress import progress_bar
 from liger_core.errors import BackendError, OptionError, nearest
 from liger_core.op import Op, Workload
@@ -38,7 +39,7 @@ SomePeers = Annotated[list[str] | None, typer.Option("--peer", help=f"A peer to 
 Passes = Annotated[list[str] | None, typer.Option("--pass", help=f"A pass to measure; repeatable; {', '.join(PASSES)}.")]
 Patterns = Annotated[list[str] | None, typer.Option("--workload", help="A workload by name, or several by a pattern; repeatable.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Only the small workloads, briefly.")]
-Seconds = Annotated[float, typer.Option(help="How long each pass of an implementation is timed.")]
+Seconds = Annotated[float, typer.Option(min=0, help="How long each pass of an implementation is timed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Csv = Annotated[Path | None, typer.Option(help="File to append the rows to.")]
 Out = Annotated[Path | None, typer.Option(help="Folder whose results.csv and results.json the rows are appended to.")]
@@ -93,6 +94,7 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         quick: Quick = False,
         seconds: Seconds = SECONDS,
         as_json: AsJson = False,
+        all_columns: AllColumns = False,
         csv: Csv = None,
         out: Out = None,
         resume: Resume = False,
@@ -101,7 +103,7 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         precision = machine.named_dtype("bench", dtype, place)
         if resume and out is None:
             raise OptionError("bench: --resume needs --out, the folder of the run to go on with")
-        files = Files.named("results", HEADER, out, csv)
+        files = Files("results", HEADER, out, csv)
         wanted = list(peers.FILES) if all_peers else some_peers or []
         shape = (names or [], backends or [], wanted, passes or list(default_passes), patterns or [], quick, scaling)
         asked = Asked(*shape, files, resume)
@@ -113,7 +115,7 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         if as_json:
             print(json.dumps({"device": place.type, "rows": [row.columns() for row in rows], "unavailable": absent}))
         else:
-            print_rows(rows, absent)
+            print_rows(rows, absent, all_columns=all_columns)
         if any(row.failed for row in rows):
             raise typer.Exit(1)
 

@@ -158,7 +158,7 @@ class Bench:
 
     def _plain(self, case: Case) -> Errors | None:
         """The errors of plain eager PyTorch in the same dtype, to which those of others are compared."""
-        if case.exact is None or case.op.name not in eager.CALLS:
+        if case.exact is None or case.op.name not in eager.calls():
             return None
         turn = Turn(peer(case.op, eager.peers()[0]))
         with turn.excused(""):

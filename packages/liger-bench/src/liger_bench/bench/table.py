@@ -3,39 +3,57 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Sequence
+
+from rich.text import Text
 
 from liger_bench.bench.rows import Row
+from liger_core.tables import Cell, Column, output, print_table
 
-COLUMNS = ("op", "workload", "implementation", "pass", "ms", "0.2 – 0.8", "enqueue", "graph", "share", "MiB", "new MiB", "error", "× eager")
+COLUMNS = (
+    Column("implementation"),
+    Column("pass"),
+    Column("ms", "median milliseconds of a call", number=True),
+    Column("0.2 – 0.8", "quantiles of the same, in ms", number=True, detail=True),
+    Column("enqueue", "milliseconds until the call returns to the host, before the device is done", number=True, detail=True),
+    Column("graph", "the same call replayed as a CUDA graph, in ms", number=True, detail=True),
+    Column("share", "of the roofline: least possible time on this machine ÷ measured time", number=True),
+    Column("MiB", "peak memory beyond the inputs", number=True, detail=True),
+    Column("new MiB", "peak memory beyond inputs and returned gradients", number=True),
+    Column("error", "largest relative error of a gradient, against float64", number=True, detail=True),
+    Column("× eager", "gradient error ÷ that of plain PyTorch in the same dtype, both against float64", number=True),
+)
 
 
-def print_rows(rows: list[Row], absent: dict[str, str]) -> None:
+def print_rows(rows: Sequence[Row], absent: dict[str, str], *, all_columns: bool = False) -> None:
     """The figures, then why some are missing, then where they were taken."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A file has no width of its own, and 80 columns would break every cell.
-        console.width = 180
-    table = Table(*COLUMNS)
-    for column in table.columns[4:]:
-        column.justify = "right"
-    before: tuple[str, ...] = ()
+    console = output()
+    cells: list[list[Cell]] = []
+    before = ("", "", "")
     for row in rows:
         group = (row.op, row.workload, row.implementation)
-        table.add_row(*(group if group != before else ("", "", "")), row.pass_, *_figures(row))
+        if group[0] != before[0]:
+            cells.append(_heading(Text(row.op, "bold")))
+        if group[:2] != before[:2]:
+            cells.append(_heading(f"  {row.workload}"))
+        cells.append([f"    {row.implementation}" if group != before else "", row.pass_, *_figures(row)])
         before = group
-    console.print(table)
+    print_table(console, COLUMNS, cells, all_columns=all_columns)
     # One sentence for all workloads that it holds for.
     reasons = dict.fromkeys(f"{row.op} by {row.implementation} {row.pass_}".rstrip() + f": {row.reason}" for row in rows if row.reason)
     for reason in [*reasons, *(f"{name} is unavailable: {reason}" for name, reason in absent.items())]:
         console.print(reason, markup=False)
     if rows:
         first = rows[0]
-        limits = f"copy {first.copy_bytes_per_second / 1e9:,.1f} GB/s, product {first.product_flops_per_second / 1e12:,.3f} TFLOP/s"
+        limits = f"copy {first.copy_bytes_per_second / 1e9:,.1f} GB/s, matmul {first.product_flops_per_second / 1e12:,.3f} TFLOP/s"
         console.print(
-            f"{first.dtype} on {first.machine}; limits of this run: {limits}\n{first.versions}; commit {first.commit}; {first.date}"
+            f"{first.dtype} on {first.machine}; measured peaks: {limits}\n{first.versions}; commit {first.commit}; {first.date}",
+            markup=False,
         )
+
+
+def _heading(words: Cell) -> list[Cell]:
+    return [words, *[""] * (len(COLUMNS) - 1)]
 
 
 def _figures(row: Row) -> list[str]:

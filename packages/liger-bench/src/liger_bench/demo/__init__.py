@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger demo`: one training on real text, plain and with Liger, side by side."""
+"""`liger demo`: one training run on real text, with and without Liger, side by side."""

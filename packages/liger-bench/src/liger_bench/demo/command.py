@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from liger_bench import machine
 from liger_bench.demo.settings import settings_for
 from liger_bench.progress import progress_bar
+from liger_bench.writable import check_folder
 from liger_core.errors import DtypeError
 from liger_core.selection import use
+from liger_core.tables import Cell, Column, output, print_table
+from liger_hf.presets import NAMES
 
 
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
     size: Annotated[
         str,
-        typer.Option(
-            "--model", "--size", help="tiny, small (11 M parameters), 1b or 8b (the shapes of Llama 3.2 1B and Llama 3 8B, for a GPU)."
-        ),
+        typer.Option("--model", "--size", help=f"{NAMES}; random weights. All but tiny and small (11 M parameters) are for a GPU."),
     ] = "small",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str | None, typer.Option(help='A backend, or as in LIGER_BACKEND: "triton,rope=reference".')] = None,
@@ -45,13 +45,15 @@ def demo(
             "demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss scaling"
         )
     settings = settings_for(size, place, precision, steps, batch, sequence)
-    # These bring Transformers and matplotlib, which the other commands do without.
-    from liger_bench.demo import pictures
-    from liger_bench.demo.run import run
-
+    check_folder("demo: --out", out)
     with use(backend) if backend else contextlib.nullcontext(), contextlib.redirect_stdout(sys.stderr), progress_bar() as bar:
+        loading = bar.add_task("loading Transformers", total=None)
+        # The other commands do without it, and without matplotlib.
+        from liger_bench.demo import pictures
+        from liger_bench.demo.run import run
+
+        bar.remove_task(loading)
         result = run(settings, bar)
-    out.mkdir(parents=True, exist_ok=True)
     (out / "result.json").write_text(json.dumps(_without_infinities(result), indent=2) + "\n")
     pictures.draw(result, out)
     if as_json:
@@ -72,14 +74,12 @@ def _without_infinities(value: Any) -> Any:
 
 
 def _print(result: dict[str, Any], out: Path) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A file has no width of its own, and 80 columns would break the table.
-        console.width = 110
+    console = output()
     mib, tokens = "{:,.0f} MiB", "{:,.0f}"
     tokens_a_step = f"{result['batch']} × {result['sequence']} tokens a step"
     title = f"{result['steps']} steps of {tokens_a_step}, {result['parameters'] / 1e6:,.1f} M parameters, {result['dtype']} on {result['device']}"
-    table = Table("", "Transformers", f"with Liger ({result['backend']})", "Liger ÷ plain", title=title, title_justify="left")
+    columns = [Column(""), Column("Transformers", number=True), Column(f"with Liger ({result['backend']})", number=True)]
+    rows: list[list[Cell]] = []
     for label, name, suffix, form in (
         ("final loss", "loss", "", "{:.5f}"),
         ("tokens per second", "tokens_per_second", "", tokens),
@@ -88,13 +88,22 @@ def _print(result: dict[str, Any], out: Path) -> None:
     ):
         scale = 2**20 if form == mib else 1
         plain, liger = (result[f"{name}_{who}{suffix}"] / scale for who in ("hf", "liger"))
-        table.add_row(label, form.format(plain), form.format(liger), "" if name == "loss" else f"{liger / plain:.2f}")
+        # Results of an earlier version do not say how clear the speed is.
+        unclear = " (unclear)" if name == "tokens_per_second" and not result.get("speed_is_clear", True) else ""
+        rows.append([label, form.format(plain), form.format(liger), "" if name == "loss" else f"{liger / plain:.2f}{unclear}"])
     bound = f"allowed {result['loss_difference_bound']:.1e}"
     if result["loss_noise"] is not None:
         bound += f", plain with reordered sums {result['loss_noise']:.1e}"
-    verdict = "" if result["passed"] else " [red]too large[/red]"
-    table.add_row("largest loss difference", "", f"{result['max_loss_difference']:.1e}{verdict}", bound)
-    for column in table.columns[1:3]:
-        column.justify = "right"
-    console.print(table)
+    difference = Text(f"{result['max_loss_difference']:.1e}")
+    if not result["passed"]:
+        difference.append(" too large", "red")
+    rows.append(["largest loss difference", "", difference, bound])
+    print_table(console, [*columns, Column("Liger ÷ plain", prose=True)], rows, title=title)
+    if not result.get("speed_is_clear", True):
+        slowest, fastest = (limit(result["step_seconds_hf"] + result["step_seconds_liger"]) for limit in (max, min))
+        console.print(
+            f"Steps took between {fastest:.2f} and {slowest:.2f} s: other processes used the machine, and the ratio of the speeds says little."
+        )
+    if result["device"] == "cpu":
+        console.print("On a CPU Liger saves memory, not time; the kernels that save both are for GPUs.")
     console.print(f"Pictures and figures: {out}/loss.png, {out}/memory.png, {out}/result.json")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed and memory of a training step, plain and with Liger, on steps of their own.
+"""Speed and memory of a training step with and without Liger, on separate steps.
 
-The loss curves come from two whole trainings, one after the other. Speed does not: whatever else the machine does meanwhile, its
+The loss curves come from two complete runs, one after the other. Speed does not: whatever else the machine does meanwhile, its
 temperature and the state of its caches would favour one of them. Here both models share one set of parameters and one optimizer,
 each takes a warm-up step, and then they take turns on the same batch in the order plain, Liger, Liger, plain. On a GPU the median
 counts. On a CPU, which other processes share, the fastest step of each does: what they take can only slow a step down, and it slows
@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from liger_bench.bench.timing import quantile
 from liger_bench.demo.settings import Settings
 from liger_bench.memory import held_bytes, peak_bytes
 from liger_core import linear_cross_entropy
+
+# How far the 0.8 quantile of the seconds of a step may be above the 0.2 quantile.
+CLEAR = 1.25
 
 
 class Stepper:
@@ -52,17 +56,17 @@ class Stepper:
         self._wait()
         return time.perf_counter() - start
 
-    def speeds(self, rounds: int, advance: Callable[[], object]) -> dict[str, list[float]]:
+    def speeds(self, rounds: int, advance: Callable[[str], object]) -> dict[str, list[float]]:
         """Seconds of the timed steps of each model, after a warm-up step each."""
         taken: dict[str, list[float]] = {name: [] for name in self.models}
         order = list(self.models)
         for name in order:
             self.step(name)
-            advance()
+            advance("warming up")
         for index in range(rounds):
             for name in order if index % 2 == 0 else reversed(order):
                 taken[name].append(self.seconds(name))
-                advance()
+                advance(f"{self.batch.numel() / taken[name][-1]:,.0f} tokens/s")
         return taken
 
     def peak(self, name: str) -> int:
@@ -78,6 +82,11 @@ class Stepper:
 
 def tokens_per_second(tokens: int, seconds: list[float], device: torch.device) -> float:
     return tokens / (min(seconds) if device.type == "cpu" else statistics.median(seconds))
+
+
+def speed_is_clear(seconds: Iterable[list[float]]) -> bool:
+    """Whether the steps of each model took about as long as each other; else other processes have decided about a ratio."""
+    return all(quantile(taken, 0.8) <= CLEAR * quantile(taken, 0.2) for taken in seconds)
 
 
 def loss_memory(model: PreTrainedModel, batch: Tensor, settings: Settings) -> dict[str, int]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that are measured: a Llama of a named shape with random weights."""
+"""The models that are measured: presets with random weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from liger_bench.demo.settings import SIZES, Settings
+from liger_bench.checkpointing import checkpoint_layers
+from liger_bench.demo.settings import Settings
+from liger_hf.presets import preset
 
 
 def build(settings: Settings, *, attention: str = "sdpa") -> PreTrainedModel:
@@ -15,22 +17,22 @@ def build(settings: Settings, *, attention: str = "sdpa") -> PreTrainedModel:
     return _build(settings, settings.device, attention)
 
 
-def llama(
+def random_model(
     size: str, device: torch.device, dtype: torch.dtype, sequence: int, *, checkpointing: bool, attention: str = "sdpa", seed: int = 0
 ) -> PreTrainedModel:
-    """A Llama of a named shape for sequences of that length, made on the device in that dtype and ready to train."""
-    config = LlamaConfig(**SIZES[size], max_position_embeddings=sequence, use_cache=False)
+    """A preset for sequences of that length, made on the device in that dtype and ready to train."""
+    config = preset(size, sequence)
     torch.manual_seed(seed)
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
     model.train()
     return model
 
 
 def twin(model: PreTrainedModel, settings: Settings) -> PreTrainedModel:
-    """Another model of the same class on the very same parameters, so that two variants can take turns in one training."""
+    """Another model of the same class that shares all parameters, so that two variants can alternate in one run."""
     other = _build(settings, torch.device("meta"), "sdpa")
     for mine, theirs in zip(model.modules(), other.modules(), strict=True):
         theirs._parameters.update(mine._parameters)
@@ -44,4 +46,4 @@ def parameters(model: nn.Module) -> int:
 
 def _build(settings: Settings, device: torch.device, attention: str) -> PreTrainedModel:
     shape = (settings.size, device, settings.dtype, settings.sequence)
-    return llama(*shape, checkpointing=settings.checkpointing, attention=attention, seed=settings.seed)
+    return random_model(*shape, checkpointing=settings.checkpointing, attention=attention, seed=settings.seed)

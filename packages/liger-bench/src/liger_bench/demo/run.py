@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo itself: two trainings, their comparison, and the result as a dictionary."""
+"""The demo itself: two training runs, their comparison, and the result as a dictionary."""
 
 from __future__ import annotations
 
@@ -15,23 +15,31 @@ from transformers import PreTrainedModel
 import liger_hf
 from liger_bench import machine
 from liger_bench.agreement import bound, largest_difference
-from liger_bench.demo.measure import Stepper, loss_memory, tokens_per_second
+from liger_bench.demo.measure import Stepper, loss_memory, speed_is_clear, tokens_per_second
 from liger_bench.demo.model import build, parameters, twin
 from liger_bench.demo.settings import Settings
-from liger_bench.demo.text import Sequences, Text, library_text
 from liger_bench.demo.train import train
+from liger_bench.text import Sequences, Text, library_text
 from liger_core import explain, linear_cross_entropy
+
+# Called at the end of a step, with what can be said of it.
+Advance = Callable[..., None]
 
 
 def run(settings: Settings, bar: Progress) -> dict[str, Any]:
     """Train plain and with Liger, measure both, and judge the difference of their losses."""
     low = settings.dtype != torch.float32
     rounds = _rounds(settings)
-    task = bar.add_task("reading the standard library", total=settings.steps * (3 if low else 2) + 2 * (rounds + 1) + 3)
+    total = settings.steps * (3 if low else 2) + 2 * (rounds + 1) + 3
+    task = bar.add_task("reading the standard library", total=total, unit="step")
 
-    def phase(description: str) -> Callable[[], None]:
+    def phase(description: str) -> Advance:
         bar.update(task, description=description)
-        return lambda: bar.advance(task)
+
+        def advance(state: str = "") -> None:
+            bar.update(task, advance=1, description=f"{description}: {state}" if state else description)
+
+        return advance
 
     advance = phase("reading the standard library")
     text = library_text(settings.batch, settings.sequence)
@@ -51,7 +59,7 @@ def run(settings: Settings, bar: Progress) -> dict[str, Any]:
     return {**_judged(losses), **_measured(settings, text, rounds, phase), **_described(settings, text, losses, report)}
 
 
-def _train(settings: Settings, data: Sequences, advance: Callable[[], None], *, attention: str = "sdpa", pieces: int = 1) -> list[float]:
+def _train(settings: Settings, data: Sequences, advance: Advance, *, attention: str = "sdpa", pieces: int = 1) -> list[float]:
     model = build(settings, attention=attention)
     try:
         return train(model, data, settings, advance, pieces=pieces)
@@ -85,7 +93,7 @@ def _judged(losses: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def _measured(settings: Settings, text: Text, rounds: int, phase: Callable[[str], Callable[[], None]]) -> dict[str, Any]:
+def _measured(settings: Settings, text: Text, rounds: int, phase: Callable[[str], Advance]) -> dict[str, Any]:
     plain = build(settings)
     liger = twin(plain, settings)
     liger_hf.apply(liger)
@@ -105,6 +113,7 @@ def _measured(settings: Settings, text: Text, rounds: int, phase: Callable[[str]
         "peak_loss_memory_liger_bytes": loss["liger"],
         "tokens_per_second_hf": speed["plain"],
         "tokens_per_second_liger": speed["liger"],
+        "speed_is_clear": speed_is_clear(seconds.values()),
         "step_seconds_hf": seconds["plain"],
         "step_seconds_liger": seconds["liger"],
         "parameters": parameters(plain),

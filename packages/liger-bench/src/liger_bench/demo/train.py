@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,17 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from liger_bench.demo.settings import Settings
-from liger_bench.demo.text import Sequences
+from liger_bench.text import Sequences
 
 
-def train(model: PreTrainedModel, data: Sequences, settings: Settings, advance: Callable[[], object], *, pieces: int = 1) -> list[float]:
-    """Train for settings.steps and return the loss of every step; `pieces` micro-batches make up the same batch."""
+def train(model: PreTrainedModel, data: Sequences, settings: Settings, advance: Callable[[str], object], *, pieces: int = 1) -> list[float]:
+    """Train for settings.steps and return the loss of every step; `pieces` micro-batches make up the same batch.
+
+    advance hears at the end of each step what its loss and speed were.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        trainer = _Recorder(model, _arguments(settings, folder, pieces), data, advance)
+        trainer = _Recorder(model, _arguments(settings, folder, pieces), data)
+        trainer.add_callback(_Advance(trainer.losses, pieces, settings.batch * settings.sequence, advance))
         trainer.train()
     # Micro-batch losses are already divided by the tokens of the whole batch.
     losses = torch.stack(trainer.losses).float().view(settings.steps, pieces).sum(1)
@@ -54,8 +59,8 @@ def _arguments(settings: Settings, folder: str, pieces: int) -> TrainingArgument
 class _Recorder(Trainer):
     """A Trainer that keeps the loss of every micro-batch, on the device and unrounded."""
 
-    def __init__(self, model: PreTrainedModel, arguments: TrainingArguments, data: Sequences, advance: Callable[[], object]) -> None:
-        super().__init__(model=model, args=arguments, train_dataset=data, callbacks=[_Advance(advance)])
+    def __init__(self, model: PreTrainedModel, arguments: TrainingArguments, data: Sequences) -> None:
+        super().__init__(model=model, args=arguments, train_dataset=data)
         # It prints a summary to standard output, where a single JSON object may be due.
         self.remove_callback(PrinterCallback)
         self.losses: list[Tensor] = []
@@ -67,10 +72,15 @@ class _Recorder(Trainer):
 
 
 class _Advance(TrainerCallback):
-    """Moves the progress bar at the end of a step."""
+    """Says at the end of a step what its loss and speed were."""
 
-    def __init__(self, advance: Callable[[], object]) -> None:
-        self.advance = advance
+    def __init__(self, losses: list[Tensor], pieces: int, tokens: int, advance: Callable[[str], object]) -> None:
+        self.losses, self.pieces, self.tokens, self.advance = losses, pieces, tokens, advance
+        self.before = time.perf_counter()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.before = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.advance()
+        loss = float(torch.stack(self.losses[-self.pieces :]).sum())
+        self.advance(f"loss {loss:.4f}, {self.tokens / (time.perf_counter() - self.before):,.0f} tokens/s")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger bench distributed`: trainings on several GPUs, plain and with Liger."""
+"""`liger bench distributed`: training runs on several GPUs, with and without Liger."""

@@ -11,39 +11,52 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from liger_bench import machine
-from liger_bench.demo.settings import LARGE, SIZES
 from liger_bench.distributed.job import COLUMNS, IDENTITY, IMPLEMENTATIONS, PLAIN, WARM_UP, Job, Row, row_of
 from liger_bench.distributed.run import measured
 from liger_bench.distributed.strategies import STRATEGIES
 from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
-from liger_bench.printing import ratio, wide_console
+from liger_bench.printing import AllColumns, ratio
 from liger_core.errors import DeviceError, DtypeError, OptionError
+from liger_core.tables import Cell, Column, output, print_table
+from liger_hf.presets import LARGE, NAMES, checked_preset
+
+FIGURES = (
+    Column("tokens/s", "of all ranks together", number=True),
+    Column("÷ hf", "ratio to plain Transformers under the same strategy", number=True),
+    Column("peak GiB", "of the rank that holds the most", number=True),
+    Column("GiB ÷ hf", number=True),
+    Column("first loss", number=True, detail=True),
+    Column("last loss", number=True),
+    Column("difference", "largest difference to a loss of plain Transformers", number=True),
+    Column("allowed", "for that difference", number=True),
+)
 
 
 def distributed(
     strategies: Annotated[
         list[str] | None, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}; repeatable; all by default.")
     ] = None,
-    size: Annotated[str | None, typer.Option("--model", help=f"{', '.join(SIZES)}; 1b on GPUs, tiny on the CPU.")] = None,
+    size: Annotated[str | None, typer.Option("--model", help=f"{NAMES}; llama-3.2-1b on GPUs, tiny on the CPU.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes; one per GPU, two on the CPU.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences a rank and step; 8 on GPUs, 2 on the CPU.")] = None,
     sequence: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence; 1024 on GPUs, 64 on the CPU.")] = None,
     steps: Annotated[int, typer.Option(min=WARM_UP + 1, help=f"Training steps; all but the first {WARM_UP} are timed.")] = 10,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on GPUs).")] = None,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds after which a training that has not ended is given up.")] = 300.0,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds after which a run has failed.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    all_columns: AllColumns = False,
     out: Annotated[Path | None, typer.Option(help="Folder whose distributed.csv and distributed.json the rows are appended to.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Leave out what --out has already of this commit, machine and versions.")
     ] = False,
 ) -> None:
-    """Train a Llama on every GPU (NCCL), or on processes of the CPU (gloo), by DDP, FSDP2 and DeepSpeed ZeRO, plain and with Liger.
+    """Train a model on every GPU (NCCL), or on processes of the CPU (gloo), by DDP, FSDP2 and DeepSpeed ZeRO, plain and with Liger.
 
-    Random weights and tokens, gradient checkpointing, AdamW. Exit code 1 if a training fails or if losses differ by more than rounding explains.
+    Random weights and tokens, gradient checkpointing, AdamW. Exit code 1 if a run fails or if losses differ by more than rounding explains.
     """
     place = machine.measurable_device("bench distributed", device)
     precision = machine.dtype_name(machine.named_dtype("bench distributed", dtype, place))
@@ -52,16 +65,15 @@ def distributed(
     if resume and out is None:
         raise OptionError("bench distributed: --resume needs --out, the folder of the run to go on with")
     on_gpus = place.type == "cuda"
-    size = size or ("1b" if on_gpus else "tiny")
+    size = checked_preset("bench distributed", size or ("llama-3.2-1b" if on_gpus else "tiny"))
     check_known("bench distributed", "--strategy", strategies or [], STRATEGIES)
-    check_known("bench distributed", "--model", [size], SIZES)
     shape = (batch or (8 if on_gpus else 2), sequence or (1024 if on_gpus else 64))
     jobs = [
         Job(size, *shape, strategy, implementation, _ranks(ranks, on_gpus), place.type, precision, steps, 1e-4 if size in LARGE else 1e-3)
         for strategy in strategies or STRATEGIES
         for implementation in IMPLEMENTATIONS
     ]
-    files = Files.named("distributed", COLUMNS, out)
+    files = Files("distributed", COLUMNS, out)
     files.check()
     where = machine.describe(place)
     where["versions"] += _deepspeed()
@@ -77,7 +89,7 @@ def distributed(
     if as_json:
         print(json.dumps({"rows": [row.columns() for row in rows]}))
     else:
-        _print(rows)
+        _print(rows, all_columns)
     print_failures(found)
     if any(row.failed or row.agrees is False for row in rows):
         raise typer.Exit(1)
@@ -99,17 +111,15 @@ def _deepspeed() -> str:
         return ""
 
 
-def _print(rows: list[Row]) -> None:
-    console = wide_console()
-    head = ("tokens/s", "÷ hf", "peak GiB of a rank", "÷ hf", "first loss", "last loss", "largest difference", "allowed")
-    table = Table("strategy", "implementation", *head)
-    for column in table.columns[2:]:
-        column.justify = "right"
+def _print(rows: list[Row], all_columns: bool) -> None:
+    console = output()
     plain = {row.strategy: row for row in rows if row.implementation == PLAIN}
+    lines: list[list[Cell]] = []
     for row in rows:
-        name = row.strategy if row.implementation == IMPLEMENTATIONS[0] else ""
-        table.add_row(name, row.implementation, *_cells(row, plain.get(row.strategy)))
-    console.print(table)
+        if row.implementation == IMPLEMENTATIONS[0]:
+            lines.append([Text(row.strategy, "bold"), *[""] * len(FIGURES)])
+        lines.append([f"  {row.implementation}", *_cells(row, plain.get(row.strategy))])
+    print_table(console, [Column("implementation"), *FIGURES], lines, all_columns=all_columns)
     for row in rows:
         if row.reason:
             console.print(f"{row.strategy} {row.implementation}: {row.reason}", markup=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training on several ranks, and the row that comes of it."""
+"""One training run on several ranks, and its row of results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Row(Job):
-    """A training of one implementation by one strategy, with where and how it was measured.
+    """A run of one implementation under one strategy, with where and how it was measured.
 
     backend             what runs Liger's ops
     tokens_per_second   of all ranks together; by the median of the steps after the first two, of each the slowest rank's

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does: a training per job, one after the other, and of each its losses, times and memory."""
+"""What one rank does: one run per job, each with its losses, times and memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from liger_bench.distributed.job import LIGER, REORDERED, WARM_UP, Job
-from liger_bench.model.process import DONE, Answer, failure
+from liger_bench.process import DONE, Answer, failure
 
 # A rank that waits for one that failed gives up, instead of half an hour later.
-TIMEOUT = timedelta(minutes=2)
+TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _joined(share: Share) -> Iterator[torch.device]:
 
 def _figures(job: Job, rank: int, device: torch.device) -> dict[str, Any]:
     # Here, so that the process which only waits need not load it.
-    from liger_bench.demo.model import llama, parameters
+    from liger_bench.demo.model import parameters, random_model
     from liger_bench.distributed.strategies import STRATEGIES
     from liger_bench.machine import DTYPES
     from liger_bench.model.implementations import IMPLEMENTATIONS
@@ -69,7 +69,7 @@ def _figures(job: Job, rank: int, device: torch.device) -> dict[str, Any]:
     strategy, reordered = STRATEGIES[job.strategy], job.implementation == REORDERED
     dtype = torch.float32 if strategy.keeps_float32 else DTYPES[job.dtype]
     attention = "eager" if reordered else "sdpa"
-    model = llama(job.model, device, dtype, job.sequence, checkpointing=True, attention=attention)
+    model = random_model(job.model, device, dtype, job.sequence, checkpointing=True, attention=attention)
     count = parameters(model)
     backend = IMPLEMENTATIONS[LIGER if job.implementation == LIGER else "hf"].patch(model)
     shape = (job.batch, job.sequence)

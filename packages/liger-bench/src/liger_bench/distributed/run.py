@@ -15,7 +15,7 @@ from typing import Any
 from liger_bench.distributed.job import Job, Row, row_of, together
 from liger_bench.distributed.rank import Share, answer
 from liger_bench.distributed.strategies import STRATEGIES
-from liger_bench.model.process import FAILED, Answer, Process
+from liger_bench.process import FAILED, Answer, Process
 
 Phase = Callable[[Job], object]
 

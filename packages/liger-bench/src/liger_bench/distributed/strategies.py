@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks share a training: each strategy wraps a model and gives the function that takes a step."""
+"""How ranks share a training run: each strategy wraps a model and returns the function that takes a step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _by_torch(model: Any, job: Job) -> Step:
     optimizer = _optimizer(model, job)
 
     def step(tokens: Tensor) -> Tensor:
-        # The other outputs end with this line, as they do in a training.
+        # The other outputs are freed after this line, as in a training run.
         loss: Tensor = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()

@@ -11,30 +11,39 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from liger_bench import machine
-from liger_bench.demo.settings import LARGE, SIZES
 from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
 from liger_bench.memory import bytes_of
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import COLUMNS, IDENTITY, Job, Row, row_of
 from liger_bench.model.run import Measured, measured
-from liger_bench.model.table import HEAD, cells, title
-from liger_bench.printing import wide_console
-from liger_bench.report.records import with_derived
-from liger_bench.report.targets import TARGETS, Verdict, judged, read_targets
+from liger_bench.model.table import FIGURES, cells, title
+from liger_bench.printing import AllColumns
+from liger_bench.records import with_derived
+from liger_bench.targets import TARGETS, Target, Verdict, judged, read_targets
 from liger_core.errors import DeviceError, OptionError
+from liger_core.tables import Cell, Column, output, print_table
+from liger_hf.presets import NAMES, checked_preset
 
 # (batch, sequence) of each model, small to large. The capped ones are sized for --memory-limit 24GiB.
-SHAPES = {"tiny": [(2, 64)], "small": [(4, 384)], "1b": [(1, 1024), (4, 1024), (8, 1024)], "8b": [(64, 512), (128, 512)]}
-CAPPED = {"1b": [(16, 1024), (128, 1024), (4, 8192), (4, 32768)]}
+SHAPES = {
+    "tiny": [(2, 64)],
+    "small": [(4, 384)],
+    "llama-3.2-1b": [(1, 1024), (4, 1024), (8, 1024)],
+    "llama-3-8b": [(64, 512), (128, 512)],
+}
+CAPPED = {"llama-3.2-1b": [(16, 1024), (128, 1024), (4, 8192), (4, 32768)]}
+OTHERS = [(8, 1024)]
+# Those that are measured on a GPU unless others are named.
+DEFAULT = ("llama-3.2-1b", "llama-3-8b")
 LONGEST_KERNELS = 25
 
 
 def model(
     models: Annotated[
-        list[str] | None, typer.Option("--model", help=f"{', '.join(SIZES)}; repeatable; 1b and 8b on a GPU, tiny on the CPU.")
+        list[str] | None, typer.Option("--model", help=f"{NAMES}; repeatable; {' and '.join(DEFAULT)} on a GPU, tiny on the CPU.")
     ] = None,
     shapes: Annotated[list[str] | None, typer.Option("--shape", help="batch x sequence, for instance 8x1024; repeatable.")] = None,
     implementations: Annotated[
@@ -50,6 +59,7 @@ def model(
     ] = 1,
     profile: Annotated[bool, typer.Option("--profile", help="Also list the longest kernels of a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    all_columns: AllColumns = False,
     csv: Annotated[Path | None, typer.Option(help="File to append the rows to.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder whose model.csv and model.json the rows are appended to.")] = None,
     resume: Annotated[
@@ -57,7 +67,7 @@ def model(
     ] = False,
     targets: Annotated[Path | None, typer.Option(help="Targets to compare with; benchmarks/targets.json if it is there.")] = None,
 ) -> None:
-    """Measure forward and backward of whole Llama models, each implementation in a process of its own.
+    """Measure forward and backward of whole models, each implementation in a process of its own.
 
     Random weights and tokens, gradient checkpointing, no optimizer. Memory that runs out is a result; exit code 1 if anything else fails.
     """
@@ -69,37 +79,39 @@ def model(
     if resume and out is None:
         raise OptionError("bench model: --resume needs --out, the folder of the run to go on with")
     check_known("bench model", "--implementation", implementations or [], IMPLEMENTATIONS)
-    check_known("bench model", "--model", models or [], SIZES)
+    names = [checked_preset("bench model", name) for name in models or (DEFAULT if place.type == "cuda" else ["tiny"])]
     jobs = [
         Job(name, *shape, implementation, place.type, precision, limit, steps, seconds, LONGEST_KERNELS if profile else 0)
-        for name in models or (list(LARGE) if place.type == "cuda" else ["tiny"])
+        for name in names
         for shape in _shapes(shapes, name, limit)
         for implementation in implementations or IMPLEMENTATIONS
     ]
-    files = Files.named("model", COLUMNS, out, csv)
+    wanted = _targets(targets)
+    files = Files("model", COLUMNS, out, csv)
     files.check()
     where = machine.describe(place)
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
     todo, kept = remaining(jobs, lambda job: row_of(job, where, {}), before, attrgetter(*IDENTITY))
     found = all_measured(len(todo), lambda tell: measured(todo, where, together, lambda job, doing: tell(_doing(job, doing))), files)
     rows = _in_order(jobs, [*kept, *(result.row for result in found)])
-    verdicts = _verdicts(rows, targets)
+    verdicts = _verdicts(rows, wanted)
     if as_json:
         print(json.dumps(_object(rows, found, verdicts)))
     else:
-        _print(rows, found, verdicts)
+        _print(rows, found, verdicts, all_columns)
     print_failures(found)
     if any(row.failed for row in rows):
         raise typer.Exit(1)
 
 
-def _verdicts(rows: list[Row], path: Path | None) -> list[Verdict]:
+def _targets(path: Path | None) -> list[Target]:
+    path = path or (TARGETS if TARGETS.exists() else None)
+    return read_targets(path) if path else []
+
+
+def _verdicts(rows: list[Row], targets: list[Target]) -> list[Verdict]:
     """What the rows reached of the targets that are about models."""
-    if path is None:
-        path = TARGETS if TARGETS.exists() else None
-    if path is None:
-        return []
-    found = judged(read_targets(path), with_derived([row.columns() for row in rows]), {})
+    found = judged(targets, with_derived([row.columns() for row in rows]), {})
     return [verdict for verdict in found if verdict.value is not None]
 
 
@@ -115,7 +127,8 @@ def _object(rows: list[Row], found: list[Measured], verdicts: list[Verdict]) -> 
 
 def _shapes(given: list[str] | None, model: str, limit: int | None) -> list[tuple[int, int]]:
     if not given:
-        return CAPPED.get(model, SHAPES[model]) if limit else SHAPES[model]
+        usual = SHAPES.get(model, OTHERS)
+        return CAPPED.get(model, usual) if limit else usual
     found = []
     for shape in given:
         sizes = re.fullmatch(r"([1-9][0-9]*)\s*[x×]\s*([1-9][0-9]*)", shape)
@@ -134,17 +147,17 @@ def _doing(job: Job, doing: str) -> str:
     return f"{doing} {job.model} {job.shape} {job.implementation}"
 
 
-def _print(rows: list[Row], found: list[Measured], verdicts: list[Verdict]) -> None:
-    console = wide_console()
-    table = Table("model", "implementation", *HEAD)
-    for column in table.columns[2:]:
-        column.justify = "right"
+def _print(rows: list[Row], found: list[Measured], verdicts: list[Verdict], all_columns: bool) -> None:
+    console = output()
     columns = [row.columns() for row in rows]
+    lines: list[list[Cell]] = []
     before = ""
     for row in columns:
-        table.add_row(title(row) if title(row) != before else "", row["implementation"], *cells(row, columns))
-        before = title(row)
-    console.print(table)
+        if title(row) != before:
+            before = title(row)
+            lines.append([Text(before, "bold"), *[""] * len(FIGURES)])
+        lines.append([f"  {row['implementation']}", *cells(row, columns)])
+    print_table(console, [Column("implementation"), *FIGURES], lines, all_columns=all_columns)
     for row in columns:
         if row["reason"]:
             console.print(f"{title(row)} {row['implementation']}: {row['reason']}", markup=False)
@@ -157,17 +170,16 @@ def _print(rows: list[Row], found: list[Measured], verdicts: list[Verdict]) -> N
             _print_kernels(console, result)
     if rows:
         first = rows[-1]
-        console.print(f"{first.dtype} on {first.machine}\n{first.versions}; commit {first.commit}; {first.date}")
+        console.print(f"{first.dtype} on {first.machine}\n{first.versions}; commit {first.commit}; {first.date}", markup=False)
 
 
 def _print_kernels(console: Console, result: Measured) -> None:
     row = result.row
     step = f"{row.step_seconds * 1e3:.2f} ms" if row.step_seconds else "–"
     title = f"{row.model} {row.shape} {row.implementation}: the longest kernels of a step of {step}"
-    table = Table("kernel", "calls", "ms", "share", title=title, title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for kernel in result.kernels:
-        calls = "" if kernel["calls"] is None else f"{kernel['calls']:g}"
-        table.add_row(kernel["name"][:90], calls, f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}")
-    console.print(table, markup=False)
+    columns = [Column("kernel", prose=True), *(Column(name, number=True) for name in ("calls", "ms", "share"))]
+    lines = [
+        [kernel["name"][:90], "" if kernel["calls"] is None else f"{kernel['calls']:g}", f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}"]
+        for kernel in result.kernels
+    ]
+    print_table(console, columns, lines, title=title)

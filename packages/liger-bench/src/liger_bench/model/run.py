@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import Job, Row, row_of
-from liger_bench.model.process import FAILED, Process
+from liger_bench.process import DONE, FAILED, READY, Answer, Process, failure
 
 # Compiling a large model takes minutes; nothing takes this long.
 PATIENCE = 900.0
@@ -55,6 +56,23 @@ def measured(
                     yield _result(process, where)
 
 
+def answer(job: Job, connection: Connection) -> Answer:
+    """What the process of a job does."""
+    try:
+        # Here, so that the process which only waits need not load it.
+        from liger_bench.model.training import Training
+
+        training = Training(job)
+        training.prepare()
+        connection.send((READY, {}))
+        connection.recv()
+        figures = training.measure()
+        kernels = training.kernels(job.kernels) if job.kernels else []
+        return DONE, {"figures": figures, "kernels": kernels}
+    except Exception as error:
+        return failure(error)
+
+
 def _in_turn(jobs: list[Job], folder: Path, phase: Phase) -> Iterator[Process]:
     """The processes of some jobs, each when it has ended."""
     started: list[Process] = []
@@ -62,7 +80,7 @@ def _in_turn(jobs: list[Job], folder: Path, phase: Phase) -> Iterator[Process]:
         for job in jobs:
             phase(job, "preparing")
             log = folder / f"{uuid.uuid4().hex}.log"
-            started.append(Process(job, log, PATIENCE))
+            started.append(Process(job, log, PATIENCE, answer))
         for process in started:
             process.wait()
         for process in started:

@@ -6,8 +6,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from liger_core.tables import Column
+
 BASES = ("hf", "hf-compiled", "liger-kernel")
-HEAD = ("tokens/s", "0.2 – 0.8", *(f"÷ {base}" for base in BASES), "peak GiB", "loss", "gradient norm", "compile s")
+FIGURES = (
+    Column("tokens/s", "median of the timed steps", number=True),
+    Column("0.2 – 0.8", "quantiles of the same", number=True, detail=True),
+    Column("÷ hf", "tokens/s ÷ those of Transformers alone", number=True),
+    *(Column(f"÷ {base}", number=True, detail=True) for base in BASES[1:]),
+    Column("peak GiB", "most memory held at once", number=True),
+    Column("loss", "of the first step", number=True),
+    Column("gradient norm", number=True, detail=True),
+    Column("compile s", "first step minus a median one", number=True, detail=True),
+)
+HEAD = tuple(column.name for column in FIGURES)
 
 
 def cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:

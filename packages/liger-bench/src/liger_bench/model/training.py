@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from liger_bench.demo.model import llama, parameters
+from liger_bench.demo.model import parameters, random_model
 from liger_bench.machine import DTYPES
 from liger_bench.memory import held_bytes, peak_bytes
 from liger_bench.model.implementations import IMPLEMENTATIONS
@@ -35,7 +35,7 @@ class Training:
         if job.memory_limit_bytes is not None:
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, job.memory_limit_bytes / total), self.device)
-        self.model = llama(job.model, self.device, DTYPES[job.dtype], job.sequence, checkpointing=True)
+        self.model = random_model(job.model, self.device, DTYPES[job.dtype], job.sequence, checkpointing=True)
         implementation = IMPLEMENTATIONS[job.implementation]
         self.backend = implementation.patch(self.model)
         if implementation.compiled:
@@ -98,7 +98,7 @@ class Training:
         ] + [{"name": BUSY, "calls": None, "ms": total / 1e3 / PROFILED_STEPS, "share": 1.0}]
 
     def step(self) -> Tensor:
-        # The other outputs end with this frame, as they do in a training.
+        # The other outputs are freed on return, as in a training run.
         loss: Tensor = self.model(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
         return loss.detach()

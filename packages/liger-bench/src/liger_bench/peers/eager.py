@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from liger_bench.peers import Peer, by_name
 from liger_core.errors import Unsupported
+from liger_core.plugins import registry
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -18,7 +20,12 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def peers() -> list[Peer]:
-    return [Peer("eager", CALLS)]
+    return [Peer("eager", calls())]
+
+
+def calls() -> dict[str, Callable[..., Any]]:
+    """Op → its formula below, else its reference."""
+    return {op.name: op.reference for op in registry().ops.values()} | CALLS
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input") -> Tensor:
@@ -134,4 +141,5 @@ def linear_log_prob(
     return log_prob, entropy.where(counted, 0.0)
 
 
+# Where Transformers writes an op otherwise than its reference does.
 CALLS = by_name(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from liger_bench.peers import Peer
-from liger_bench.peers.eager import CALLS
+from liger_bench.peers.eager import calls
 
 BACKEND = "inductor"
 
@@ -22,7 +22,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def peers() -> list[Peer]:
-    return [Peer("compile", CALLS, consumes=True, prepared=compiled)]
+    return [Peer("compile", calls(), consumes=True, prepared=compiled)]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from liger_bench.report.records import Records, distinct, read
-from liger_bench.report.targets import REASONS, TARGETS, Verdict, judged, read_reasons, read_targets
+from liger_bench.records import Records, distinct, read
+from liger_bench.targets import REASONS, TARGETS, Verdict, judged, read_reasons, read_targets
+from liger_bench.writable import check_file
 from liger_core.errors import OptionError
 
 IMAGES = Path("images", "bench")
@@ -28,10 +29,10 @@ def report(
     from liger_bench.report.page import page
 
     records = read(results)
+    check_file("bench report: --docs", docs)
     verdicts = _verdicts(records, targets, reasons)
     drawn = _drawn(records, docs.parent / IMAGES)
     named = {key: Path(os.path.relpath(path, docs.parent)) for key, path in drawn.items()}
-    docs.parent.mkdir(parents=True, exist_ok=True)
     docs.write_text(page(records, verdicts, named, f"liger bench report {results.as_posix()}"), encoding="utf-8")
     counts = {word: sum(v.word == word for v in verdicts) for word in ("met", "missed", "not measured")}
     judgement = f"; targets: {', '.join(f'{count} {word}' for word, count in counts.items())}" if verdicts else ""

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from liger_bench import markdown
 from liger_bench.model.table import HEAD, cells, title
-from liger_bench.report import markdown
-from liger_bench.report.records import Record, Records, distinct, find
-from liger_bench.report.targets import Verdict
+from liger_bench.records import Record, Records, distinct, find
+from liger_bench.targets import Verdict
 
 MIB = 1 << 20
 PASSES = {"forward": "forward", "full": "full", "evaluation": "evaluation"}
@@ -183,7 +183,7 @@ def _repeat(records: Records, command: str) -> str:
     if records.models:
         lines.append("liger bench model --out RESULTS")
         limits = sorted({row["memory_limit_bytes"] for row in records.models if row["memory_limit_bytes"]})
-        lines += [f"liger bench model --model 1b --memory-limit {limit / 2**30:g}GiB --out RESULTS" for limit in limits]
+        lines += [f"liger bench model --model llama-3.2-1b --memory-limit {limit / 2**30:g}GiB --out RESULTS" for limit in limits]
     lines.append("liger bench report RESULTS")
     commands = "\n".join(f"    {line}" for line in lines)
     return f"## Repeat\n\n{commands}\n\nRatios within a run can be compared, times of different runs cannot. This page is what `{command}` writes."

@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator
 
 from liger_bench.model.table import title
-from liger_bench.report.records import Record, distinct, find, sizes_of
+from liger_bench.records import Record, distinct, find, sizes_of
 
 # Told apart with any kind of colour vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
 COLOURS = {

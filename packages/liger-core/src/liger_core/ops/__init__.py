@@ -1,29 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue: one line per op."""
+"""The ops of this package: one line each."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from liger_core.op import Op
 from liger_core.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from liger_core.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_core.ops.geglu import geglu as geglu
 from liger_core.ops.layer_norm import layer_norm as layer_norm
 from liger_core.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from liger_core.ops.linear_log_prob import linear_log_prob as linear_log_prob
+from liger_core.ops.relu_squared import relu_squared as relu_squared
 from liger_core.ops.rms_norm import rms_norm as rms_norm
 from liger_core.ops.rope import rope as rope
 from liger_core.ops.swiglu import swiglu as swiglu
-
-CATALOGUE: tuple[Op[..., Any], ...] = (
-    rms_norm,
-    add_rms_norm,
-    layer_norm,
-    rope,
-    swiglu,
-    geglu,
-    cross_entropy,
-    linear_cross_entropy,
-    linear_log_prob,
-)

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._inputs import accumulator
-from liger_core.ops._softmax_loss import EntropyTerm, RowOptions, RowPasses, RowResults, row_results
+from liger_core.ops._softmax_loss import Asked, EntropyTerm, RowOptions, RowPasses, RowResults, row_results
 
 Chunk = int | Literal["report"] | None
 
@@ -25,14 +26,14 @@ LONG_CHUNK = 2048
 HALF_CHUNK = 4096
 
 
-class Plan(NamedTuple):
+class Chunking(NamedTuple):
     """Rows of logits held at a time, and the dtype in which the gradient of weight is summed over the chunks."""
 
     rows: int
     dtype: torch.dtype
 
 
-def plan(
+def chunking(
     rows: int,
     width: int,
     classes: int,
@@ -43,7 +44,7 @@ def plan(
     budget: int = 0,
     accumulate_dtype: torch.dtype | None = None,
     trained: bool = True,
-) -> Plan:
+) -> Chunking:
     """Chunks of `chunk` rows, by the report's formula for -1, or for 0 those that fit a budget in bytes beyond inputs and gradients.
 
     A single chunk writes dW in its own dtype, which is exact and takes least. With several, dW is summed in float32 where the budget
@@ -75,21 +76,17 @@ def plan(
         if accumulate_dtype is None and dtype != torch.float16 and budget < max(beside + LONG_CHUNK * row, classes * width * wide.itemsize):
             wide, beside = once, 0
         length = _power_below((budget - beside) // row)
-    return Plan(length, once if count <= length else wide)
+    return Chunking(length, once if count <= length else wide)
 
 
 def _power_below(n: int) -> int:
     return 1 << (max(1, n).bit_length() - 1)
 
 
-def chunk_code(chunk: Chunk) -> int:
-    """The option as custom ops take it: rows, -1 for the report's formula, 0 for the budget."""
-    return 0 if chunk is None else -1 if chunk == "report" else chunk
-
-
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of autocast on this type of device; None where it is off, or where there is none, as on meta."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    """The dtype of autocast on this type of device; None where it is off."""
+    # Meta tensors have no autocast; torch.compile of PyTorch 2.11 cannot trace the question whether there is one.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
@@ -102,208 +99,233 @@ def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tupl
     return hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
 
 
-SCALARS = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
-CHUNKS = "ScalarType? accumulate_dtype, int chunk, int budget, bool pack"
-INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
-RESULTS = "Tensor loss, Tensor statistics, Tensor? prediction, Tensor? entropy"
-GRADIENTS = "(Tensor? grad_hidden, Tensor? grad_weight, Tensor? grad_bias)"
+class ChunkOptions(NamedTuple):
+    """How many rows of logits are held at a time, as kernels take it: chunk 0 for the budget and -1 for the formula
+    of the report, budget 0 for the default.
 
+    main_grad  a sum over batches to which the gradient of weight is added, in its place
+    """
 
-def chunked(passes: RowPasses, kernel: Callable[..., Kernel]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(total, rows): the summed loss with its gradients from the forward pass, and the per-row loss that recomputes."""
-    loop = ChunkLoop(passes)
-    total = differentiable(
-        kernel(
-            f"linear_cross_entropy({INPUTS}, Tensor? token_weight, Tensor? divide, Tensor? main_grad, {SCALARS}, {CHUNKS}, bool metrics, "
-            f"bool[3] needs) -> ({RESULTS}, Tensor? scale, Tensor? sum_hidden, Tensor? sum_weight, Tensor? sum_bias)",
-            loop.allocate_total,
-            loop.total,
-        ),
-        kernel(
-            "linear_cross_entropy_backward(Tensor grad_loss, Tensor weight, Tensor? scale, Tensor? sum_hidden, Tensor? sum_weight, "
-            f"Tensor? sum_bias, Tensor? main_grad, bool[3] needs) -> {GRADIENTS}",
-            loop.allocate_total_backward,
-            loop.total_backward,
-            loop.recycle_total_backward,
-        ),
-        public=4,
-    )
-    rows = differentiable(
-        kernel(
-            f"linear_cross_entropy_rows({INPUTS}, Tensor? main_grad, {SCALARS}, {CHUNKS}, bool metrics) -> ({RESULTS})",
-            loop.allocate_rows,
-            loop.rows,
-        ),
-        kernel(
-            f"linear_cross_entropy_rows_backward(Tensor grad_loss, {INPUTS}, Tensor statistics, {SCALARS}, {CHUNKS}, Tensor? main_grad, "
-            f"bool[3] needs) -> {GRADIENTS}",
-            loop.allocate_rows_backward,
-            loop.rows_backward,
-        ),
-        public=4,
-    )
-    return total, rows
+    accumulate_dtype: torch.dtype | None
+    chunk: int
+    budget: int
+    pack: bool
+    main_grad: Tensor | None
 
+    @classmethod
+    def given(cls, accumulate_dtype: torch.dtype | None, chunk: Chunk, budget: int | None, pack: bool, main_grad: Tensor | None) -> Self:
+        """From the options of an op."""
+        return cls(accumulate_dtype, 0 if chunk is None else -1 if chunk == "report" else chunk, budget or 0, pack, main_grad)
 
-class ChunkLoop:
-    """Allocators and launchers of the four kernels."""
-
-    def __init__(self, passes: RowPasses) -> None:
-        self.passes = passes
-
-    # -- the summed loss: gradients are computed chunk by chunk in the forward pass, without the upstream gradient
-
-    def allocate_total(
-        self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, token_weight: Tensor | None,
-        divide: Tensor | None, main_grad: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None,
-        logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int, budget: int, pack: bool, metrics: bool, needs: list[bool],
-    ) -> Outputs:  # fmt: skip
-        wide = accumulator(hidden.dtype)
-        dtype = _plan(hidden, weight, accumulate_dtype, chunk, budget, needs[1]).dtype
-        return (
-            torch.empty((), dtype=wide, device=hidden.device),
-            *row_results(hidden, metrics)[1:],
-            torch.empty((), dtype=wide, device=hidden.device) if _divides_late(hidden, divide) else None,
-            torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None,
-            torch.empty(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None,
-            torch.empty(weight.shape[0], dtype=wide, device=weight.device) if needs[2] else None,
+    def chunking(self, hidden: Tensor, weight: Tensor, trained: bool) -> Chunking:
+        """For rows that are there."""
+        return chunking(
+            *(*hidden.shape, weight.shape[0], hidden.dtype, hidden.device.type),
+            chunk=self.chunk,
+            budget=self.budget,
+            accumulate_dtype=self.accumulate_dtype,
+            trained=trained,
         )
 
-    def total(
-        self, loss: Tensor, statistics: Tensor, prediction: Tensor | None, entropy: Tensor | None, scale: Tensor | None, sum_hidden: Tensor | None,
-        sum_weight: Tensor | None, sum_bias: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-        class_weight: Tensor | None, token_weight: Tensor | None, divide: Tensor | None, main_grad: Tensor | None, ignore_index: int,
-        label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int,
-        budget: int, pack: bool, metrics: bool, needs: list[bool],
+
+class Head(NamedTuple):
+    """Rows (N, H), what makes logits of them, and the class that each is compared with (N,)."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+
+
+class Sums(NamedTuple):
+    """The gradients over a head before the upstream gradient is known; that of weight is summed in the dtype of its chunking."""
+
+    sum_hidden: Tensor | None
+    sum_weight: Tensor | None
+    sum_bias: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """The gradients over a head; that of weight is missing where main_grad takes it."""
+
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+
+
+class Loop:
+    """The kernels of the ops that multiply by a head, for a backend's row passes.
+
+    reduced  (head, token_weight, divide, row options, chunk options, statistics asked for) → summed loss and the results of rows. Its
+           gradients are computed chunk by chunk in the forward pass, without the upstream gradient
+    per_row  (head, row options, chunk options, …) → the loss of each row and the other results. The backward pass recomputes the logits,
+           since only then is the upstream gradient known; the entropy of a row has a gradient, too
+    """
+
+    def __init__(self, passes: RowPasses, make_kernel: Callable[..., Kernel]) -> None:
+        self.passes = passes
+        self.reduced = differentiable(
+            make_kernel("linear_cross_entropy", self._allocate_reduced, self._launch_reduced),
+            make_kernel(
+                "linear_cross_entropy_backward",
+                self._allocate_reduced_backward,
+                self._launch_reduced_backward,
+                self._recycle_reduced_backward,
+            ),
+            public=4,
+        )
+        self.per_row = differentiable(
+            make_kernel("linear_cross_entropy_rows", self._allocate_per_row, self._launch_per_row),
+            make_kernel("linear_cross_entropy_rows_backward", self._allocate_per_row_backward, self._launch_per_row_backward),
+            public=4,
+        )
+
+    def _allocate_reduced(
+        self, head: Head, token_weight: Tensor | None, divide: Tensor | None, options: RowOptions, chunks: ChunkOptions, asked: Asked,
+        needs: list[bool],
+    ) -> Outputs:  # fmt: skip
+        hidden, weight = head[:2]
+        wide, device = accumulator(hidden.dtype), hidden.device
+        return (
+            torch.empty((), dtype=wide, device=device),
+            *row_results(hidden, asked)[1:],
+            torch.empty((), dtype=wide, device=device) if _divides_late(hidden, divide) else None,
+            torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if needs[0] else None,
+            torch.empty(weight.shape, dtype=chunks.chunking(hidden, weight, needs[1]).dtype, device=device) if needs[1] else None,
+            torch.empty(weight.shape[0], dtype=wide, device=device) if needs[2] else None,
+        )
+
+    def _launch_reduced(
+        self, results: RowResults, scale: Tensor | None, sums: Sums, /, head: Head, token_weight: Tensor | None, divide: Tensor | None,
+        options: RowOptions, chunks: ChunkOptions, asked: Asked, needs: list[bool],
     ) -> None:  # fmt: skip
-        counted = _Counted(hidden, weight, target, ignore_index, pack)
-        options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
-        rows = _plan(hidden, weight, accumulate_dtype, chunk, budget, needs[1]).rows
+        counted = _Counted(head, options.ignore_index, chunks.pack)
+        rows = chunks.chunking(head.hidden, head.weight, needs[1]).rows
         gradient = any(needs)
         inverse = None if divide is None else divide.reciprocal()
         factors = token_weight
         if inverse is not None and scale is None and gradient:
-            factors = inverse.expand(hidden.shape[0]) if token_weight is None else token_weight * inverse
-        results = RowResults(statistics.new_empty(statistics.shape[0]), statistics, prediction, entropy)
-        packed = _Packed(hidden, target, factors, None, counted.index())
-        inner = packed.results(results)
-        sums = _Sums(packed.like(sum_hidden), sum_weight, sum_bias)
-        for part, logits in _products(packed.hidden, weight, bias, rows):
-            factor = None if packed.factor is None else packed.factor[part]
-            self.passes.losses(logits, packed.target[part], _rows_of(inner, part), options, factor, gradient)
-            sums.add(part, logits, packed.hidden, weight)
-        sums.finish()
+            factors = inverse.expand(head.hidden.shape[0]) if token_weight is None else token_weight * inverse
+        loss, results = results.loss, results._replace(loss=results.statistics.new_empty(head.hidden.shape[0]))
+        packed = _Packed(head, counted.index())
+        factors = packed.take(factors)
+        inner, running = packed.results(results), _Running(sums._replace(sum_hidden=packed.like(sums.sum_hidden)))
+        for part, logits in _logits(packed.head, rows):
+            factor = None if factors is None else factors[part]
+            self.passes.losses(logits, packed.head.target[part], _part(inner, part), options, factor, gradient)
+            running.add(part, logits, packed.head)
+        running.finish()
         packed.scatter(inner, results)
-        packed.scatter_rows(sums.hidden, sum_hidden)
+        packed.scatter_rows(running.sums.sum_hidden, sums.sum_hidden)
         torch.sum(results.loss if token_weight is None else results.loss * token_weight, dim=0, out=loss)
         if inverse is not None:
             loss.mul_(inverse)
             if scale is not None:
                 scale.copy_(inverse)
 
-    def allocate_total_backward(
-        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sum_hidden: Tensor | None, sum_weight: Tensor | None,
-        sum_bias: Tensor | None, main_grad: Tensor | None, needs: list[bool],
-    ) -> Outputs:  # fmt: skip
-        sums = (sum_hidden, sum_weight if main_grad is None else None, sum_bias)
-        return tuple(
-            torch.empty(total.shape, dtype=weight.dtype, device=weight.device) if need and total is not None else None
-            for need, total in zip(needs, sums, strict=True)
-        )
+    def _allocate_reduced_backward(
+        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None, needs: list[bool]
+    ) -> Outputs:
+        wanted = zip(needs, sums if main_grad is None else sums._replace(sum_weight=None), strict=True)
+        return tuple(torch.empty_like(t, dtype=weight.dtype) if need and t is not None else None for need, t in wanted)
 
-    def recycle_total_backward(
-        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sum_hidden: Tensor | None, sum_weight: Tensor | None,
-        sum_bias: Tensor | None, main_grad: Tensor | None, needs: list[bool],
-    ) -> Outputs:  # fmt: skip
+    def _recycle_reduced_backward(
+        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None, needs: list[bool]
+    ) -> Outputs:
         """The sums themselves, where they have the dtype of the gradient: scaling them in place saves their size once more."""
-        sums = (sum_hidden, sum_weight if main_grad is None else None, sum_bias)
-        return tuple(
-            None if not need or total is None else total if total.dtype == weight.dtype else torch.empty_like(total, dtype=weight.dtype)
-            for need, total in zip(needs, sums, strict=True)
-        )
+        fresh = [need and t is not None and t.dtype != weight.dtype for need, t in zip(needs, sums, strict=True)]
+        made = self._allocate_reduced_backward(grad_loss, weight, scale, sums, main_grad, fresh)
+        kept = sums if main_grad is None else sums._replace(sum_weight=None)
+        return tuple(t if need and new is None else new for need, t, new in zip(needs, kept, made, strict=True))
 
-    def total_backward(
-        self, grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_loss: Tensor, weight: Tensor,
-        scale: Tensor | None, sum_hidden: Tensor | None, sum_weight: Tensor | None, sum_bias: Tensor | None, main_grad: Tensor | None,
+    def _launch_reduced_backward(
+        self, gradients: Gradients, /, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None,
         needs: list[bool],
     ) -> None:  # fmt: skip
         factor = grad_loss if scale is None else grad_loss * scale
-        for total, grad in ((sum_hidden, grad_hidden), (sum_weight, grad_weight), (sum_bias, grad_bias)):
-            if grad is not None and total is not None and grad.numel():
-                self.passes.scaled(total, factor, grad)
-        if main_grad is not None and sum_weight is not None and needs[1]:
+        for summed, grad in zip(sums, gradients, strict=True):
+            if grad is not None and summed is not None and grad.numel():
+                self.passes.scaled(summed, factor, grad)
+        if main_grad is not None and sums.sum_weight is not None and needs[1]:
             # .data has a version counter of its own: a kept graph may add once more.
-            self.passes.scaled(sum_weight, factor, main_grad.data, add=True)
+            self.passes.scaled(sums.sum_weight, factor, main_grad.data, add=True)
 
-    # -- the loss of each row: the backward pass recomputes the logits, since only then is the upstream gradient known
+    def _allocate_per_row(self, head: Head, options: RowOptions, chunks: ChunkOptions, asked: Asked) -> Outputs:
+        return row_results(head.hidden, asked)
 
-    def allocate_rows(self, hidden: Tensor, weight: Tensor, target: Tensor, *options: Any) -> Outputs:
-        return row_results(hidden, options[-1])
-
-    def rows(
-        self, loss: Tensor, statistics: Tensor, prediction: Tensor | None, entropy: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor,
-        bias: Tensor | None, class_weight: Tensor | None, main_grad: Tensor | None, ignore_index: int, label_smoothing: float,
-        z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int, budget: int, pack: bool,
-        metrics: bool,
-    ) -> None:  # fmt: skip
-        counted = _Counted(hidden, weight, target, ignore_index, pack)
-        options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
-        rows = _plan(hidden, weight, accumulate_dtype, chunk, budget, False).rows
-        packed = _Packed(hidden, target, None, None, counted.index())
-        results = RowResults(loss, statistics, prediction, entropy)
+    def _launch_per_row(self, results: RowResults, /, head: Head, options: RowOptions, chunks: ChunkOptions, asked: Asked) -> None:
+        counted = _Counted(head, options.ignore_index, chunks.pack)
+        # As long as those of the backward pass: matmuls of other sizes round otherwise, and recomputed logits must have these statistics.
+        rows = chunks.chunking(head.hidden, head.weight, True).rows
+        packed = _Packed(head, counted.index())
         inner = packed.results(results)
-        for part, logits in _products(packed.hidden, weight, bias, rows):
-            self.passes.losses(logits, packed.target[part], _rows_of(inner, part), options, None, False)
+        for part, logits in _logits(packed.head, rows):
+            self.passes.losses(logits, packed.head.target[part], _part(inner, part), options, None, False)
         packed.scatter(inner, results)
 
-    def allocate_rows_backward(
-        self, grad_loss: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
-    ) -> Outputs:
-        main_grad, needs = rest[-2:]
-        given = (hidden, weight if main_grad is None else None, bias)
+    def _allocate_per_row_backward(
+        self, grad_loss: Tensor | None, grad_entropy: Tensor | None, head: Head, options: RowOptions, chunks: ChunkOptions,
+        statistics: Tensor, entropy: Tensor | None, needs: list[bool],
+    ) -> Outputs:  # fmt: skip
+        given = (head.hidden, head.weight if chunks.main_grad is None else None, head.bias)
         return tuple(
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
             for need, t in zip(needs, given, strict=True)
         )
 
-    def rows_backward(
-        self, grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_loss: Tensor, hidden: Tensor,
-        weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, statistics: Tensor, ignore_index: int,
-        label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None,
-        chunk: int, budget: int, pack: bool, main_grad: Tensor | None, needs: list[bool], term: EntropyTerm | None = None,
+    def _launch_per_row_backward(
+        self, gradients: Gradients, /, grad_loss: Tensor | None, grad_entropy: Tensor | None, head: Head, options: RowOptions,
+        chunks: ChunkOptions, statistics: Tensor, entropy: Tensor | None, needs: list[bool],
     ) -> None:  # fmt: skip
-        counted = _Counted(hidden, weight, target, ignore_index, pack)
-        options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
-        # The largest upstream gradient is factored out and put back at the end: p · grad underflows in fp16 where grad is 1/tokens.
-        largest = _largest(grad_loss) if term is None else torch.maximum(_largest(grad_loss), _largest(term.factor))
+        counted = _Counted(head, options.ignore_index, chunks.pack)
+        weight, wide = head.weight, accumulator(head.weight.dtype)
+        # The gradient at an ignored row may be infinite, as that of a ratio to a probability of 0; it counts for nothing.
+        is_counted = head.target != options.ignore_index
+        upstream = [None if g is None else torch.where(is_counted, g, 0.0) for g in (grad_loss, grad_entropy)]
+        # The largest upstream gradient is factored out and put back at the end: p · grad underflows in float16 where grad is 1/tokens.
+        largest = functools.reduce(torch.maximum, [_largest(g) for g in upstream if g is not None])
         largest = torch.where(largest > 0, largest, 1.0)
-        packed = _Packed(hidden, target, grad_loss / largest, statistics, counted.index())
-        if term is not None:
-            term = EntropyTerm(packed.take(term.factor / largest), packed.take(term.entropy))
-        rows, dtype = _plan(packed.hidden, weight, accumulate_dtype, chunk, budget, needs[1])
-        sum_weight = grad_weight
-        if needs[1] and (grad_weight is None or grad_weight.dtype != dtype):
-            sum_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        sum_bias = None if grad_bias is None else torch.empty(grad_bias.shape, dtype=accumulator(weight.dtype), device=weight.device)
-        sum_hidden = packed.like(grad_hidden)
-        sums = _Sums(sum_hidden, sum_weight, sum_bias)
-        assert packed.factor is not None and packed.statistics is not None
-        for part, logits in _products(packed.hidden, weight, bias, rows):
-            entropy = None if term is None else EntropyTerm(*(t[part] for t in term))
-            self.passes.gradients(logits, packed.target[part], packed.statistics[part], packed.factor[part], options, logits, entropy)
-            sums.add(part, logits, packed.hidden, weight)
-        sums.finish()
-        largest = largest.to(accumulator(weight.dtype))
-        for total, grad in ((sum_weight, grad_weight), (sum_bias, grad_bias), (sum_hidden, sum_hidden)):
-            if total is not None and grad is not None and total.numel():
-                self.passes.scaled(total, largest, grad)
-        if main_grad is not None and sum_weight is not None:
-            self.passes.scaled(sum_weight, largest, main_grad.data, add=True)
-        packed.scatter_rows(sum_hidden, grad_hidden)
+        if weight.dtype == torch.float16:
+            # Where it is large, as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows from underflow.
+            largest = largest / largest.clamp(1.0, 16384.0)
+        packed = _Packed(head, counted.index())
+        factor, by_entropy = (None if g is None else packed.take(g / largest) for g in upstream)
+        factor = packed.head.hidden.new_zeros(packed.head.hidden.shape[0], dtype=wide) if factor is None else factor
+        statistics, entropy = packed.take(statistics), packed.take(entropy)
+        rows, dtype = chunks.chunking(head.hidden, weight, True)
+        sums = Sums(
+            packed.like(gradients.grad_hidden),
+            None if not needs[1] else _in_dtype(gradients.grad_weight, weight, dtype),
+            None if gradients.grad_bias is None else torch.empty(gradients.grad_bias.shape, dtype=wide, device=weight.device),
+        )
+        running = _Running(sums)
+        for part, logits in _logits(packed.head, rows):
+            term = None if by_entropy is None or entropy is None else EntropyTerm(by_entropy[part], entropy[part])
+            self.passes.gradients(logits, packed.head.target[part], statistics[part], factor[part], options, logits, term)
+            running.add(part, logits, packed.head)
+        running.finish()
+        largest = largest.to(wide)
+        for summed, grad in zip(sums, gradients._replace(grad_hidden=sums.sum_hidden), strict=True):
+            if summed is not None and grad is not None and summed.numel():
+                self.passes.scaled(summed, largest, grad)
+        if chunks.main_grad is not None and sums.sum_weight is not None:
+            self.passes.scaled(sums.sum_weight, largest, chunks.main_grad.data, add=True)
+        packed.scatter_rows(sums.sum_hidden, gradients.grad_hidden)
+
+
+@functools.cache
+def loop_of(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Loop:
+    """The loop of a backend, which its ops share."""
+    return Loop(passes, make_kernel)
+
+
+def _in_dtype(given: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor itself if it has the dtype, else new memory for what is summed in it."""
+    return given if given is not None and given.dtype == dtype else torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
 def _divides_late(hidden: Tensor, divide: Tensor | None) -> bool:
-    """1/normaliser waits for the backward pass in float16, where a probability divided by the number of tokens underflows."""
+    """1/normalizer waits for the backward pass in float16, where a probability divided by the number of tokens underflows."""
     return divide is not None and hidden.dtype == torch.float16
 
 
@@ -312,77 +334,63 @@ def _largest(tensor: Tensor) -> Tensor:
     return tensor.abs().amax() if tensor.numel() else tensor.new_ones(())
 
 
-def _plan(hidden: Tensor, weight: Tensor, accumulate_dtype: torch.dtype | None, chunk: int, budget: int, trained: bool) -> Plan:
-    rows, width = hidden.shape
-    return plan(
-        rows,
-        width,
-        weight.shape[0],
-        hidden.dtype,
-        hidden.device.type,
-        chunk=chunk,
-        budget=budget,
-        accumulate_dtype=accumulate_dtype,
-        trained=trained,
-    )
-
-
-def _rows_of(results: RowResults, part: slice) -> RowResults:
+def _part(results: RowResults, part: slice) -> RowResults:
     return RowResults(*(None if r is None else r[part] for r in results))  # type: ignore[arg-type]
 
 
-def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Any:
+def _logits(head: Head, rows: int) -> Iterator[tuple[slice, Tensor]]:
     """(rows, logits) chunk by chunk, in one reused buffer."""
-    count, classes = hidden.shape[0], weight.shape[0]
-    buffer = torch.empty(min(rows, count), classes, dtype=hidden.dtype, device=hidden.device)
+    count, classes = head.hidden.shape[0], head.weight.shape[0]
+    buffer = torch.empty(min(rows, count), classes, dtype=head.hidden.dtype, device=head.hidden.device)
     for start in range(0, count, rows):
         part = slice(start, min(start + rows, count))
         logits = buffer[: part.stop - part.start]
-        if bias is None:
-            torch.mm(hidden[part], weight.t(), out=logits)
+        if head.bias is None:
+            torch.mm(head.hidden[part], head.weight.t(), out=logits)
         else:
-            torch.addmm(bias, hidden[part], weight.t(), out=logits)
+            torch.addmm(head.bias, head.hidden[part], head.weight.t(), out=logits)
         yield part, logits
 
 
-class _Sums:
-    """The gradients of hidden, weight and bias while the chunks go by."""
+class _Running:
+    """The sums while the chunks go by."""
 
-    def __init__(self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+    def __init__(self, sums: Sums) -> None:
+        self.sums = sums
         self.first = True
 
-    def add(self, part: slice, gradient: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    def add(self, part: slice, gradient: Tensor, head: Head) -> None:
         """Take in the gradient of one chunk of logits."""
-        if self.hidden is not None:
-            torch.mm(gradient, weight, out=self.hidden[part])
-        if self.weight is not None:
-            _accumulate(self.weight, gradient.t(), hidden[part], self.first)
-        if self.bias is not None:
-            column = gradient.sum(0, dtype=self.bias.dtype)
-            _ = self.bias.copy_(column) if self.first else self.bias.add_(column)
+        of_hidden, of_weight, of_bias = self.sums
+        if of_hidden is not None:
+            torch.mm(gradient, head.weight, out=of_hidden[part])
+        if of_weight is not None:
+            _accumulate(of_weight, gradient.t(), head.hidden[part], self.first)
+        if of_bias is not None:
+            column = gradient.sum(0, dtype=of_bias.dtype)
+            _ = of_bias.copy_(column) if self.first else of_bias.add_(column)
         self.first = False
 
     def finish(self) -> None:
         """Without any chunk the sums are zero."""
         if self.first:
-            for total in (self.weight, self.bias):
-                if total is not None:
-                    total.zero_()
+            for summed in self.sums[1:]:
+                if summed is not None:
+                    summed.zero_()
 
 
-def _accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total (+)= a @ b, summed in total's dtype."""
-    if total.dtype == a.dtype:
-        _ = torch.mm(a, b, out=total) if first else total.addmm_(a, b)
-    elif total.dtype == torch.float32 and a.is_cuda:
+def _accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """out (+)= a @ b, summed in the dtype of out."""
+    if out.dtype == a.dtype:
+        _ = torch.mm(a, b, out=out) if first else out.addmm_(a, b)
+    elif out.dtype == torch.float32 and a.is_cuda:
         if first:
-            torch.mm(a, b, out_dtype=torch.float32, out=total)
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
-            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     else:
-        a, b = a.to(total.dtype), b.to(total.dtype)
-        _ = torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+        a, b = a.to(out.dtype), b.to(out.dtype)
+        _ = torch.mm(a, b, out=out) if first else out.addmm_(a, b)
 
 
 # Where a product takes less than this, about 0.15 ms on an H200, waiting for the number of ignored rows costs more than they do.
@@ -395,13 +403,14 @@ PACK_SHARE = 32
 class _Counted:
     """Which rows have a target that counts. The number of them is asked for at once and waited for as late as can be."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, pack: bool) -> None:
+    def __init__(self, head: Head, ignore_index: int, pack: bool) -> None:
         self.mask: Tensor | None = None
+        target = head.target
         if not pack:
             return
         if target.is_cuda:
             # A CUDA graph cannot wait, so it keeps all rows.
-            if 2 * hidden.numel() * weight.shape[0] < PACK_FLOPS or torch.cuda.is_current_stream_capturing():
+            if 2 * head.hidden.numel() * head.weight.shape[0] < PACK_FLOPS or torch.cuda.is_current_stream_capturing():
                 return
             self.mask = target != ignore_index
             self.number = self.mask.sum().to("cpu", non_blocking=True)
@@ -427,18 +436,16 @@ class _Counted:
 
 
 class _Packed:
-    """The rows that count: those of ignored targets are left out of every product."""
+    """The rows that count: those of ignored targets are left out of every matmul."""
 
-    def __init__(self, hidden: Tensor, target: Tensor, factor: Tensor | None, statistics: Tensor | None, index: Tensor | None) -> None:
-        self.hidden, self.target, self.factor, self.statistics, self.index = hidden, target, factor, statistics, index
+    def __init__(self, head: Head, index: Tensor | None) -> None:
+        self.head, self.index = head, index
         if index is not None:
-            self.hidden, self.target = hidden[index], target[index]
-            self.factor = None if factor is None else factor[index]
-            self.statistics = None if statistics is None else statistics[index]
+            self.head = head._replace(hidden=head.hidden[index], target=head.target[index])
 
-    def take(self, full: Tensor) -> Tensor:
-        """The packed rows of a tensor that has all."""
-        return full if self.index is None else full[self.index]
+    def take(self, full: Any) -> Any:
+        """The packed rows of a tensor that has all, if there is one."""
+        return full if self.index is None or full is None else full[self.index]
 
     def like(self, full: Tensor | None) -> Tensor | None:
         """A tensor for the packed rows: the given one itself when nothing was left out."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload
-from liger_core.ops._inputs import ROWS, WIDTHS, normal, workload
+from liger_core.ops._inputs import misuses_of, normal, row_workloads
 
 
 def check(op: str, gate: Tensor, up: Tensor | None) -> None:
@@ -52,42 +51,28 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("one_row", (n(1, 33), n(1, 33)), why="a single row")
     yield Sample("vector", (n(33), n(33)), why="no leading dimension")
     yield Sample("empty", (n(0, 16), n(0, 16)), why="nothing is launched")
+    yield Sample("no_columns", (n(2, 3, 0), n(2, 3, 0)), why="rows without columns")
 
 
 def misuses(op: str, device: torch.device) -> Iterator[Misuse]:
-    def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(shape, device=device, dtype=dtype)
-
-    yield Misuse("shapes", (z(2, 8), z(2, 9)), {}, ShapeError, f"{op}: up must have the shape of gate (2, 8), got (2, 9)")
-    yield Misuse("no_tensor", (None,), {}, DtypeError, f"{op}: gate must be a tensor, got NoneType")
-    yield Misuse("odd_packed", (z(2, 9),), {}, ShapeError, f"{op}: a packed gate must have an even last dimension, got (2, 9)")
-    yield Misuse(
-        "dtypes",
-        (z(2, 8), z(2, 8, dtype=torch.bfloat16)),
-        {},
-        DtypeError,
-        f"{op}: up must have dtype torch.float32 like gate, got torch.bfloat16; cast one of them",
-    )
-    yield Misuse("integers", (z(2, 8, dtype=torch.int64), None), {}, DtypeError, f"{op}: gate must have a floating dtype, got torch.int64")
-    elsewhere = torch.zeros(2, 8, device="meta")
-    yield Misuse("device", (z(2, 8), elsewhere), {}, DeviceError, f"{op}: up must be on {z(1).device} like gate, got meta")
+    misuse = misuses_of(op)
+    x = torch.zeros(2, 9, device=device)
+    yield misuse("shapes", (x[:, :8], x), ShapeError, "up must have the shape of gate (2, 8), got (2, 9)")
+    yield misuse("no_tensor", (None,), DtypeError, "gate must be a tensor, got NoneType")
+    yield misuse("odd_packed", (x,), ShapeError, "a packed gate must have an even last dimension, got (2, 9)")
+    message = "up must have dtype torch.float32 like gate, got torch.bfloat16; cast one of them"
+    yield misuse("dtypes", (x, x.bfloat16()), DtypeError, message)
+    yield misuse("integers", (x.long(), None), DtypeError, "gate must have a floating dtype, got torch.int64")
+    elsewhere = torch.zeros(2, 9, device="meta")
+    yield misuse("device", (x, elsewhere), DeviceError, f"up must be on {x.device} like gate, got meta")
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(rows: int, width: int, axis: str = "", quick: bool = False) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return (normal(device, dtype, rows, width), normal(device, dtype, rows, width)), {}
+    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
+        return normal(device, dtype, rows, width), normal(device, dtype, rows, width)
 
-        return workload(make, axis, quick, N=rows, I=width)
-
-    yield shape(512, 1024, quick=True)
     # On a GPU the first is ruled by the host.
-    for rows, width in ((2048, 4096), (16384, 4096), (16384, 14336)):
-        yield shape(rows, width)
-    for rows in ROWS:
-        yield shape(rows, 14336, "N")
-    for width in WIDTHS:
-        yield shape(8192, width, "I", quick=width <= 512)
+    return row_workloads(draw, "NI", ((2048, 4096), (16384, 4096), (16384, 14336)), columns=14336)
 
 
 def work(gate: Tensor, up: Tensor | None) -> Work:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_core.op import Workload
+from liger_core.errors import LigerError
+from liger_core.op import Misuse, Workload
 
 LONG = torch.int64
 # The sizes over which the cost of an op is drawn: rows, widths, classes.
@@ -34,6 +35,43 @@ def workload(make: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]], axis: 
     if not axis:
         return Workload(name, make, quick)
     return Workload(f"{name}-{axis}", make, quick, axis=(axis, sizes[axis]))
+
+
+def row_workloads(
+    draw: Callable[[torch.device, torch.dtype, int, int], tuple[Any, ...]],
+    axes: str,
+    usual: Sequence[tuple[int, int]],
+    *,
+    quick: tuple[int, int] = (512, 1024),
+    rows: Sequence[int] = ROWS,
+    columns: int = 4096,
+    widths: Sequence[int] = WIDTHS,
+) -> Iterator[Workload]:
+    """For an op on rows: a quick workload, the usual ones, and two series: rows of `columns` columns, and 8192 rows of several widths.
+
+    draw  (device, dtype, rows, columns) → the arguments
+    axes  the letters of rows and columns
+    """
+
+    def of_size(count: int, width: int, axis: str = "", quick: bool = False) -> Workload:
+        return workload(
+            lambda device, dtype: (draw(device, dtype, count, width), {}), axis, quick, **dict(zip(axes, (count, width), strict=True))
+        )
+
+    yield of_size(*quick, quick=True)
+    for count, width in usual:
+        yield of_size(count, width)
+    for count, width, axis in [*((count, columns, axes[0]) for count in rows), *((8192, width, axes[1]) for width in widths)]:
+        yield of_size(count, width, axis, quick=count * width <= 1024 * 4096)
+
+
+def misuses_of(op: str) -> Callable[..., Misuse]:
+    """(name, arguments, error, message without the name of the op, **options) → a wrong call of this op."""
+
+    def misuse(name: str, args: tuple[Any, ...], error: type[LigerError], message: str, **options: Any) -> Misuse:
+        return Misuse(name, args, options, error, f"{op}: {message}")
+
+    return misuse
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

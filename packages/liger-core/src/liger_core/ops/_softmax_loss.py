@@ -18,7 +18,8 @@ since no implementation may wait for the device to find out.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class LossMetrics(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """The scalars and per-class weights of the formula above."""
+    """The scalars and per-class weights of the formula above, by default those that change nothing."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -53,6 +54,18 @@ class RowOptions(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
     class_weight: Tensor | None = None
+
+    @classmethod
+    def among(cls, options: Mapping[str, Any], **more: Any) -> Self:
+        """Those of them that are among the options of an op."""
+        return cls(**{name: options[name] for name in cls._fields if name in options}, **more)
+
+
+class Asked(NamedTuple):
+    """Which results of a row are asked for beside its loss."""
+
+    with_prediction: bool = False
+    with_entropy: bool = False
 
 
 class RowResults(NamedTuple):
@@ -64,13 +77,15 @@ class RowResults(NamedTuple):
     entropy: Tensor | None
 
 
-def row_results(like: Tensor, metrics: bool) -> RowResults:
+def row_results(like: Tensor, asked: Asked) -> RowResults:
     """New memory for the results of as many rows as the tensor has, on its device."""
     rows, dtype, device = like.shape[0], accumulator(like.dtype), like.device
-    loss, statistics = torch.empty(rows, dtype=dtype, device=device), torch.empty(rows, 2, dtype=dtype, device=device)
-    if not metrics:
-        return RowResults(loss, statistics, None, None)
-    return RowResults(loss, statistics, torch.empty(rows, dtype=torch.int64, device=device), torch.empty_like(loss))
+    return RowResults(
+        torch.empty(rows, dtype=dtype, device=device),
+        torch.empty(rows, 2, dtype=dtype, device=device),
+        torch.empty(rows, dtype=torch.int64, device=device) if asked.with_prediction else None,
+        torch.empty(rows, dtype=dtype, device=device) if asked.with_entropy else None,
+    )
 
 
 class EntropyTerm(NamedTuple):
@@ -83,6 +98,8 @@ class EntropyTerm(NamedTuple):
 class RowPasses(Protocol):
     """What a backend provides; everything else about the losses is written once in core."""
 
+    def __hash__(self) -> int: ...
+
     def losses(
         self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool
     ) -> None:
@@ -94,8 +111,8 @@ class RowPasses(Protocol):
     ) -> None:  # fmt: skip
         """Write row_factor · d loss / d a, plus the term, into out (which may be logits), given the statistics of each row."""
 
-    def mean(self, rows: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, total: Tensor, inverse: Tensor) -> None:
-        """total = inverse · Σ rows, where inverse is 1/divide, by default 1/Σ w_t over the counted targets (1 if there is none)."""
+    def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
+        """mean = inverse · Σ losses, where inverse is 1/divide, by default 1/Σ w_t over the counted targets (1 if there is none)."""
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
         """out = tensor · scale, or out += tensor · scale; a float32 scalar on the device, rounded once. out may be tensor."""
@@ -111,9 +128,8 @@ class TorchPasses:
             x = _capped(logits[rows], options)
             top = x.amax(-1, keepdim=True)
             below = x - top
-            weight = below.exp()
-            total = weight.sum(-1)
-            statistics = torch.stack((top[:, 0], total.log()), dim=-1)
+            exp_sum = below.exp().sum(-1)
+            statistics = torch.stack((top[:, 0], exp_sum.log()), dim=-1)
             results.statistics[rows] = statistics
             results.loss[rows] = _losses(below, statistics, target[rows], options)
             counted = target[rows] != options.ignore_index
@@ -121,8 +137,11 @@ class TorchPasses:
                 results.prediction[rows] = torch.where(counted, x.argmax(-1), -1)
             if results.entropy is not None:
                 # From distances to the maximum, which do not cancel where the softmax is peaked.
-                entropy = total.log() - torch.where(weight > 0, weight * below, 0.0).sum(-1) / total
+                weight = below.exp()
+                entropy = exp_sum.log() - torch.where(weight > 0, weight.mul_(below), 0.0).sum(-1) / exp_sum
                 results.entropy[rows] = torch.where(counted, entropy, 0.0)
+                del weight
+            del below
             if gradient:
                 factor = None if row_factor is None else row_factor[rows]
                 logits[rows] = _gradients(x, target[rows], statistics, factor, options).to(logits.dtype)
@@ -136,11 +155,11 @@ class TorchPasses:
             part = None if term is None else EntropyTerm(*(t[rows] for t in term))
             out[rows] = _gradients(x, target[rows], statistics[rows], row_factor[rows], options, part).to(out.dtype)
 
-    def mean(self, rows: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, total: Tensor, inverse: Tensor) -> None:
+    def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
         if divide is None:
-            divide = denominator(target, options.class_weight, options.ignore_index, None, rows.dtype)
+            divide = denominator(target, options.class_weight, options.ignore_index, None, losses.dtype)
         torch.reciprocal(divide, out=inverse)
-        torch.mul(rows.sum(), inverse, out=total)
+        torch.mul(losses.sum(), inverse, out=mean)
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
         if tensor is out and scale.device.type == "cpu" and scale == 1.0:
@@ -149,6 +168,9 @@ class TorchPasses:
             value = tensor[rows].to(scale.dtype)
             value = value.mul_(scale) if value.data_ptr() == out[rows].data_ptr() else value * scale
             out[rows] = value.add_(out[rows]) if add else value
+
+
+TORCH_PASSES = TorchPasses()
 
 
 def _blocks(tensor: Tensor) -> list[slice]:
@@ -204,7 +226,7 @@ def _gradients(
     if options.z_loss:
         share = share + 2.0 * options.z_loss * (top + log_sum)
     log_p = (x - top[:, None]).sub_(log_sum[:, None])
-    d = log_p.exp().mul_(share[:, None])
+    d = (log_p.exp_() if term is None else log_p.exp()).mul_(share[:, None])
     d.scatter_add_(-1, index[:, None], -hard[:, None])
     if options.label_smoothing:
         d.sub_(options.label_smoothing / classes * (1.0 if weight is None else weight))

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
+from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import ROWS, WIDTHS, normal, workload
-from liger_core.ops.rms_norm import Cast, check_scaling, rms_norm
+from liger_core.ops._inputs import misuses_of, normal, row_workloads
+from liger_core.ops._norm import Cast, check_scaling, scaling_misuses
+from liger_core.ops.rms_norm import rms_norm
 
 
 def check(
@@ -62,64 +62,23 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(shape, device=device, dtype=dtype)
-
-    yield Misuse(
-        "residual_shape",
-        (z(2, 3, 8), z(3, 8), z(8)),
-        {},
-        ShapeError,
-        "add_rms_norm: residual must have the shape of x (2, 3, 8), got (3, 8); expand it",
-    )
-    yield Misuse(
-        "dtypes",
-        (z(2, 8, dtype=torch.bfloat16), z(2, 8)),
-        {},
-        DtypeError,
-        "add_rms_norm: residual must have dtype torch.bfloat16 like x, got torch.float32; cast one of them",
-    )
-    yield Misuse(
-        "weight_shape", (z(2, 8), z(2, 8), z(7)), {}, ShapeError, "add_rms_norm: weight must have shape (8,) to match x (2, 8), got (7,)"
-    )
-    yield Misuse("scalar", (z(), z()), {}, ShapeError, "add_rms_norm: x must have at least one dimension, got a scalar")
-    yield Misuse(
-        "integers",
-        (z(2, 4, dtype=torch.int64), z(2, 4, dtype=torch.int64)),
-        {},
-        DtypeError,
-        "add_rms_norm: x must have a floating dtype, got torch.int64",
-    )
-    yield Misuse("eps_zero", (z(2, 4), z(2, 4), z(4), 0.0), {}, OptionError, "add_rms_norm: eps must be a finite number > 0, got 0.0")
-    yield Misuse(
-        "cast", (z(2, 4), z(2, 4), z(4)), {"cast": "bf16"}, OptionError, "add_rms_norm: cast must be one of 'input', 'float32', got 'bf16'"
-    )
-    yield Misuse(
-        "offset",
-        (z(2, 4), z(2, 4)),
-        {"weight_offset": 1.0},
-        OptionError,
-        "add_rms_norm: weight_offset must be 0 without a weight, got 1.0",
-    )
-    elsewhere = torch.zeros(2, 4, device="meta")
-    yield Misuse("device", (z(2, 4), elsewhere), {}, DeviceError, f"add_rms_norm: residual must be on {z(1).device} like x, got meta")
+    yield from scaling_misuses("add_rms_norm", device, 2)
+    misuse = misuses_of("add_rms_norm")
+    x = torch.zeros(2, 3, 8, device=device)
+    message = "residual must have the shape of x (2, 3, 8), got (3, 8); expand it"
+    yield misuse("residual_shape", (x, x[0], x[0, 0]), ShapeError, message)
+    message = "residual must have dtype torch.bfloat16 like x, got torch.float32; cast one of them"
+    yield misuse("dtypes", (x.bfloat16(), x), DtypeError, message)
+    elsewhere = torch.zeros(2, 3, 8, device="meta")
+    yield misuse("device", (x, elsewhere), DeviceError, f"residual must be on {x.device} like x, got meta")
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(rows: int, width: int, axis: str = "", quick: bool = False) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return (normal(device, dtype, rows, width), normal(device, dtype, rows, width), normal(device, dtype, width)), {}
+    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
+        return normal(device, dtype, rows, width), normal(device, dtype, rows, width), normal(device, dtype, width)
 
-        return workload(make, axis, quick, N=rows, H=width)
-
-    yield shape(512, 1024, quick=True)
     # On a GPU the first is ruled by the host.
-    for rows, width in ((2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)):
-        yield shape(rows, width)
-    for rows in ROWS:
-        yield shape(rows, 4096, "N", quick=rows <= 1024)
-    for width in WIDTHS:
-        yield shape(8192, width, "H", quick=width <= 512)
+    return row_workloads(draw, "NH", ((2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)))
 
 
 def work(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import ROWS, WIDTHS, accumulator, normal, workload
+from liger_core.ops._inputs import accumulator, misuses_of, normal, row_workloads
 
 
 def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:
@@ -59,34 +58,22 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(shape, device=device, dtype=dtype)
-
-    yield Misuse("weight_shape", (z(2, 8), z(7)), {}, ShapeError, "layer_norm: weight must have shape (8,) to match x (2, 8), got (7,)")
-    yield Misuse(
-        "bias_shape", (z(2, 8), z(8), z(1, 8)), {}, ShapeError, "layer_norm: bias must have shape (8,) to match x (2, 8), got (1, 8)"
-    )
-    yield Misuse("integers", (z(2, 4, dtype=torch.int32),), {}, DtypeError, "layer_norm: x must have a floating dtype, got torch.int32")
-    yield Misuse("eps_negative", (z(2, 4), None, None, -1e-5), {}, OptionError, "layer_norm: eps must be a finite number > 0, got -1e-05")
-    elsewhere = torch.zeros(4, device="meta")
-    yield Misuse("device", (z(2, 4), z(4), elsewhere), {}, DeviceError, f"layer_norm: bias must be on {z(1).device} like x, got meta")
+    misuse = misuses_of("layer_norm")
+    x, weight = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
+    yield misuse("weight_shape", (x, weight[1:]), ShapeError, "weight must have shape (8,) to match x (2, 8), got (7,)")
+    yield misuse("bias_shape", (x, weight, weight[None]), ShapeError, "bias must have shape (8,) to match x (2, 8), got (1, 8)")
+    yield misuse("integers", (x.int(),), DtypeError, "x must have a floating dtype, got torch.int32")
+    yield misuse("eps_negative", (x, None, None, -1e-5), OptionError, "eps must be a finite number > 0, got -1e-05")
+    elsewhere = torch.zeros(8, device="meta")
+    yield misuse("device", (x, weight, elsewhere), DeviceError, f"bias must be on {x.device} like x, got meta")
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(rows: int, width: int, axis: str = "", quick: bool = False) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return (normal(device, dtype, rows, width), normal(device, dtype, width), normal(device, dtype, width)), {}
+    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
+        return normal(device, dtype, rows, width), normal(device, dtype, width), normal(device, dtype, width)
 
-        return workload(make, axis, quick, N=rows, H=width)
-
-    yield shape(512, 1024, quick=True)
     # On a GPU the first is ruled by the host.
-    for rows, width in ((2048, 4096), (32768, 4096), (16384, 8192), (8192, 16384)):
-        yield shape(rows, width)
-    for rows in ROWS:
-        yield shape(rows, 4096, "N", quick=rows <= 1024)
-    for width in WIDTHS:
-        yield shape(8192, width, "H", quick=width <= 512)
+    return row_workloads(draw, "NH", ((2048, 4096), (32768, 4096), (16384, 8192), (8192, 16384)))
 
 
 def work(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Work:

@@ -5,85 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
+from liger_core.errors import OptionError, ShapeError
 from liger_core.kernels import Kernel, reference_kernel
-from liger_core.op import Misuse, Product, Sample, Work, Workload, op
-from liger_core.ops._chunked_loss import Chunk, autocast_dtype, autocast_inputs, chunk_code, chunked
-from liger_core.ops._inputs import CLASSES, ROWS, accumulator, integers, normal, workload
-from liger_core.ops._softmax_loss import RowPasses, TorchPasses, denominator
-from liger_core.ops.cross_entropy import check_loss_options, loss_option_samples, metrics_of, targets_with_ignored
+from liger_core.op import Misuse, Sample, Workload, op
+from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_inputs, loop_of
+from liger_core.ops._head import check_chunks, check_head, check_rows, head_misuses, head_series, head_workload, work
+from liger_core.ops._inputs import accumulator, integers, misuses_of, normal
+from liger_core.ops._loss_options import (
+    Reduction,
+    check_reduction,
+    check_row_options,
+    check_target,
+    loss_option_samples,
+    metrics_of,
+    targets_with_ignored,
+)
+from liger_core.ops._softmax_loss import TORCH_PASSES, Asked, RowOptions, RowPasses, RowResults, denominator
 
 # What the benchmark's workloads of these names may hold.
 BUDGETS = {"lean": 256 << 20, "4GiB": 4 << 30}
-
-Reduction = Literal["mean", "sum", "none"]
-
-
-def check_head(
-    name: str,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    accumulate_dtype: torch.dtype | None,
-    chunk: Chunk,
-    budget: int | None,
-    main_grad: Tensor | None,
-) -> None:
-    """The checks of an op that multiplies hidden by weight, a chunk of rows at a time, and looks at one target a row."""
-    checks.tensor(name, "target", target)
-    checks.floating(name, 2, hidden=hidden, weight=weight, bias=bias)
-    checks.at_least_one_dimension(name, "hidden", hidden)
-    if hidden.shape[-1] == 0:
-        checks.fail(ShapeError, name, f"hidden must have a width of at least 1, got {checks.shape(hidden)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-        wanted = f"(classes, {hidden.shape[-1]})"
-        checks.fail(ShapeError, name, f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}")
-    check_rows(name, "target", target, hidden)
-    checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
-    checks.same_device(name, "hidden", hidden, target=target, main_grad=main_grad)
-    if autocast_dtype(hidden.device.type) is None:
-        checks.same_dtype(name, "hidden", hidden, weight=weight, bias=bias)
-    checks.constant(name, main_grad=main_grad)
-    if accumulate_dtype is not None and not (isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point):
-        checks.fail(DtypeError, name, f"accumulate_dtype must be a floating dtype, got {accumulate_dtype}")
-    if chunk is not None and chunk != "report" and not (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0):
-        checks.fail(OptionError, name, f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}")
-    if budget is not None:
-        row = weight.shape[0] * hidden.element_size()
-        if chunk is not None:
-            checks.fail(
-                OptionError, name, f"budget and chunk both say how many rows to hold, got budget={budget} and chunk={chunk!r}; give one"
-            )
-        if not isinstance(budget, int) or budget < row:
-            checks.fail(OptionError, name, f"budget must hold at least one row of logits, {row} bytes, got {budget!r}")
-    if main_grad is not None:
-        wanted = checks.shape(weight)
-        if main_grad.shape != weight.shape or not main_grad.is_contiguous():
-            got = checks.shape(main_grad) + ("" if main_grad.is_contiguous() else " with other strides")
-            checks.fail(ShapeError, name, f"main_grad must be contiguous and have shape {wanted} like weight, got {got}")
-        if main_grad.dtype != torch.float32:
-            checks.fail(DtypeError, name, f"main_grad must have dtype torch.float32, got {main_grad.dtype}")
-        # The kernels' schemas do not declare the addition: functionalization of an op that both mutates and returns optionals fails.
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-            checks.fail(
-                OptionError, name, "main_grad must be given in an eager call, got one that is traced; add weight.grad to it instead"
-            )
-
-
-def check_rows(name: str, label: str, tensor: Tensor, hidden: Tensor) -> None:
-    """One number for each row of hidden."""
-    if tensor.shape != hidden.shape[:-1]:
-        wanted = str(tuple(hidden.shape[:-1]))
-        checks.fail(
-            ShapeError, name, f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}"
-        )
 
 
 def check(
@@ -92,32 +38,24 @@ def check(
     target: Tensor,
     *,
     bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     reduction: Reduction = "mean",
     normalizer: Tensor | float | None = None,
     token_weight: Tensor | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk: Chunk = None,
-    budget: int | None = None,
-    pack: bool = True,
-    main_grad: Tensor | None = None,
-    return_metrics: bool = False,
+    **options: Any,
 ) -> None:
     name = "linear_cross_entropy"
-    check_head(name, hidden, weight, target, bias, accumulate_dtype, chunk, budget, main_grad)
+    head = Head(hidden, weight, target, bias)
+    check_head(name, head)
+    check_chunks(name, head, **options)
     if token_weight is not None:
         checks.floating(name, token_weight=token_weight)
         check_rows(name, "token_weight", token_weight, hidden)
-    checks.finite(name, "logit_scale", logit_scale)
-    checks.same_device(name, "hidden", hidden, class_weight=class_weight, token_weight=token_weight)
-    check_loss_options(name, target, weight.shape[0], class_weight, label_smoothing, z_loss, softcap, reduction, normalizer, "class_weight")
-    checks.constant(name, token_weight=token_weight)
-    checks.targets(name, target, weight.shape[0], ignore_index)
+        checks.constant(name, token_weight=token_weight)
+    row = RowOptions.among(options)
+    checks.same_device(name, "hidden", hidden, class_weight=row.class_weight, token_weight=token_weight)
+    check_row_options(name, row, weight.shape[0])
+    check_reduction(name, target, reduction, normalizer)
+    check_target(name, target, weight.shape[0], row.ignore_index)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -196,49 +134,15 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     name = "linear_cross_entropy"
-    x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-
-    def misuse(case: str, args: tuple[Any, ...], options: dict[str, Any], error: Any, message: str) -> Misuse:
-        return Misuse(case, args, options, error, f"{name}: {message}")
-
-    yield misuse(
-        "weight_shape", (x, w[:, :7], t), {}, ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
-    )
-    yield misuse("no_width", (x[:, :0], w[:, :0], t), {}, ShapeError, "hidden must have a width of at least 1, got (3, 0)")
-    yield misuse("target_shape", (x, w, t[:2]), {}, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
-    yield misuse("bias_shape", (x, w, t), {"bias": x[0]}, ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)")
-    options: dict[str, Any] = {"token_weight": torch.ones(2, device=device)}
-    yield misuse("token_weight_shape", (x, w, t), options, ShapeError, "token_weight must have shape (3,) to match hidden (3, 8), got (2,)")
-    message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
-    yield misuse("dtypes", (x, w.bfloat16(), t), {}, DtypeError, message)
-    yield misuse("target_dtype", (x, w, t.float()), {}, DtypeError, "target must have dtype torch.int64, got torch.float32")
-    yield misuse(
-        "chunk_bool", (x, w, t), {"chunk": True}, OptionError, "chunk must be a positive number of rows, 'report' or None, got True"
-    )
-    yield misuse("logit_scale", (x, w, t), {"logit_scale": float("nan")}, OptionError, "logit_scale must be a finite number, got nan")
-    yield misuse("target_none", (x, w, None), {}, DtypeError, "target must be a tensor, got NoneType")
-    yield misuse("weight_none", (x, None, t), {}, DtypeError, "weight must be a tensor, got NoneType")
-    yield misuse("chunk", (x, w, t), {"chunk": 0}, OptionError, "chunk must be a positive number of rows, 'report' or None, got 0")
-    options = {"accumulate_dtype": torch.int32}
-    yield misuse("accumulate_dtype", (x, w, t), options, DtypeError, "accumulate_dtype must be a floating dtype, got torch.int32")
-    options = {"token_weight": torch.ones(3, device=device, requires_grad=True)}
+    yield from head_misuses(name, device)
+    misuse = misuses_of(name)
+    call = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    message = "token_weight must have shape (3,) to match hidden (3, 8), got (2,)"
+    yield misuse("token_weight_shape", call, ShapeError, message, token_weight=torch.ones(2, device=device))
     message = "token_weight must not require a gradient, since the op does not define one; pass token_weight.detach()"
-    yield misuse("trainable_token_weight", (x, w, t), options, OptionError, message)
-    message = "budget and chunk both say how many rows to hold, got budget=4096 and chunk=2; give one"
-    yield misuse("budget_and_chunk", (x, w, t), {"budget": 4096, "chunk": 2}, OptionError, message)
-    message = "budget must hold at least one row of logits, 40 bytes, got 39"
-    yield misuse("budget", (x, w, t), {"budget": 39}, OptionError, message)
-    message = "main_grad must be contiguous and have shape (10, 8) like weight, got (10, 7)"
-    yield misuse("main_grad_shape", (x, w, t), {"main_grad": torch.zeros(10, 7, device=device)}, ShapeError, message)
-    options = {"main_grad": torch.zeros(10, 8, device=device, dtype=torch.float64)}
-    yield misuse("main_grad_dtype", (x, w, t), options, DtypeError, "main_grad must have dtype torch.float32, got torch.float64")
-    yield misuse("normalizer", (x, w, t), {"normalizer": 0.0}, OptionError, "normalizer must be a finite number > 0, got 0.0")
-    yield misuse("z_loss", (x, w, t), {"z_loss": -1.0}, OptionError, "z_loss must be a finite number ≥ 0, got -1.0")
-    elsewhere = torch.zeros(10, 8, device="meta")
-    yield misuse("device", (x, elsewhere, t), {}, DeviceError, f"weight must be on {x.device} like hidden, got meta")
-    if device.type == "cpu":
-        wrong = torch.tensor([0, 1, -1])
-        yield misuse("target_range", (x, w, wrong), {}, TargetError, "every target must be in [0, 10) or ignore_index=-100, got -1")
+    yield misuse("trainable_token_weight", call, OptionError, message, token_weight=torch.ones(3, device=device, requires_grad=True))
+    yield misuse("normalizer", call, OptionError, "normalizer must be a finite number > 0, got 0.0", normalizer=0.0)
+    yield misuse("z_loss", call, OptionError, "z_loss must be a finite number ≥ 0, got -1.0", z_loss=-1.0)
 
 
 def workloads() -> Iterator[Workload]:
@@ -253,170 +157,92 @@ def workloads() -> Iterator[Workload]:
     yield from head_series()
 
 
-def head_workload(rows: int, width: int, classes: int, axis: str = "", mode: str = "", quick: bool = False, **options: Any) -> Workload:
-    """A head of these sizes and its targets, of which the mode "half_ignored" ignores half."""
-
-    def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden = normal(device, dtype, rows, width)
-        weight = normal(device, dtype, classes, width, scale=width**-0.5)
-        target = integers(device, classes, rows)
-        if mode == "half_ignored":
-            # Scattered, as prompts and padding of a batch leave them.
-            target[torch.randperm(rows, device=device)[: rows // 2]] = -100
-        return (hidden, weight, target), dict(options)
-
-    made = workload(make, axis, quick, N=rows, H=width, V=classes)
-    return replace(made, name=f"{made.name}-{mode}") if mode else made
-
-
-def head_series() -> Iterator[Workload]:
-    """The cost of a head against each of its sizes, and against the rows of a chunk."""
-    for rows in ROWS:
-        yield head_workload(rows, 4096, 128256, "N")
-    for width in (1024, 2048, 4096, 8192):
-        yield head_workload(8192, width, 128256, "H")
-    for classes in CLASSES:
-        yield head_workload(8192, 4096, classes, "V")
-    for chunk in (256, 512, 1024, 2048, 4096, 8192):
-        yield replace(head_workload(8192, 4096, 128256, mode=f"chunk={chunk}", chunk=chunk), axis=("chunk", chunk))
-
-
-def work(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Work:
-    """One product for the logits, and one for each gradient."""
-    rows, (classes, width) = target.numel(), weight.shape
-    size = (hidden.numel() + weight.numel()) * hidden.element_size()
-    logits = Product(rows, width, classes, "right")
-    products = (logits, Product(rows, classes, width, "", "hidden"), Product(classes, rows, width, "left", "weight"))
-    operations = 2 * rows * width * classes
-    return Work(size, 2 * size, operations, 3 * operations, (logits,), products)
-
-
-def fused(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any]:
-    """linear_cross_entropy for a backend that brings the row passes; the arguments are those of the op."""
-    total, rows = chunked(passes, kernel)
+# Without an annotation of what it returns, so that its signature is that of the op.
+def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+    """linear_cross_entropy for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
+    loop = loop_of(passes, make_kernel)
 
     def linear_cross_entropy(
         hidden: Tensor,
         weight: Tensor,
         target: Tensor,
         *,
-        bias: Tensor | None,
-        class_weight: Tensor | None,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        softcap: float | None,
-        logit_scale: float,
-        reduction: Reduction,
-        normalizer: Tensor | float | None,
-        token_weight: Tensor | None,
-        accumulate_dtype: torch.dtype | None,
-        chunk: Chunk,
-        budget: int | None,
-        pack: bool,
-        main_grad: Tensor | None,
-        return_metrics: bool,
+        bias: Tensor | None = None,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        reduction: Reduction = "mean",
+        normalizer: Tensor | float | None = None,
+        token_weight: Tensor | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        chunk: Chunk = None,
+        budget: int | None = None,
+        pack: bool = True,
+        main_grad: Tensor | None = None,
+        return_metrics: bool = False,
     ) -> Any:
+        """Cross entropy of `logit_scale · (hidden @ weightᵀ + bias)` and target, a chunk of rows at a time.
+
+            x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap)
+            lse  = log Σ exp(x)
+            loss = token_weight · [(1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²]
+
+        hidden            (..., H)   any floating dtype
+        weight            (V, H)     dtype of hidden (under autocast both are cast to its dtype)
+        target            (...)      int64 class indices, or ignore_index: no loss, no gradient
+        bias              (V,)       dtype of hidden
+        class_weight      (V,)       class weights w; 1 by default
+        token_weight      (...)      a constant factor for each token's loss
+        reduction         "mean" divides the sum by the summed class weights of the counted targets (0 if none is counted), or by normalizer
+        normalizer        number or scalar tensor on the device, for instance the tokens of all accumulation steps
+        accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A single chunk
+                          writes it directly, rounded once
+        chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
+        budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A small one sums the
+                          gradient of weight in its own dtype, with one more rounding a chunk
+        pack              leave rows of ignored targets out of the products. On a GPU this waits once for their number where the products
+                          are large enough to pay for it, never while a CUDA graph is captured
+        main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
+        return_metrics    also return `LossMetrics`
+        returns           float32 (float64 for float64): a scalar, or (...) for "none"
+
+        With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for; "none" keeps the log-sum-exp
+        of each token and recomputes the logits in the backward pass. Without gradients only the product with weight is computed.
+        In float16, gradients are summed before they meet the upstream gradient and the normalizer, so that small probabilities do not
+        underflow; these sums must be in the range of float16 themselves (weights up to 3e4).
+        A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its loss is NaN.
+        Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+        Hsu et al. 2024, arXiv:2410.10989, with float32 accumulation and chunks by memory budget.
+        """
+        if supported is not None:
+            supported(hidden, weight)
         hidden, weight, bias = autocast_inputs(hidden, weight, bias)
-        flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+        head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
+        options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
+        chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
+        asked = Asked(return_metrics, return_metrics)
         # A scalar does not widen what it multiplies: token_weight / normalizer in float16 would be 0 for long batches.
-        wide = accumulator(flat.dtype)
+        wide = accumulator(hidden.dtype)
         factor = None if token_weight is None else token_weight.reshape(-1).to(wide)
-        options = (ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-        row_options = (*options, accumulate_dtype, chunk_code(chunk), budget or 0, pack, return_metrics)
         divide: Tensor | None = None
         if reduction == "none":
-            loss, lse, prediction, entropy = rows(flat, weight, labels, bias, class_weight, main_grad, *row_options)
-            if factor is not None:
-                loss = loss * factor
-            loss = loss.reshape(target.shape)
+            results = RowResults(*loop.per_row(head, options, chunks, asked))
+            loss = (results.loss if factor is None else results.loss * factor).reshape(target.shape)
         else:
             if reduction == "mean":
-                divide = denominator(labels, class_weight, ignore_index, normalizer, wide)
-            loss, lse, prediction, entropy = total(flat, weight, labels, bias, class_weight, factor, divide, main_grad, *row_options)
+                divide = denominator(head.target, class_weight, ignore_index, normalizer, wide)
+            results = RowResults(*loop.reduced(head, factor, divide, options, chunks, asked))
+            loss = results.loss
         if not return_metrics:
             return loss
-        inverse = None if divide is None else divide.reciprocal()
-        return loss, metrics_of(target, ignore_index, z_loss, lse, prediction, entropy, reduction, inverse, factor)
+        return loss, metrics_of(target, options, results, reduction, None if divide is None else divide.reciprocal(), factor)
 
     return linear_cross_entropy
 
 
-_reference = fused(TorchPasses(), reference_kernel)
-
-
-@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None,
-    token_weight: Tensor | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk: Chunk = None,
-    budget: int | None = None,
-    pack: bool = True,
-    main_grad: Tensor | None = None,
-    return_metrics: bool = False,
-) -> Any:
-    """Cross entropy of `logit_scale · (hidden @ weightᵀ + bias)` and target, a chunk of rows at a time.
-
-        x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap)
-        lse  = log Σ exp(x)
-        loss = token_weight · [(1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²]
-
-    hidden            (..., H)   any floating dtype
-    weight            (V, H)     dtype of hidden (under autocast both are cast to its dtype)
-    target            (...)      int64 class indices, or ignore_index: no loss, no gradient
-    bias              (V,)       dtype of hidden
-    class_weight      (V,)       class weights w; 1 by default
-    token_weight      (...)      a constant factor for each token's loss
-    reduction         "mean" divides the sum by the summed class weights of the counted targets (0 if none is counted), or by normalizer
-    normalizer        number or scalar tensor on the device, for instance the tokens of all accumulation steps
-    accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A single chunk
-                      writes it directly, rounded once
-    chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
-    budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A small one sums the
-                      gradient of weight in its own dtype, with one more rounding a chunk
-    pack              leave rows of ignored targets out of the products. On a GPU this waits once for their number where the products
-                      are large enough to pay for it, never while a CUDA graph is captured
-    main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
-    return_metrics    also return `LossMetrics`
-    returns           float32 (float64 for float64): a scalar, or (...) for "none"
-
-    With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for; "none" keeps the log-sum-exp
-    of each token and recomputes the logits in the backward pass. Without gradients only the product with weight is computed.
-    A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its loss is NaN.
-    Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-    Hsu et al. 2024, arXiv:2410.10989, with float32 accumulation and chunks by memory budget.
-    """
-    return _reference(
-        hidden,
-        weight,
-        target,
-        bias=bias,
-        class_weight=class_weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        reduction=reduction,
-        normalizer=normalizer,
-        token_weight=token_weight,
-        accumulate_dtype=accumulate_dtype,
-        chunk=chunk,
-        budget=budget,
-        pack=pack,
-        main_grad=main_grad,
-        return_metrics=return_metrics,
-    )
+linear_cross_entropy = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)(
+    implementation(TORCH_PASSES, reference_kernel)
+)

@@ -10,40 +10,27 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
-from liger_core.kernels import Kernel, Outputs, differentiable, reference_kernel
-from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._chunked_loss import CHUNKS, GRADIENTS, Chunk, ChunkLoop, autocast_inputs, chunk_code
-from liger_core.ops._inputs import integers, normal
-from liger_core.ops._softmax_loss import EntropyTerm, RowPasses, TorchPasses, row_results
-from liger_core.ops.cross_entropy import check_loss_options, targets_with_ignored
-from liger_core.ops.linear_cross_entropy import check_head, head_series, head_workload
-from liger_core.ops.linear_cross_entropy import work as head_work
+from liger_core.errors import OptionError
+from liger_core.kernels import Kernel, reference_kernel
+from liger_core.op import Misuse, Sample, Workload, op
+from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_inputs, loop_of
+
+# Whoever does not hold the logits until the upstream gradient comes recomputes them, but that can be avoided: the work is the same.
+from liger_core.ops._head import check_chunks, check_head, head_misuses, head_series, head_workload, work
+from liger_core.ops._inputs import integers, misuses_of, normal
+from liger_core.ops._loss_options import check_row_options, check_target, targets_with_ignored
+from liger_core.ops._softmax_loss import TORCH_PASSES, Asked, RowOptions, RowPasses
 
 
-def check(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    return_entropy: bool = False,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk: Chunk = None,
-    budget: int | None = None,
-    pack: bool = True,
-    main_grad: Tensor | None = None,
-) -> None:
+def check(hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0, **options: Any) -> None:
     name = "linear_log_prob"
-    check_head(name, hidden, weight, target, bias, accumulate_dtype, chunk, budget, main_grad)
+    head = Head(hidden, weight, target, bias)
+    check_head(name, head)
+    check_chunks(name, head, **options)
     checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
-    checks.finite(name, "logit_scale", logit_scale)
-    check_loss_options(name, target, weight.shape[0], None, 0.0, 0.0, softcap, "none", None, "class_weight")
-    checks.targets(name, target, weight.shape[0], ignore_index)
+    row = RowOptions.among(options)
+    check_row_options(name, row, weight.shape[0])
+    check_target(name, target, weight.shape[0], row.ignore_index)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -100,34 +87,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     name = "linear_log_prob"
-    x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-
-    def misuse(case: str, args: tuple[Tensor, ...], options: dict[str, Any], error: Any, message: str) -> Misuse:
-        return Misuse(case, args, options, error, f"{name}: {message}")
-
-    yield misuse(
-        "weight_shape", (x, w[:, :7], t), {}, ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
-    )
-    yield misuse("target_shape", (x, w, t[:2]), {}, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
-    yield misuse("bias_shape", (x, w, t), {"bias": x[0]}, ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)")
-    message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
-    yield misuse("dtypes", (x, w.bfloat16(), t), {}, DtypeError, message)
-    yield misuse("target_dtype", (x, w, t.float()), {}, DtypeError, "target must have dtype torch.int64, got torch.float32")
-    message = "temperature must be a finite number > 0, since the logits are divided by it, got 0.0"
-    yield misuse("temperature", (x, w, t), {"temperature": 0.0}, OptionError, message)
-    yield misuse("softcap", (x, w, t), {"softcap": -1.0}, OptionError, "softcap must be a finite number > 0, got -1.0")
-    message = "temperature must be a finite number > 0, since the logits are divided by it, got nan"
-    yield misuse("temperature_nan", (x, w, t), {"temperature": float("nan")}, OptionError, message)
-    yield misuse("logit_scale", (x, w, t), {"logit_scale": float("inf")}, OptionError, "logit_scale must be a finite number, got inf")
-    yield misuse("chunk", (x, w, t), {"chunk": 0}, OptionError, "chunk must be a positive number of rows, 'report' or None, got 0")
-    yield misuse("budget", (x, w, t), {"budget": 39}, OptionError, "budget must hold at least one row of logits, 40 bytes, got 39")
-    options = {"accumulate_dtype": torch.int32}
-    yield misuse("accumulate_dtype", (x, w, t), options, DtypeError, "accumulate_dtype must be a floating dtype, got torch.int32")
-    elsewhere = torch.zeros(10, 8, device="meta")
-    yield misuse("device", (x, elsewhere, t), {}, DeviceError, f"weight must be on {x.device} like hidden, got meta")
-    if device.type == "cpu":
-        wrong = torch.tensor([0, 1, 10])
-        yield misuse("target_range", (x, w, wrong), {}, TargetError, "every target must be in [0, 10) or ignore_index=-100, got 10")
+    yield from head_misuses(name, device)
+    call = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    for value in (0.0, float("nan")):
+        message = f"temperature must be a finite number > 0, since the logits are divided by it, got {value}"
+        yield misuses_of(name)(f"temperature_{value}", call, OptionError, message, temperature=value)
 
 
 def workloads() -> Iterator[Workload]:
@@ -139,78 +103,10 @@ def workloads() -> Iterator[Workload]:
     yield from head_series()
 
 
-def work(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Work:
-    # Whoever does not hold the logits until the upstream gradient comes multiplies them out again, but that can be avoided.
-    return head_work(hidden, weight, target)
-
-
-INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias"
-OPTIONS = f"int ignore_index, float? softcap, float logit_scale, {CHUNKS}"
-
-
-def per_token(passes: RowPasses, kernel: Callable[..., Kernel]) -> Callable[..., Any]:
-    """(log_prob, entropy) of flat rows for a backend's row passes: the loss of each row with its sign changed."""
-    loop = ChunkLoop(passes)
-
-    def allocate(hidden: Tensor, *rest: Any) -> Outputs:
-        *_, with_entropy = rest
-        log_prob, statistics, *_ = row_results(hidden, False)
-        return log_prob, torch.empty_like(log_prob) if with_entropy else None, statistics
-
-    def launch(
-        log_prob: Tensor, entropy: Tensor | None, statistics: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-        main_grad: Tensor | None, ignore_index: int, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None,
-        chunk: int, budget: int, pack: bool, with_entropy: bool,
-    ) -> None:  # fmt: skip
-        loop.rows(
-            log_prob, statistics, None, entropy, hidden, weight, target, bias, None, main_grad, ignore_index, 0.0, 0.0, softcap, logit_scale,
-            accumulate_dtype, chunk, budget, pack, with_entropy,
-        )  # fmt: skip
-        # The sum makes the -0.0 of an ignored row a 0.0.
-        log_prob.neg_().add_(0.0)
-
-    def launch_backward(
-        grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_log_prob: Tensor | None,
-        grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, entropy: Tensor | None,
-        statistics: Tensor, ignore_index: int, softcap: float | None, logit_scale: float, accumulate_dtype: torch.dtype | None, chunk: int,
-        budget: int, pack: bool, main_grad: Tensor | None, needs: list[bool],
-    ) -> None:  # fmt: skip
-        # The gradient at an ignored token may be infinite, as that of a ratio to a log-probability of -∞; it counts for nothing.
-        counted = target != ignore_index
-        grad_loss = statistics.new_zeros(statistics.shape[0]) if grad_log_prob is None else torch.where(counted, -grad_log_prob, 0.0)
-        term = None
-        if grad_entropy is not None and entropy is not None:
-            term = EntropyTerm(torch.where(counted, grad_entropy, 0.0), entropy)
-        loop.rows_backward(
-            grad_hidden, grad_weight, grad_bias, grad_loss, hidden, weight, target, bias, None, statistics, ignore_index, 0.0, 0.0, softcap,
-            logit_scale, accumulate_dtype, chunk, budget, pack, main_grad, needs, term,
-        )  # fmt: skip
-
-    def allocate_backward(
-        grad_log_prob: Tensor | None, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor,
-        bias: Tensor | None, *rest: Any,
-    ) -> Outputs:  # fmt: skip
-        return loop.allocate_rows_backward(hidden, hidden, weight, target, bias, *rest)
-
-    return differentiable(
-        kernel(
-            f"linear_log_prob({INPUTS}, Tensor? main_grad, {OPTIONS}, bool with_entropy) -> (Tensor log_prob, Tensor? entropy, Tensor statistics)",
-            allocate,
-            launch,
-        ),
-        kernel(
-            f"linear_log_prob_backward(Tensor? grad_log_prob, Tensor? grad_entropy, {INPUTS}, Tensor? entropy, Tensor statistics, {OPTIONS}, "
-            f"Tensor? main_grad, bool[3] needs) -> {GRADIENTS}",
-            allocate_backward,
-            launch_backward,
-        ),
-        public=2,
-    )
-
-
-def fused(passes: RowPasses, kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None) -> Callable[..., Any]:
+# Without an annotation of what it returns, so that its signature is that of the op.
+def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """linear_log_prob for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
-    rows = per_token(passes, kernel)
+    loop = loop_of(passes, make_kernel)
 
     def linear_log_prob(
         hidden: Tensor,
@@ -229,92 +125,62 @@ def fused(passes: RowPasses, kernel: Callable[..., Kernel], supported: Callable[
         pack: bool = True,
         main_grad: Tensor | None = None,
     ) -> Any:
+        """Log-probability of each target under the softmax of a head's logits, and that softmax's entropy, a chunk of rows at a time.
+
+            x        = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap), then x / temperature
+            lse      = log Σ exp(x)
+            log_prob = x_t - lse
+            entropy  = -Σ p log p,   p = exp(x - lse)
+
+        hidden            (..., H)   any floating dtype
+        weight            (V, H)     dtype of hidden (under autocast both are cast to its dtype)
+        target            (...)      int64 class indices, or ignore_index: log_prob and entropy 0, no gradient
+        bias              (V,)       dtype of hidden
+        temperature       the one that the tokens were sampled with; applied after scale and softcap
+        return_entropy    also return the entropy, in nats
+        accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A single chunk
+                          writes it directly, rounded once
+        chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
+        budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A small one sums the
+                          gradient of weight in its own dtype, with one more rounding a chunk
+        pack              leave rows of ignored targets out of the products. On a GPU this waits once a pass for their number where the
+                          products are large enough to pay for it, never while a CUDA graph is captured
+        main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
+        returns           log_prob (...), float32 (float64 for float64), or (log_prob, entropy)
+
+        Both results have a gradient, whatever arrives from upstream; over x it is 1 - p at the target and -p elsewhere for log_prob, and
+        -p · (log p + entropy) for entropy. Kept until then are the inputs, two numbers a row and entropy; the logits are recomputed, and only
+        gradients asked for. Without gradients only the product with weight is computed.
+
+        So preference and policy losses (DPO, ORPO, SimPO, KTO, GRPO, PPO) are plain arithmetic on log_prob. DPO, chosen answers first:
+
+            policy = linear_log_prob(hidden, weight, target).sum(-1)
+            chosen, rejected = (policy - reference).chunk(2)
+            loss = -logsigmoid(beta * (chosen - rejected)).mean()
+
+        In float16, gradients are summed before they meet the upstream gradient and the normalizer, so that small probabilities do not
+        underflow; these sums must be in the range of float16 themselves (weights up to 3e4).
+        The target of a row is the token after it: shift first, and give prompt and padding the ignore_index.
+        A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its log_prob is NaN.
+        Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+        Rafailov et al. 2023, arXiv:2305.18290 (DPO); Shao et al. 2024, arXiv:2402.03300 (GRPO).
+        """
         if supported is not None:
             supported(hidden, weight)
         hidden, weight, bias = autocast_inputs(hidden, weight, bias)
         # softcap · tanh(s·a / softcap) / T = (softcap/T) · tanh((s/T)·a / (softcap/T)): the row passes need no temperature.
         scale, cap = logit_scale / temperature, None if softcap is None else softcap / temperature
-        flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-        options = (ignore_index, cap, scale, accumulate_dtype, chunk_code(chunk), budget or 0, pack)
-        log_prob, entropy = rows(flat, weight, labels, bias, main_grad, *options, return_entropy)
-        log_prob = log_prob.reshape(target.shape)
+        head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
+        chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
+        options = RowOptions(ignore_index, softcap=cap, logit_scale=scale)
+        loss, _, _, entropy = loop.per_row(head, options, chunks, Asked(with_entropy=return_entropy))
+        # Not -loss, which is -0.0 where a target is ignored.
+        log_prob = (0.0 - loss).reshape(target.shape)
         return (log_prob, entropy.reshape(target.shape)) if return_entropy else log_prob
 
     return linear_log_prob
 
 
-_reference = fused(TorchPasses(), reference_kernel)
-
-
-@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
-def linear_log_prob(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    return_entropy: bool = False,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk: Chunk = None,
-    budget: int | None = None,
-    pack: bool = True,
-    main_grad: Tensor | None = None,
-) -> Any:
-    """Log-probability of each target under the softmax of a head's logits, and that softmax's entropy, a chunk of rows at a time.
-
-        x        = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap), then x / temperature
-        lse      = log Σ exp(x)
-        log_prob = x_t - lse
-        entropy  = -Σ p log p,   p = exp(x - lse)
-
-    hidden            (..., H)   any floating dtype
-    weight            (V, H)     dtype of hidden (under autocast both are cast to its dtype)
-    target            (...)      int64 class indices, or ignore_index: log_prob and entropy 0, no gradient
-    bias              (V,)       dtype of hidden
-    temperature       the one that the tokens were sampled with; applied after scale and softcap
-    return_entropy    also return the entropy, in nats
-    accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A single chunk
-                      writes it directly, rounded once
-    chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
-    budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A small one sums the
-                      gradient of weight in its own dtype, with one more rounding a chunk
-    pack              leave rows of ignored targets out of the products. On a GPU this waits once a pass for their number where the
-                      products are large enough to pay for it, never while a CUDA graph is captured
-    main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
-    returns           log_prob (...), float32 (float64 for float64), or (log_prob, entropy)
-
-    Both results have a gradient, whatever arrives from upstream; over x it is 1 - p at the target and -p elsewhere for log_prob, and
-    -p · (log p + entropy) for entropy. Kept until then are the inputs, two numbers a row and entropy; the logits are recomputed, and only
-    gradients asked for. Without gradients only the product with weight is computed.
-
-    So preference and policy losses (DPO, ORPO, SimPO, KTO, GRPO, PPO) are plain arithmetic on log_prob. DPO, chosen answers first:
-
-        policy = linear_log_prob(hidden, weight, target).sum(-1)
-        chosen, rejected = (policy - reference).chunk(2)
-        loss = -logsigmoid(beta * (chosen - rejected)).mean()
-
-    The target of a row is the token after it: shift first, and give prompt and padding the ignore_index.
-    A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its log_prob is NaN.
-    Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-    Rafailov et al. 2023, arXiv:2305.18290 (DPO); Shao et al. 2024, arXiv:2402.03300 (GRPO).
-    """
-    return _reference(
-        hidden,
-        weight,
-        target,
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        ignore_index=ignore_index,
-        return_entropy=return_entropy,
-        accumulate_dtype=accumulate_dtype,
-        chunk=chunk,
-        budget=budget,
-        pack=pack,
-        main_grad=main_grad,
-    )
+linear_log_prob = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)(
+    implementation(TORCH_PASSES, reference_kernel)
+)

@@ -4,34 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from liger_core import checks
-from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
+from liger_core.errors import DeviceError
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import ROWS, WIDTHS, accumulator, normal, workload
-
-Cast = Literal["input", "float32"]
+from liger_core.ops._inputs import accumulator, misuses_of, normal, row_workloads
+from liger_core.ops._norm import Cast, check_scaling, scaling_misuses
 
 
 def check(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input") -> None:
     check_scaling("rms_norm", x, weight, eps, weight_offset, cast)
-
-
-def check_scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str) -> None:
-    """What rms_norm and add_rms_norm ask of the arguments that they share."""
-    checks.floating(op, x=x, weight=weight)
-    checks.at_least_one_dimension(op, "x", x)
-    checks.vector(op, "weight", weight, x.shape[-1], "x", x)
-    checks.positive(op, "eps", eps)
-    checks.choice(op, "cast", cast, ("input", "float32"))
-    if weight_offset != 0.0:
-        checks.finite(op, "weight_offset", weight_offset)
-    if weight is None and weight_offset != 0.0:
-        checks.fail(OptionError, op, f"weight_offset must be 0 without a weight, got {weight_offset}")
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -69,39 +53,17 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(shape, device=device, dtype=dtype)
-
-    yield Misuse(
-        "weight_shape", (z(2, 512, 64), z(63)), {}, ShapeError, "rms_norm: weight must have shape (64,) to match x (2, 512, 64), got (63,)"
-    )
-    yield Misuse("scalar", (z(),), {}, ShapeError, "rms_norm: x must have at least one dimension, got a scalar")
-    yield Misuse("integers", (z(2, 4, dtype=torch.int64),), {}, DtypeError, "rms_norm: x must have a floating dtype, got torch.int64")
-    yield Misuse("eps_zero", (z(2, 4), z(4), 0.0), {}, OptionError, "rms_norm: eps must be a finite number > 0, got 0.0")
-    yield Misuse("eps_text", (z(2, 4), z(4), "a"), {}, OptionError, "rms_norm: eps must be a finite number > 0, got 'a'")
-    yield Misuse("no_tensor", (None,), {}, DtypeError, "rms_norm: x must be a tensor, got NoneType")
-    yield Misuse("weight_list", (z(2, 4), [1.0] * 4), {}, DtypeError, "rms_norm: weight must be a tensor, got list")
-    yield Misuse("cast", (z(2, 4), z(4)), {"cast": "bf16"}, OptionError, "rms_norm: cast must be one of 'input', 'float32', got 'bf16'")
-    yield Misuse("offset", (z(2, 4),), {"weight_offset": 1.0}, OptionError, "rms_norm: weight_offset must be 0 without a weight, got 1.0")
-    elsewhere = torch.zeros(4, device="meta")
-    yield Misuse("device", (z(2, 4), elsewhere), {}, DeviceError, f"rms_norm: weight must be on {z(1).device} like x, got meta")
+    yield from scaling_misuses("rms_norm", device, 1)
+    x, elsewhere = torch.zeros(2, 4, device=device), torch.zeros(4, device="meta")
+    yield misuses_of("rms_norm")("device", (x, elsewhere), DeviceError, f"weight must be on {x.device} like x, got meta")
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(rows: int, width: int, axis: str = "", quick: bool = False) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return (normal(device, dtype, rows, width), normal(device, dtype, width)), {}
+    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
+        return normal(device, dtype, rows, width), normal(device, dtype, width)
 
-        return workload(make, axis, quick, N=rows, H=width)
-
-    yield shape(512, 1024, quick=True)
     # On a GPU the first two are ruled by the host.
-    for rows, width in ((256, 1024), (2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)):
-        yield shape(rows, width)
-    for rows in ROWS:
-        yield shape(rows, 4096, "N", quick=rows <= 1024)
-    for width in WIDTHS:
-        yield shape(8192, width, "H", quick=width <= 512)
+    return row_workloads(draw, "NH", ((256, 1024), (2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)))
 
 
 def work(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input") -> Work:

@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import ROWS, accumulator, normal
+from liger_core.ops._inputs import ROWS, accumulator, misuses_of, normal
 
 
 def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> None:
@@ -100,59 +100,27 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    def z(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(shape, device=device, dtype=dtype)
+    def z(*shape: int) -> Tensor:
+        return torch.zeros(shape, device=device)
 
+    misuse = misuses_of("rope")
     q, k, t = z(2, 4, 5, 16), z(2, 2, 5, 16), z(5, 16)
-    yield Misuse(
-        "dimensions", (z(4, 5, 16), k, t, t), {}, ShapeError, "rope: q must have shape (batch, heads, tokens, width), got (4, 5, 16)"
-    )
-    yield Misuse(
-        "key_tokens",
-        (q, z(2, 2, 6, 16), t, t),
-        {},
-        ShapeError,
-        "rope: k must have shape (2, heads, 5, 16) to match q (2, 4, 5, 16), got (2, 2, 6, 16)",
-    )
-    yield Misuse(
-        "cos_tokens",
-        (q, k, z(6, 16), z(6, 16)),
-        {},
-        ShapeError,
-        "rope: cos must have shape (5, rotary), (1, 5, rotary) or (2, 5, rotary) to match q (2, 4, 5, 16), got (6, 16)",
-    )
-    yield Misuse(
-        "rotary_width",
-        (q, k, z(5, 18), z(5, 18)),
-        {},
-        ShapeError,
-        "rope: the rotary width of cos must be even and at most 16, the width of q, got 18",
-    )
-    yield Misuse("sin_shape", (q, k, t, z(5, 8)), {}, ShapeError, "rope: sin must have the shape of cos (5, 16), got (5, 8)")
-    yield Misuse(
-        "dtypes",
-        (q, z(2, 2, 5, 16, dtype=torch.bfloat16), t, t),
-        {},
-        DtypeError,
-        "rope: k must have dtype torch.float32 like q, got torch.bfloat16; cast one of them",
-    )
+    yield misuse("dimensions", (q[0], k, t, t), ShapeError, "q must have shape (batch, heads, tokens, width), got (4, 5, 16)")
+    message = "k must have shape (2, heads, 5, 16) to match q (2, 4, 5, 16), got (2, 2, 6, 16)"
+    yield misuse("key_tokens", (q, z(2, 2, 6, 16), t, t), ShapeError, message)
+    message = "cos must have shape (5, rotary), (1, 5, rotary) or (2, 5, rotary) to match q (2, 4, 5, 16), got (6, 16)"
+    yield misuse("cos_tokens", (q, k, z(6, 16), z(6, 16)), ShapeError, message)
+    message = "the rotary width of cos must be even and at most 16, the width of q, got 18"
+    yield misuse("rotary_width", (q, k, z(5, 18), z(5, 18)), ShapeError, message)
+    yield misuse("sin_shape", (q, k, t, t[:, :8]), ShapeError, "sin must have the shape of cos (5, 16), got (5, 8)")
+    message = "k must have dtype torch.float32 like q, got torch.bfloat16; cast one of them"
+    yield misuse("dtypes", (q, k.bfloat16(), t, t), DtypeError, message)
     elsewhere = torch.zeros(5, 16, device="meta")
-    yield Misuse("device", (q, k, elsewhere, t), {}, DeviceError, f"rope: cos must be on {q.device} like q, got meta")
-    yield Misuse(
-        "inplace_expanded",
-        (z(1, 4, 5, 16).expand(2, 4, 5, 16), k, t, t),
-        {"inplace": True},
-        OptionError,
-        "rope: inplace=True needs q with memory for every element, got an expanded tensor; pass q.contiguous()",
-    )
-    leaf = z(2, 4, 5, 16).requires_grad_()
-    yield Misuse(
-        "inplace_leaf",
-        (leaf, k, t, t),
-        {"inplace": True},
-        OptionError,
-        "rope: inplace=True must not overwrite a leaf that requires a gradient, got such a q; pass inplace=False",
-    )
+    yield misuse("device", (q, k, elsewhere, t), DeviceError, f"cos must be on {q.device} like q, got meta")
+    message = "inplace=True needs q with memory for every element, got an expanded tensor; pass q.contiguous()"
+    yield misuse("inplace_expanded", (q[:1].expand(2, 4, 5, 16), k, t, t), OptionError, message, inplace=True)
+    message = "inplace=True must not overwrite a leaf that requires a gradient, got such a q; pass inplace=False"
+    yield misuse("inplace_leaf", (z(2, 4, 5, 16).requires_grad_(), k, t, t), OptionError, message, inplace=True)
 
 
 def workloads() -> Iterator[Workload]:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation checkpointing: what each layer of a model keeps for the backward pass, and what it recomputes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from liger_core.errors import OptionError
+
+aten = torch.ops.aten
+MATMULS = frozenset(
+    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default, aten._grouped_mm.default}
+)
+ATTENTION = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+
+
+class Keeps(IntEnum):
+    """What a layer keeps: only its input; also the outputs of its matmuls; everything."""
+
+    INPUT = 0
+    MATMULS = 1
+    ALL = 2
+
+
+def checkpoint_layers(model: Any, **options: Any) -> None:
+    """Make Transformers checkpoint every layer, with its own options."""
+    # The name since Transformers 5.23, which warns about the older one.
+    start = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    # Non-reentrant: inputs need no gradients (as with adapters), and layers may differ.
+    start({"use_reentrant": False}, **options)
+
+
+def enable(model: Any, how: str) -> None:
+    """Make the model recompute as a setup's `checkpoint` says; "auto" starts as "full".
+
+    Raises OptionError if the model has fewer layers than that.
+    """
+    if how == "none":
+        return
+    checkpoint_layers(model, **({"offload": True} if how == "offload" else {}))
+    if how.isdecimal():
+        every, count = layers(model), int(how)
+        if count > len(every):
+            raise OptionError(f"train: --checkpoint must be at most the number of layers, {len(every)}, got {count}")
+        for layer in every[count:]:
+            keep(layer, Keeps.ALL)
+
+
+def layers(model: nn.Module) -> list[Any]:
+    """The layers that can be checkpointed, in order."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def checkpointed_layers(model: nn.Module) -> int:
+    """The number of layers that recompute everything, or everything but their matmuls."""
+    return sum(bool(layer.gradient_checkpointing) for layer in layers(model))
+
+
+def keep(layer: Any, what: Keeps, matmuls: Matmuls | None = None) -> None:
+    """Set what a layer keeps from its next forward pass on; layers of the same kind share `matmuls`."""
+    layer.gradient_checkpointing = what is not Keeps.ALL
+    contexts: dict[str, Any] = {"context_fn": matmuls or Matmuls()} if what is Keeps.MATMULS else {}
+    layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **contexts)
+
+
+class Matmuls:
+    """Selective checkpointing: the contexts of each pass through a layer that keep matmul outputs and recompute the rest.
+
+    In Llama 3 8B, matmuls are nearly all operations of a layer, and their outputs half of its activations. Attention is worth its
+    memory for long sequences: per byte of output, it takes as many operations as there are tokens (half of them with a causal mask,
+    at half the throughput), while a matmul takes as many as the width of its rows.
+    """
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+
+    def __call__(self) -> Any:
+        last, seen = self.last, Counter[bool]()
+
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if op in ATTENTION and _is_long(args[0]):
+                return CheckpointPolicy.MUST_SAVE
+            if op not in MATMULS:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            index = seen[context.is_recompute]
+            seen[context.is_recompute] += 1
+            if not context.is_recompute:
+                self.last = index
+            # The output of the last matmul is added to the residual stream, so the backward pass does not need it.
+            return CheckpointPolicy.PREFER_RECOMPUTE if index == last else CheckpointPolicy.MUST_SAVE
+
+        return create_selective_checkpoint_contexts(policy)
+
+
+def _is_long(query: Tensor) -> bool:
+    _, heads, tokens, width = query.shape
+    return tokens >= heads * width // 2

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for the options of every command: a path is not empty, a number is finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import typer
+from typer.models import ParameterInfo
+
+# A command that means a smaller limit says so itself.
+LARGEST = 2**32 - 1
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def checked(command: Command) -> Command:
+    """A command whose options are refused by name if they are an empty path or a number beyond all bounds."""
+    hints = get_type_hints(command, include_extras=True)
+    for hint in hints.values():
+        kinds = _kinds(hint)
+        for info in getattr(hint, "__metadata__", ()):
+            if isinstance(info, ParameterInfo):
+                if Path in kinds:
+                    info.parser = path
+                elif kinds & {int, float}:
+                    info.callback = finite
+    command.__annotations__ = hints
+    return command
+
+
+def path(given: str | Path) -> Path:
+    """An option's value, or its default. Path("") is the current folder, which nobody who gives an empty path means."""
+    if not str(given).strip():
+        raise typer.BadParameter("must not be empty, as it is when it is a shell variable that is not set")
+    return Path(given)
+
+
+def finite(value: float | None) -> float | None:
+    if value is not None and not abs(value) <= LARGEST:
+        bound = f"must be at most {LARGEST}" if math.isfinite(value) else "must be a finite number"
+        raise typer.BadParameter(f"{bound}, got {value}")
+    return value
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """The types within an annotation: Annotated[list[Path] | None, …] has Path."""
+    inside = [kind for kind in get_args(hint) if isinstance(kind, type) or get_args(kind)]
+    return {kind for each in inside for kind in _kinds(each)} | {kind for kind in inside if isinstance(kind, type)}

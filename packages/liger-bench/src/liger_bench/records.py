@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a folder of results, as dictionaries: the last measurement of the same thing counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from liger_bench.results import read_json
+from liger_core.errors import OptionError
+from liger_hf.presets import preset_name
+
+Record = dict[str, Any]
+OPS, MODELS = "results.json", "model.json"
+# What makes two rows measurements of the same thing.
+OP_IDENTITY = ("op", "workload", "implementation", "pass", "dtype", "device", "machine")
+MODEL_IDENTITY = ("model", "batch", "sequence", "implementation", "dtype", "device", "machine", "memory_limit_bytes")
+
+
+@dataclass(frozen=True)
+class Records:
+    """Rows of ops, of ops along one size, and of models, each in the order of its first measurement."""
+
+    ops: list[Record]
+    scaling: list[Record]
+    models: list[Record]
+
+    @property
+    def all(self) -> list[Record]:
+        return [*self.ops, *self.scaling, *self.models]
+
+
+def read(folder: Path) -> Records:
+    """Raises OptionError if the folder has no results, or some that cannot stand side by side."""
+    rows = _latest(read_json(folder / OPS), OP_IDENTITY)
+    models = _latest(read_json(folder / MODELS), MODEL_IDENTITY)
+    if not rows and not models:
+        raise OptionError(f"bench report: {folder} must hold {OPS} or {MODELS}, it has neither; write them with liger bench --out {folder}")
+    places = dict.fromkeys((row["machine"], row["dtype"]) for row in [*rows, *models])
+    if len(places) > 1:
+        found = "; ".join(f"{dtype} on {machine}" for machine, dtype in places)
+        raise OptionError(f"bench report: {folder} must hold results of one machine and dtype, got {found}; give each a folder of its own")
+    ops = [row for row in rows if row.get("axis") is None]
+    scaling = [row for row in rows if row.get("axis") is not None]
+    return Records(ops, scaling, with_derived(models))
+
+
+def with_derived(models: list[Record]) -> list[Record]:
+    """Rows of models with the columns that follow from others: the shape, and whether it fits into the memory; old names are today's."""
+    return [row | {"model": preset_name(row["model"]), "shape": f"{row['batch']}x{row['sequence']}", "fits": _fits(row)} for row in models]
+
+
+def _fits(row: Record) -> int | None:
+    """1 or 0; None if something else went wrong."""
+    if row["tokens_per_second"] is not None:
+        return 1
+    return 0 if row["out_of_memory"] else None
+
+
+def distinct(rows: Iterable[Record], column: str) -> list[Any]:
+    """The values of a column in the order of their first appearance."""
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+def sizes_of(workload: str) -> str:
+    """The sizes that a workload's name begins with; what follows them is a variant, or the axis of a series."""
+    found = re.match(r"[0-9x+]+", workload)
+    return found[0] if found else ""
+
+
+def find(rows: Iterable[Record], wanted: Record) -> Record | None:
+    """The first row that has all those values."""
+    return next((row for row in rows if all(row.get(name) == value for name, value in wanted.items())), None)
+
+
+def _latest(rows: list[Record], identity: tuple[str, ...]) -> list[Record]:
+    """A row that was measured again replaces the earlier one at its place."""
+    kept: dict[tuple[Any, ...], Record] = {}
+    for row in rows:
+        kept[tuple(row.get(name) for name in identity)] = row
+    return list(kept.values())

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real text that every machine has: the sources of Python's standard library, tokenised in place."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from liger_core.errors import OptionError
+from liger_hf.presets import VOCABULARY
+
+# Tests and installed packages are no part of the library proper; the other two are tables rather than text.
+SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"})
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token sequences and what they were made from."""
+
+    sequences: Tensor  # (number, sequence)
+    tokens: int
+    characters: int
+    files: int
+    vocabulary: int
+
+
+def library_text(batch: int, sequence: int, limit: int = 4_000_000) -> Text:
+    """Sequences of tokens from about `limit` characters of the standard library, in a fixed order, with a tokenizer trained on them."""
+    sources = library(limit)
+    tokenizer = trained_tokenizer(sources, VOCABULARY)
+    ids = torch.tensor([token for encoding in tokenizer.encode_batch(sources) for token in encoding.ids])
+    count = ids.numel() // sequence
+    if count < batch:
+        wanted = f"demo: --batch × --sequence must be at most {ids.numel()}, the tokens of the text"
+        raise OptionError(f"{wanted}, got {batch} × {sequence}")
+    sequences = ids[: count * sequence].view(count, sequence)
+    return Text(sequences, ids.numel(), sum(map(len, sources)), len(sources), tokenizer.get_vocab_size())
+
+
+def trained_tokenizer(texts: list[str], vocabulary: int, special: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level BPE tokenizer, trained on these texts: the same for the same texts, whatever they hold; special tokens come first."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, min_frequency=2, show_progress=False, initial_alphabet=alphabet, special_tokens=list(special)
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def library(limit: int) -> list[str]:
+    """The sources of the standard library, in a fixed order, up to about so many characters."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found: list[str] = []
+    size = 0
+    for path in sorted(p for p in root.rglob("*.py") if SKIPPED.isdisjoint(p.relative_to(root).parts)):
+        found.append(path.read_text(encoding="utf-8", errors="replace"))
+        size += len(found[-1])
+        if size >= limit:
+            break
+    return found
+
+
+class Sequences(Dataset[dict[str, Tensor]]):
+    """What the Trainer reads: every sequence is its own label."""
+
+    def __init__(self, sequences: Tensor) -> None:
+        self.sequences = sequences
+
+    def __len__(self) -> int:
+        return int(self.sequences.shape[0])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.sequences[index], "labels": self.sequences[index]}

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders and files that a command will write to, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from liger_core.errors import OptionError
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Raise OptionError unless files can be made in that folder, which is made if it is not there."""
+    with _refused(option, "folder", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Only trying tells: root has every permission, and still cannot write to a read-only mount or to /proc.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+def check_file(option: str, path: Path) -> None:
+    """Raise OptionError unless that file can be written to; nothing is written, but its folder is made if it is not there."""
+    with _refused(option, "file", path):
+        if path.is_symlink() or path.exists():
+            with path.open("ab"):
+                return
+    check_folder(option, path.parent)
+
+
+@contextmanager
+def _refused(option: str, kind: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if path.is_symlink() and not path.exists():
+            reason = f"a link to {path.readlink()}, which is not there"
+        else:
+            reason = error.strerror or type(error).__name__
+        raise OptionError(f"{option} must be a {kind} that can be written to, got {path}: {reason}") from error

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ops share that multiply by a head: its checks, wrong calls, workloads and work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
+from liger_core.op import Misuse, Product, Work, Workload
+from liger_core.ops._chunked_loss import Chunk, Head, autocast_dtype
+from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, workload
+
+
+def check_head(name: str, head: Head) -> None:
+    """Rows, weight, targets and bias must fit each other."""
+    hidden, weight, target, bias = head
+    checks.tensor(name, "target", target)
+    checks.floating(name, 2, hidden=hidden, weight=weight, bias=bias)
+    checks.at_least_one_dimension(name, "hidden", hidden)
+    if hidden.shape[-1] == 0:
+        checks.fail(ShapeError, name, f"hidden must have a width of at least 1, got {checks.shape(hidden)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        wanted = f"(classes, {hidden.shape[-1]})"
+        checks.fail(ShapeError, name, f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}")
+    check_rows(name, "target", target, hidden)
+    checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
+    checks.same_device(name, "hidden", hidden, target=target)
+    if autocast_dtype(hidden.device.type) is None:
+        checks.same_dtype(name, "hidden", hidden, weight=weight, bias=bias)
+
+
+def check_chunks(
+    name: str,
+    head: Head,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk: Chunk = None,
+    budget: int | None = None,
+    main_grad: Tensor | None = None,
+    **rest: Any,
+) -> None:
+    """The options of how the rows are cut and the gradient of weight is summed; there may be others among them."""
+    hidden, weight = head[:2]
+    checks.same_device(name, "hidden", hidden, main_grad=main_grad)
+    checks.constant(name, main_grad=main_grad)
+    if accumulate_dtype is not None and not (isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point):
+        checks.fail(DtypeError, name, f"accumulate_dtype must be a floating dtype, got {accumulate_dtype}")
+    if chunk is not None and chunk != "report" and not (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0):
+        checks.fail(OptionError, name, f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}")
+    if budget is not None:
+        row = weight.shape[0] * hidden.element_size()
+        if chunk is not None:
+            checks.fail(
+                OptionError, name, f"budget and chunk both say how many rows to hold, got budget={budget} and chunk={chunk!r}; give one"
+            )
+        if not isinstance(budget, int) or budget < row:
+            checks.fail(OptionError, name, f"budget must hold at least one row of logits, {row} bytes, got {budget!r}")
+    if main_grad is not None:
+        wanted = checks.shape(weight)
+        if main_grad.shape != weight.shape or not main_grad.is_contiguous():
+            got = checks.shape(main_grad) + ("" if main_grad.is_contiguous() else " with other strides")
+            checks.fail(ShapeError, name, f"main_grad must be contiguous and have shape {wanted} like weight, got {got}")
+        if main_grad.dtype != torch.float32:
+            checks.fail(DtypeError, name, f"main_grad must have dtype torch.float32, got {main_grad.dtype}")
+        # The kernels' schemas do not declare the addition: functionalization of an op that both mutates and returns optionals fails.
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            checks.fail(
+                OptionError, name, "main_grad must be given in an eager call, got one that is traced; add weight.grad to it instead"
+            )
+
+
+def check_rows(name: str, label: str, tensor: Tensor, hidden: Tensor) -> None:
+    """One number for each row of hidden."""
+    if tensor.shape != hidden.shape[:-1]:
+        wanted = str(tuple(hidden.shape[:-1]))
+        checks.fail(
+            ShapeError, name, f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}"
+        )
+
+
+def head_misuses(name: str, device: torch.device) -> Iterator[Misuse]:
+    """The wrong calls that all ops with a head share."""
+    misuse = misuses_of(name)
+    x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    message = "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
+    yield misuse("weight_shape", (x, w[:, :7], t), ShapeError, message)
+    yield misuse("no_width", (x[:, :0], w[:, :0], t), ShapeError, "hidden must have a width of at least 1, got (3, 0)")
+    yield misuse("target_shape", (x, w, t[:2]), ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
+    yield misuse("bias_shape", (x, w, t), ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)", bias=x[0])
+    message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
+    yield misuse("dtypes", (x, w.bfloat16(), t), DtypeError, message)
+    yield misuse("target_dtype", (x, w, t.float()), DtypeError, "target must have dtype torch.int64, got torch.float32")
+    yield misuse("target_none", (x, w, None), DtypeError, "target must be a tensor, got NoneType")
+    yield misuse("weight_none", (x, None, t), DtypeError, "weight must be a tensor, got NoneType")
+    yield misuse("softcap", (x, w, t), OptionError, "softcap must be a finite number > 0, got -1.0", softcap=-1.0)
+    for value in (float("nan"), float("inf")):
+        yield misuse(f"logit_scale_{value}", (x, w, t), OptionError, f"logit_scale must be a finite number, got {value}", logit_scale=value)
+    for chunk in (0, True):
+        message = f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}"
+        yield misuse(f"chunk_{chunk}", (x, w, t), OptionError, message, chunk=chunk)
+    message = "budget and chunk both say how many rows to hold, got budget=4096 and chunk=2; give one"
+    yield misuse("budget_and_chunk", (x, w, t), OptionError, message, budget=4096, chunk=2)
+    yield misuse("budget", (x, w, t), OptionError, "budget must hold at least one row of logits, 40 bytes, got 39", budget=39)
+    message = "accumulate_dtype must be a floating dtype, got torch.int32"
+    yield misuse("accumulate_dtype", (x, w, t), DtypeError, message, accumulate_dtype=torch.int32)
+    message = "main_grad must be contiguous and have shape (10, 8) like weight, got (10, 7)"
+    yield misuse("main_grad_shape", (x, w, t), ShapeError, message, main_grad=torch.zeros(10, 7, device=device))
+    message = "main_grad must have dtype torch.float32, got torch.float64"
+    yield misuse("main_grad_dtype", (x, w, t), DtypeError, message, main_grad=w.double())
+    elsewhere = torch.zeros(10, 8, device="meta")
+    yield misuse("device", (x, elsewhere, t), DeviceError, f"weight must be on {x.device} like hidden, got meta")
+    if device.type == "cpu":
+        for value in (10, -1):
+            message = f"every target must be in [0, 10) or ignore_index=-100, got {value}"
+            yield misuse(f"target_range_{value}", (x, w, torch.tensor([0, 1, value])), TargetError, message)
+
+
+def head_workload(rows: int, width: int, classes: int, axis: str = "", mode: str = "", quick: bool = False, **options: Any) -> Workload:
+    """A head of these sizes and its targets, of which the mode "half_ignored" ignores half."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = normal(device, dtype, rows, width)
+        weight = normal(device, dtype, classes, width, scale=width**-0.5)
+        target = integers(device, classes, rows)
+        if mode == "half_ignored":
+            # Scattered, as prompts and padding of a batch leave them.
+            target[torch.randperm(rows, device=device)[: rows // 2]] = -100
+        return (hidden, weight, target), dict(options)
+
+    made = workload(make, axis, quick, N=rows, H=width, V=classes)
+    return replace(made, name=f"{made.name}-{mode}") if mode else made
+
+
+def head_series() -> Iterator[Workload]:
+    """The cost of a head against each of its sizes, and against the rows of a chunk."""
+    for rows in ROWS:
+        yield head_workload(rows, 4096, 128256, "N")
+    for width in (1024, 2048, 4096, 8192):
+        yield head_workload(8192, width, 128256, "H")
+    for classes in CLASSES:
+        yield head_workload(8192, 4096, classes, "V")
+    for chunk in (256, 512, 1024, 2048, 4096, 8192):
+        yield replace(head_workload(8192, 4096, 128256, mode=f"chunk={chunk}", chunk=chunk), axis=("chunk", chunk))
+
+
+def work(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Work:
+    """One product for the logits, and one for each gradient."""
+    rows, (classes, width) = target.numel(), weight.shape
+    size = (hidden.numel() + weight.numel()) * hidden.element_size()
+    logits = Product(rows, width, classes, "right")
+    products = (logits, Product(rows, classes, width, "", "hidden"), Product(classes, rows, width, "left", "weight"))
+    operations = 2 * rows * width * classes
+    return Work(size, 2 * size, operations, 3 * operations, (logits,), products)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether what is installed is what was tested: the versions that the metadata of Liger's packages allows."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+# The libraries whose insides Liger depends on; of the others newer versions are no risk that deserves a warning.
+DEPENDED_ON = {"liger-core": "torch", "liger-triton": "triton", "liger-hf": "transformers"}
+
+
+def complaint(distribution: str, installed: str | None = None) -> str | None:
+    """A sentence if the library that a package of Liger depends on is not of a tested version, else None."""
+    name = DEPENDED_ON[distribution]
+    try:
+        version = installed or metadata.version(name)
+        required = [Requirement(line) for line in metadata.requires(distribution) or ()]
+    except metadata.PackageNotFoundError:
+        return None
+    for requirement in required:
+        # Of an extra, or for another platform.
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if requirement.name == name and not requirement.specifier.contains(version, prereleases=True):
+            return f"Liger is tested with {name}{requirement.specifier}, got {version}"
+    return None
+
+
+@cache
+def warn_if_untested(distribution: str) -> None:
+    """Once in a process."""
+    said = complaint(distribution)
+    if said:
+        warnings.warn(f"{said}; install a tested version, or run the tests of Liger with this one", stacklevel=2)
+
+
+def complaints() -> list[str]:
+    """Those of all packages."""
+    return [said for said in map(complaint, DEPENDED_ON) if said]

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of this package and of plugins. No fault of a plugin's rule reaches the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+from torch import nn
+
+from liger_core.plugins import Plugin, Registry, attempt, blaming, offers, one_of_each, registry
+from liger_hf.rule import Found, Rule
+from liger_hf.rules import RULES
+
+OURSELVES = Plugin("hf", "liger-hf")
+
+
+def rules() -> tuple[Rule, ...]:
+    """This package's own, then those that plugins return from `liger_rules()`."""
+    return _rules_of(registry())
+
+
+def replaceable_ops() -> tuple[str, ...]:
+    """The names of the ops that rules can put into models."""
+    return tuple(dict.fromkeys(op for rule in rules() for op in rule.ops))
+
+
+@lru_cache(maxsize=1)
+def _rules_of(found: Registry) -> tuple[Rule, ...]:
+    own = [(OURSELVES, rule.name, rule) for rule in RULES]
+    kept: list[Rule] = []
+    for plugin, rule in one_of_each(found, "rule", [*own, *offers(found, "liger_rules", Rule)]):
+        if plugin == OURSELVES:
+            kept.append(rule)
+            continue
+        with blaming(found, [plugin], f"rule {rule.name!r}"):
+            rule.check(found.ops)
+            kept.append(replace(rule, look=_guarded(found, plugin, rule)))
+    return tuple(kept)
+
+
+def _guarded(found: Registry, plugin: Plugin, rule: Rule) -> Callable[[nn.Module], Found | None]:
+    def look(module: nn.Module) -> Found | None:
+        with blaming(found, [plugin], f"what rule {rule.name!r} makes of {type(module).__name__}"):
+            return attempt(f"rule {rule.name!r}: looking at {type(module).__name__}", lambda: rule.look(module))
+        return None
+
+    return look

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether models can be downloaded here."""
+
+from __future__ import annotations
+
+from functools import cache
+from threading import Thread
+
+# For an answer; a name server that does not answer is not waited for any longer either.
+SECONDS = 3.0
+
+
+@cache
+def hub_is_reachable() -> bool:
+    """Asked once, for seconds: the libraries retry for most of a minute."""
+    answers: list[object] = []
+    asking = Thread(target=_ask, args=(answers,), daemon=True)
+    asking.start()
+    asking.join(SECONDS)
+    return bool(answers)
+
+
+def _ask(answers: list[object]) -> None:
+    from huggingface_hub import constants, get_session
+
+    # Which HTTP library the session comes from, and so what it raises, depends on the version of huggingface_hub.
+    try:
+        answers.append(get_session().head(constants.ENDPOINT, timeout=SECONDS))
+    except Exception:
+        return

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What keeps a check apart from the process that it runs in: its own precision, random state, hooks and modes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.modules import module as global_hooks
+from torch.overrides import TorchFunctionMode
+
+
+class DoublePrecision(TorchFunctionMode):
+    """Casts to float32 that a module makes inside become casts to float64, and so do its new tensors: its float64 run is exact."""
+
+    def __enter__(self) -> DoublePrecision:
+        self.default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        torch.set_default_dtype(self.default)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Hooks on all modules of the process see nothing of a check."""
+    names = [name for name, value in vars(global_hooks).items() if name.startswith("_global_") and isinstance(value, dict)]
+    before = {name: getattr(global_hooks, name) for name in names}
+    for name in names:
+        setattr(global_hooks, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(global_hooks, name, value)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Gradients are on, autocast is off, tensors are real, nobody's hooks run, and the random state afterwards is that of before."""
+    devices = [] if device.type == "cpu" else [device]
+    with (
+        _without_global_hooks(),
+        # A model may be made of fake tensors, to plan its memory; what is checked has values.
+        unset_fake_temporarily(),
+        torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
+        torch.autocast(device.type, enabled=False),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        torch.manual_seed(0)
+        yield

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replaced forward passes over: children and functions that the module's own forward uses, and the new one does not."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as global_hooks
+
+from liger_hf.patch import slot
+
+# On a module: name → the children and functions that its own forward uses and the unit does not.
+PASSED = "liger_passed_over"
+
+
+def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
+    """All that the module has of its own besides what is called."""
+    children = {name: child for name, child in module._modules.items() if child is not None and name not in called}
+    functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value) and name not in (slot(module), "forward")}
+    return {**children, **functions}
+
+
+def may_pass(module: nn.Module) -> bool:
+    """What is passed over is what it was when `apply` checked it, and nobody watches it."""
+    for name, known in module.__dict__.get(PASSED, {}).items():
+        if isinstance(known, nn.Module):
+            if module._modules.get(name) is not known or hooked(known) or global_hooks._has_any_global_hook():
+                return False
+        elif module.__dict__.get(name) is not known:
+            return False
+    return True
+
+
+def hooked(module: nn.Module) -> bool:
+    """Calling it does more than its class says; accelerate's own hooks only move tensors, those of ZeRO-3 only gather parameters."""
+    for part in module.modules() if module._modules else (module,):
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            if hooks and not all(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks.values()):
+                return True
+        if "forward" in part.__dict__ and "_hf_hook" not in part.__dict__:
+            return True
+    return False

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule: how one kind of module becomes an op. What one finds in a module, and what might replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_core import Op
+from liger_core.errors import PluginError, nearest
+from liger_hf.patch import Patch
+from liger_hf.stand_in import Case
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a module with an op.
+
+    function  what the check compares with the original: it takes the place of that module's forward, or of a function it calls
+    install   the patches that put it into one instance; they are not yet installed
+    """
+
+    op: Op[..., Any]
+    detail: str
+    function: Callable[..., Any]
+    install: Callable[[nn.Module], Sequence[Patch]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A module that a rule knows: what might replace it and how to check that, or why it has to stay.
+
+    kind    what tells it from other modules of the rule; all of one kind share a check
+    device  where the module computes, by default where the model's first weight is
+    dtype   of its weights
+    """
+
+    op: str
+    kind: tuple[Any, ...] = ()
+    refusal: str | None = None
+    original: Callable[..., Any] | None = None
+    candidates: Callable[[], Iterable[Candidate]] = tuple
+    cases: Callable[[torch.device, Iterable[torch.dtype]], Iterator[Case]] | None = None
+    device: Callable[[], torch.device] | None = None
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What `liger_rules()` of a plugin returns.
+
+    look     returns what it makes of a module, or None if the module cannot be its own
+    ops      the names of the ops that it can put in
+    nothing  what the report says when no module was its own
+    """
+
+    name: str
+    look: Callable[[nn.Module], Found | None]
+    ops: tuple[str, ...]
+    nothing: str
+
+    def check(self, known: Iterable[str]) -> None:
+        """Raise PluginError for an op that there is not."""
+        for op in self.ops:
+            if op not in known:
+                raise PluginError(
+                    f"rule {self.name!r}: each of its ops must be a known op, got {op!r}; known: {', '.join(sorted(known))}.{nearest(op, known)}"
+                )

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in one module: Transformers runs them through its experts interface, which calls their gate between two grouped products.
+
+That gate, a method of the module, is what is replaced; the interface, its implementations and the weights stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from liger_hf.passing import PASSED, hooked, may_pass, passed_over
+from liger_hf.patch import MARK, Patch, forward_of
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.gated_unit.rule import NOTHING, Unit, units
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
+
+GATE = "_apply_gate"
+INNER = 40
+
+
+def look(module: nn.Module) -> Found | None:
+    gate = getattr(type(module), GATE, None)
+    if gate is None or getattr(module, "has_gate", None) is False:
+        return None
+    if GATE in module.__dict__:
+        marked = hasattr(getattr(module.__dict__[GATE], "__func__", None), MARK)
+        return Found(
+            "swiglu", refusal="already replaced by an earlier apply" if marked else f"its {GATE} was already replaced on this instance"
+        )
+    runs = _implementation(module)
+    if isinstance(runs, str):
+        return Found("swiglu", refusal=runs)
+    watched = next((name for name, child in module.named_children() if hooked(child)), None)
+    if watched is not None:
+        return Found("swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run")
+    parameter = next(module.parameters(), None)
+    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
+    return Found(
+        "swiglu",
+        kind=(type(module), configuration(module), runs, dtype, str(parameter.device) if parameter is not None else ""),
+        original=gate,
+        candidates=lambda: _candidates(module),
+        cases=lambda device, dtypes: _cases(module, device, dtypes),
+        device=lambda: device_of(module),
+        dtype=dtype,
+    )
+
+
+def _implementation(module: nn.Module) -> Callable[..., Any] | str:
+    """The function that runs the experts; or why it does not matter what their gate is."""
+    name = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    forward = forward_of(module)
+    if isinstance(forward, str):
+        return forward
+    runs = ALL_EXPERTS_FUNCTIONS[name] if name in ALL_EXPERTS_FUNCTIONS.valid_keys() else getattr(forward, "__wrapped__", forward)
+    if isinstance(runs, FunctionType) and GATE not in runs.__code__.co_names:
+        return f"the experts implementation {name!r} does not call their gate; model.set_experts_implementation('grouped_mm') does"
+    return runs
+
+
+def _candidates(module: nn.Module) -> Iterator[Candidate]:
+    for op, label, unit in units(module):
+        function = _gate(unit, getattr(type(module), GATE))
+        yield Candidate(op, label, function, partial(_installed, function=function))
+
+
+def _installed(module: nn.Module, function: Callable[..., Any]) -> list[Patch]:
+    return [Patch(module, PASSED, passed_over(module, ())), Patch(module, GATE, MethodType(function, module))]
+
+
+def _gate(unit: Unit, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _apply_gate(self: nn.Module, gate_up: Tensor) -> Tensor:
+        return unit(self, (gate_up,), False) if may_pass(self) else original(self, gate_up)
+
+    _apply_gate.__dict__[MARK] = True
+    return _apply_gate
+
+
+def _cases(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    draw = Draw(device)
+    x, upstream = draw.normal(11, 2 * INNER), draw.normal(11, INNER)
+    for name, dtype, scale in sized(dtypes):
+        yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream.to(dtype)))
+    for length in LENGTHS:
+        run = _run(module, draw.normal(length, 2 * INNER), draw.normal(length, INNER))
+        yield Case(f"float32, {length} tokens", torch.float32, run)
+
+
+def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Run:
+    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        return {"output": function(module, inputs["gate and up"])}
+
+    return trial(call, {"gate and up": x}, {"output": upstream})
+
+
+RULE = Rule("experts", look, ("swiglu", "geglu"), NOTHING)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated units: down(act(gate(x)) · up(x)), with gate and up as two projections or packed into one, gate first.
+
+The module's own projections are called as modules, so that adapters, hooks and quantization on them keep working; only what
+happens between them is replaced. The activation is passed over. Once something watches it or another one takes its place, the
+module runs its own forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import Op, geglu, swiglu
+from liger_hf.passing import PASSED, hooked, may_pass, passed_over
+from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.gated_unit.ownership import unshared
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
+
+NOTHING = "no module is a gated unit: none takes one tensor through two or three Linear children around an activation"
+ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
+    (swiglu, {}),
+    (geglu, {"approximate": "tanh"}),
+    (geglu, {"approximate": "none"}),
+)
+# Sizes of the stand-in; an op that works elementwise does not care.
+HIDDEN, INNER = 24, 40
+
+
+def look(module: nn.Module) -> Found | None:
+    linears = {name: child for name, child in module._modules.items() if child is not None and _is_linear(child)}
+    layout = _layout(linears)
+    if layout is None or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return None
+    original = forward_of(module)
+    if isinstance(original, str):
+        return Found("swiglu", refusal=original)
+    arguments = list(inspect.signature(original).parameters.values())[1:]
+    if len(arguments) != 1:
+        return None
+    others = {name: child for name, child in module._modules.items() if child is not None and name not in linears}
+    between = tuple(name for name, child in others.items() if isinstance(child, nn.Dropout) or next(child.parameters(), None) is not None)
+    if len(between) > 1:
+        return Found("swiglu", refusal=f"more than one module works between its projections: {', '.join(between)}")
+    passed = {name: child for name, child in others.items() if name not in between}
+    watched = next((name for name, child in passed.items() if hooked(child)), None)
+    if watched is not None:
+        return Found("swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run")
+    first = next(iter(linears.values()))
+    weight = next((p for p in first.parameters() if p.is_floating_point()), None)
+    return Found(
+        "swiglu",
+        kind=(
+            type(module),
+            layout,
+            tuple((name, type(child), configuration(child)) for name, child in others.items()),
+            configuration(module),
+            weight.dtype if weight is not None else None,
+            str(weight.device) if weight is not None else "",
+        ),
+        original=original,
+        candidates=lambda: _candidates(module, original, arguments[0].name, layout, between),
+        cases=lambda device, dtypes: _cases(module, linears, between, tuple(passed), layout, device, dtypes),
+        device=lambda: device_of(module),
+        dtype=weight.dtype if weight is not None else torch.float32,
+    )
+
+
+Layout = tuple[tuple[str, ...], str]
+
+
+def _is_linear(child: nn.Module) -> bool:
+    return isinstance(getattr(child, "in_features", None), int) and isinstance(getattr(child, "out_features", None), int)
+
+
+def _layout(linears: dict[str, nn.Module]) -> Layout | None:
+    """((gate and up, in the order of definition, or the packed one), down), by shape alone."""
+    sizes: dict[str, tuple[Any, Any]] = {name: (child.in_features, child.out_features) for name, child in linears.items()}
+    for down, (inner, hidden) in reversed(sizes.items()):
+        rest = tuple(name for name in sizes if name != down)
+        if len(rest) == 2 and all(sizes[name] == (hidden, inner) for name in rest):
+            return rest, down
+        if len(rest) == 1 and sizes[rest[0]] == (hidden, 2 * inner):
+            return rest, down
+    return None
+
+
+# What a module makes of (gate, up), or of both packed in one, and whether it may write over them.
+Unit = Callable[[nn.Module, tuple[Tensor, ...], bool], Tensor]
+
+
+def units(module: nn.Module) -> Iterator[tuple[Op[..., Any], str, Unit]]:
+    """The ways in which a module may join gate and up, each with its op and its words."""
+    for op, options in ACTIVATIONS:
+        yield op, ", ".join(f"{name}={value!r}" for name, value in options.items()), partial(_joined, partial(op, **options))
+    # A limit with α and up + 1 (gpt-oss) is no swiglu of scaled inputs: in bfloat16 the scaling costs too much accuracy.
+    for name, value in vars(module).items():
+        if name.endswith("limit") and isinstance(value, (int, float)) and value > 0:
+            yield swiglu, f"limited by {name}", partial(_limited, name)
+
+
+def _joined(op: Callable[..., Tensor], module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
+    return op(*parts, overwrite=overwrite)
+
+
+def _limited(name: str, module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
+    """The gate is cut from above, up on both sides."""
+    limit = getattr(module, name)
+    gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+    # Nobody else sees what was cut.
+    return swiglu(gate.clamp(max=limit), up.clamp(min=-limit, max=limit), overwrite=True)
+
+
+def _candidates(
+    module: nn.Module, original: Callable[..., Any], argument: str, layout: Layout, between: tuple[str, ...]
+) -> Iterator[Candidate]:
+    inputs, down = layout
+    for op, label, unit in units(module):
+        for order, place in product((inputs, inputs[::-1])[: len(inputs)], ("before", "after") if between else ("",)):
+            names = (*between, down) if place == "before" else (down, *between)
+            function = _forward(unit, original, argument, order, names)
+            called = (*inputs, down, *between)
+            yield Candidate(op, label, function, partial(_installed, function=function, original=original, called=called))
+
+
+def _installed(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], called: tuple[str, ...]) -> list[Patch]:
+    return [Patch(module, PASSED, passed_over(module, called)), replacement(module, function, original)]
+
+
+def _forward(unit: Unit, original: Callable[..., Any], argument: str, inputs: tuple[str, ...], rest: tuple[str, ...]) -> Callable[..., Any]:
+    if len(inputs) == 1:
+        (packed,) = inputs
+
+        def forward_packed(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
+            if not may_pass(self):
+                return original(self, *args, **named)
+            (x,) = args or (named.pop(argument),)
+            parts = (getattr(self, packed)(x),)
+            y = unit(self, parts, unshared(parts))
+            del parts
+            for name in rest:
+                y = getattr(self, name)(y)
+            return y
+
+        return forward_packed
+    gate, up = inputs
+
+    def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
+        if not may_pass(self):
+            return original(self, *args, **named)
+        (x,) = args or (named.pop(argument),)
+        parts = (getattr(self, gate)(x), getattr(self, up)(x))
+        y = unit(self, parts, unshared(parts))
+        # Not held while the rest runs.
+        del parts
+        for name in rest:
+            y = getattr(self, name)(y)
+        return y
+
+    return forward
+
+
+class _Marker(nn.Module):
+    """In the place of a dropout or a norm: whoever calls it elsewhere, or not at all, gets another result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.25 + 0.1 * x.abs()
+
+
+def _cases(
+    module: nn.Module,
+    linears: dict[str, nn.Module],
+    between: tuple[str, ...],
+    passed: tuple[str, ...],
+    layout: Layout,
+    device: torch.device,
+    dtypes: Iterable[torch.dtype],
+) -> Iterator[Case]:
+    draw = Draw(device)
+    inputs, down = layout
+    sizes = {name: (HIDDEN, INNER * (3 - len(inputs))) for name in inputs} | {down: (INNER, HIDDEN)}
+    layers = {name: draw.linear(*sizes[name], bias=getattr(child, "bias", None) is not None) for name, child in linears.items()}
+    # Without hooks: what they see must not be what a check draws.
+    others: dict[str, nn.Module] = {name: _Marker() for name in between} | {name: replica(module.get_submodule(name)) for name in passed}
+    x, upstream = draw.normal(2, 9, HIDDEN), draw.normal(2, 9, HIDDEN)
+    for name, dtype, scale in sized(dtypes):
+        yield Case(name, dtype, run_unit(module, layers, others, (x * scale).to(dtype), upstream.to(dtype)))
+    for length in LENGTHS:
+        x, upstream = draw.normal(1, length, HIDDEN), draw.normal(1, length, HIDDEN)
+        yield of_length(length, torch.float32, run_unit(module, layers, others, x, upstream))
+
+
+def run_unit(module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, nn.Module], x: Tensor, upstream: Tensor) -> Run:
+    """A pass through a twin of the module with these projections, in the dtype of x, and these modules between them."""
+
+    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        own = {name: {n: weights[f"{name}.{n}"] for n, _ in layer.named_parameters()} for name, layer in layers.items()}
+        children = {name: replica(layer, parameters=own[name]) for name, layer in layers.items()}
+        return {"output": function(replica(module, children={**children, **others}), inputs["x"])}
+
+    weights = {f"{name}.{n}": p.detach().to(x.dtype) for name, layer in layers.items() for n, p in layer.named_parameters()}
+    return trial(call, {"x": x}, {"output": upstream}, weights)
+
+
+RULE = Rule("gated_unit", look, ("swiglu", "geglu"), NOTHING)

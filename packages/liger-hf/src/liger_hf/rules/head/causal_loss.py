@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The causal language-model loss of a patched model: what `transformers` computes, from logits that need not exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+from liger_core import cross_entropy, linear_cross_entropy
+from liger_hf.errors import LogitsError
+from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits, still_valid
+from liger_hf.rules.head.projection import compute, eager_logits, replay, scale_and_cap
+from liger_hf.rules.head.weights import gathered
+
+# Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
+CHUNK_ELEMENTS = {"cpu": 1 << 22}
+CHUNK_ELEMENTS_DEVICE = 1 << 28
+# What a weight is whose memory is all there is to it.
+PLAIN_WEIGHTS: tuple[type, ...] = (nn.Parameter, Tensor)
+
+
+def causal_lm_loss(
+    logits: Any,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Cross entropy of each token's logits with the next label: the mean of the counted labels, or the sum over num_items_in_batch.
+
+    Differs from the loss it replaces in one value: without num_items_in_batch and with no counted label it is 0, not NaN.
+    """
+    target = _target(logits, labels, shift_labels, ignore_index)
+    real = _real(logits)
+    if real is not None:
+        if torch.is_grad_enabled() or not _fits(real, target, vocab_size):
+            return ForCausalLMLoss(real, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
+        # Nobody will differentiate: no float32 copy of the logits is needed.
+        return _mean(cross_entropy, real.reshape(-1, vocab_size), target.reshape(-1), num_items_in_batch, ignore_index).float()
+    if not _fits(logits, target, vocab_size):
+        return ForCausalLMLoss(logits.materialize(), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
+    # The loss of transformers is float32 for every model.
+    return _fused(logits, target, num_items_in_batch, ignore_index).float()
+
+
+def masked_lm_loss(
+    logits: Any, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, ignore_index: int = -100, **options: Any
+) -> Tensor:
+    """Cross entropy of each token's logits with its own label: the causal loss of labels that need no shift."""
+    return causal_lm_loss(logits, None, vocab_size, num_items_in_batch, ignore_index, labels, **options)
+
+
+# Loss functions of Transformers → what takes their place.
+MODEL_LOSSES: dict[Any, Any] = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
+
+
+def plain_cross_entropy(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy`, which some models and trainers call themselves."""
+    old = size_average is not None or reduce is not None
+    plain = weight is None and label_smoothing == 0.0 and reduction == "mean" and not old
+    real = _real(input)
+    if real is not None or not plain or not _fits(input, target, input.shape[-1]) or input.ndim != 2:
+        options: dict[str, Any] = {"weight": weight, "size_average": size_average, "ignore_index": ignore_index, "reduce": reduce}
+        real = input.materialize() if real is None else real
+        return F.cross_entropy(real, target, **options, reduction=reduction, label_smoothing=label_smoothing)
+    loss = _fused(input, target, None, ignore_index)
+    return loss if torch.is_autocast_enabled(input.hidden.device.type) else loss.to(input.dtype)
+
+
+LOSSES[F.cross_entropy] = plain_cross_entropy
+
+
+def _real(logits: Any) -> Tensor | None:
+    """The logits where there is nothing to save: they exist, or the head no longer has the weights that they are of."""
+    if not isinstance(logits, LazyLogits):
+        return logits
+    weights = logits.cell.weights
+    if torch.compiler.is_compiling() or logits.cell.open or weights is None or weights.are_in(logits.head):
+        return logits.at_hand()
+    return logits.materialize()
+
+
+def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) -> Tensor:
+    still_valid(logits)
+    if logits.constant and torch.is_grad_enabled():
+        with torch.no_grad():
+            return _fused(logits, target, items, ignore_index)
+    logits.cell.used = True
+    device = logits.device
+    if device != logits.hidden.device:
+        # The loss is computed where the head is, and only then moved.
+        return _fused(_unmoved(logits), target, items, ignore_index).to(device)
+    target = target.to(device).reshape(logits.hidden.shape[:-1])
+    form = scale_and_cap(logits.steps)
+    if form is None or not _plain_linear(logits.head):
+        return _in_chunks(logits, target, items, ignore_index)
+    head: Any = logits.head
+    scale, cap, bias = form
+    if bias is not None:
+        # What the model adds to its logits, in the dtype of a bias of the head.
+        bias = bias.to(head.weight.dtype) if head.bias is None else head.bias + bias.to(head.weight.dtype)
+    options = {"bias": head.bias if bias is None else bias, "logit_scale": scale, "softcap": cap}
+    return _mean(linear_cross_entropy, logits.hidden, target, items, ignore_index, head.weight, **options)
+
+
+def _unmoved(logits: LazyLogits) -> LazyLogits:
+    device = logits.hidden.device
+    steps = [step for step in logits.steps if not (step[0] == "to" and isinstance(step[1], torch.device))]
+    steps = [(kind, value[0].to(device)) if kind == "add" else (kind, *value) for kind, *value in steps]
+    return LazyLogits(logits.hidden, logits.head, logits.classes, logits.dtype, logits.cell, tuple(steps), True, logits.constant)
+
+
+def _target(logits: Any, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    if shift_labels is None:
+        if labels is None:
+            raise LogitsError("loss: labels or shift_labels must be given, got neither; call the model with labels=input_ids")
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.to(logits.device)
+
+
+def _fits(logits: Any, target: Tensor, vocab_size: int) -> bool:
+    """Anything odd is left to the original loss, and so are its errors."""
+    return logits.shape[-1] == vocab_size and target.numel() * vocab_size == logits.numel() and target.dtype == torch.int64
+
+
+def _plain_linear(head: nn.Module) -> bool:
+    """Its weight can be read as it is: a Linear (FSDP renames the class) with a whole, local, unquantised weight."""
+    if (
+        not isinstance(head, nn.Linear)
+        or type(head).__name__.removeprefix("FSDP") not in ("Linear", "ParametrizedLinear")
+        or gathered(head)
+    ):
+        return False
+    return type(head).forward is nn.Linear.forward and type(head.weight) in PLAIN_WEIGHTS
+
+
+def _mean(
+    op: Any, values: Tensor, target: Tensor, items: Tensor | int | None, ignore_index: int, *weight: Tensor, **options: Any
+) -> Tensor:
+    if isinstance(items, Tensor):
+        items = items.to(values.device).reshape(())
+    elif items is not None and not items > 0:
+        items = torch.full((), items, device=values.device)
+    return op(values, *weight, target, ignore_index=ignore_index, normalizer=items, **options)
+
+
+def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, ignore_index: int) -> Tensor:
+    """For any head: call it as the module that it is on some rows at a time, and again in the backward pass."""
+    hidden, labels = logits.hidden.reshape(-1, logits.hidden.shape[-1]), target.reshape(-1)
+    rows = max(1, CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS_DEVICE) // logits.classes)
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+
+    def part(x: Tensor, y: Tensor) -> Tensor:
+        real = replay(compute(logits.head, x, logits.cell.weights, logits.cell.autocast), logits.steps)
+        return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum")
+
+    with eager_logits():
+        for start in range(0, hidden.shape[0], rows):
+            x, y = hidden[start : start + rows], labels[start : start + rows]
+            total = total + checkpoint(part, x, y, use_reentrant=False)
+    if items is None:
+        return total / (labels != ignore_index).sum().clamp(min=1)
+    return total / (items.to(total.device) if isinstance(items, Tensor) else items)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a model's own forward around random hidden states and a small head, to compare its loss with and without lazy logits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from liger_hf.errors import LogitsError
+from liger_hf.patch import Patch, own_forward
+from liger_hf.rules.head.lazy_logits import LazyLogits
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, of_length, replica, trial
+
+CLASSES = 97
+# Between the base model and the head only small modules are expected; larger ones are not copied to be run in another dtype.
+SMALL = 1 << 24
+
+
+def cases(model: PreTrainedModel, path: str, sizes: tuple[int, int], device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    """path is the name of the head in the model, sizes its inputs and outputs."""
+    draw = Draw(device)
+    head = model.get_submodule(path)
+    layer = draw.linear(sizes[0], CLASSES, bias=getattr(head, "bias", None) is not None)
+    labels = draw.integers(CLASSES, 2, 9)
+    labels[1, 3:5] = -100
+    width = _width(model, path, sizes, layer, labels)
+    hidden = draw.normal(2, 9, width)
+    for dtype in dtypes:
+        yield Case(str(dtype).removeprefix("torch."), dtype, _run(model, path, sizes[1], layer, hidden.to(dtype), labels))
+    length = max(LENGTHS)
+    run = _run(model, path, sizes[1], layer, draw.normal(1, length, width), draw.integers(CLASSES, 1, length))
+    yield of_length(length, torch.float32, run)
+
+
+def _width(model: PreTrainedModel, path: str, sizes: tuple[int, int], layer: nn.Linear, labels: Tensor) -> int:
+    """Of the hidden states: that of the head, unless there is a projection between them."""
+    stated = getattr(model.config.get_text_config(), "hidden_size", sizes[0])
+    if stated == sizes[0]:
+        return sizes[0]
+    try:
+        hidden = torch.zeros(2, 9, sizes[0], device=labels.device)
+        with torch.no_grad():
+            own_forward(model)(_stand_in(model, path, sizes[1], hidden, layer), input_ids=labels.clamp(min=0))  # type: ignore[operator]
+    except RuntimeError:
+        return int(stated)
+    return sizes[0]
+
+
+def _run(model: PreTrainedModel, path: str, classes: int, layer: nn.Linear, hidden: Tensor, labels: Tensor) -> Run:
+    original: Any = own_forward(model)
+    given = {"input_ids": labels.clamp(min=0), "labels": labels}
+
+    def call(function: Callable[..., Sequence[Patch]], inputs: Any, weights: Any, cast: Any) -> dict[str, Any]:
+        patched, small = function is not original, replica(layer, parameters=weights)
+        twin = _stand_in(model, path, classes, inputs["hidden"], small)
+        if patched:
+            for patch in function(twin, small):
+                patch.install()
+        forward = twin.forward if patched else lambda **named: original(twin, **named)
+        outputs = forward(**given)
+        if patched and not isinstance(outputs["logits"], LazyLogits):
+            raise LogitsError("its forward must hand the logits to its loss function, it reads them itself")
+        scored: dict[str, Tensor] = {}
+
+        def evaluated(name: str) -> Tensor:
+            with torch.no_grad():
+                scored.update({} if scored else forward(**given))
+            return scored[name]
+
+        results = {"loss": outputs["loss"], "logits": lambda: outputs["logits"]}
+        return {**results, "evaluated loss": lambda: evaluated("loss"), "evaluated logits": lambda: evaluated("logits")}
+
+    return trial(call, {"hidden": hidden}, {"loss": None}, {name: p.detach().to(hidden.dtype) for name, p in layer.named_parameters()})
+
+
+def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, layer: nn.Module) -> Any:
+    """The model with its own forward, but random hidden states and a small head; the vocabulary is as small."""
+    head, top = model.get_submodule(path), path.split(".")[0]
+    children: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        if child is head:
+            children[name] = layer
+        elif name == top or not isinstance(child, PreTrainedModel):
+            # The memo stands for the head, which is not copied.
+            if sum(p.numel() for p in child.parameters()) - sum(p.numel() for p in head.parameters() if name == top) <= SMALL:
+                children[name] = _brought(copy.deepcopy(child, {id(head): layer}), hidden.device).to(hidden.dtype)
+        else:
+            children[name] = _BaseModel(child, hidden)
+    twin = replica(model, children=children)
+    twin.config = copy.deepcopy(model.config)
+    for config in (twin.config, twin.config.get_text_config()):
+        for name, value in list(vars(config).items()):
+            if name.endswith("vocab_size") and value == classes:
+                setattr(config, name, CLASSES)
+    for part in (twin, *(m for child in children.values() if not isinstance(child, _BaseModel) for m in child.modules())):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.shape[-1:] == (classes,):
+                part._buffers[name] = (
+                    torch.linspace(-1, 1, CLASSES, device=hidden.device).to(hidden.dtype).expand(*buffer.shape[:-1], CLASSES)
+                )
+        for name, value in list(vars(part).items()):
+            if isinstance(value, int) and not isinstance(value, bool) and value == classes:
+                part.__dict__[name] = CLASSES
+            elif isinstance(value, PretrainedConfig) and value is model.config:
+                part.__dict__[name] = twin.config
+    twin.training = True
+    return twin
+
+
+def _brought(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module on the device where it is checked; weights that are nowhere become small numbers."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                part._parameters[name] = nn.Parameter(_numbers(parameter, device))
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[name] = _numbers(buffer, device)
+    return module.to(device)
+
+
+def _numbers(like: Tensor, device: torch.device) -> Tensor:
+    """The same in every run of a check, whatever its dtype; rows of matrices have about unit length."""
+    values = torch.arange(like.numel(), device=device).remainder(8191).mul(0.7).sin().bfloat16().reshape(like.shape)
+    return (values / 2 + 1 if like.dim() < 2 else values / like.shape[-1] ** 0.5).bfloat16().to(like.dtype)
+
+
+class _BaseOutput:
+    """The output of a base model of which only the hidden states are of interest."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class _BaseModel(nn.Module):
+    """Gives the hidden states whatever it is asked, and so do its parts; all else is that of the real one."""
+
+    def __init__(self, real: nn.Module, hidden: Tensor) -> None:
+        super().__init__()
+        # In the dictionary: as a submodule the real one would be found, moved and cast.
+        self.__dict__["real"] = real
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **options: Any) -> _BaseOutput:
+        return _BaseOutput(self.hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["real"], name)
+        return _BaseModel(value, self.hidden) if isinstance(value, nn.Module) else value

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output head and loss: lazy logits between the two, so that all the logits of a batch never exist while training.
+
+Three attributes of instances change: the head's forward (returns lazy logits while its model runs), the model's loss function
+(takes them), and the model's forward (settles at its exit what nobody used).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+from transformers import PreTrainedModel
+
+from liger_core import linear_cross_entropy
+from liger_hf.patch import Patch, forward_of, own_forward, replacement, under_autocast
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.head.causal_loss import MODEL_LOSSES
+from liger_hf.rules.head.check import cases
+from liger_hf.rules.head.deferred_logits import DeferredLogits
+from liger_hf.rules.head.lazy_logits import Cell, LazyLogits
+from liger_hf.rules.head.projection import LAZY
+from liger_hf.rules.head.weights import brought, gathered, weights_of
+from liger_hf.stand_in import device_of
+
+NOTHING = "no module is a model with an output head"
+OP = "linear_cross_entropy"
+
+
+def look(module: nn.Module) -> Found | None:
+    if not isinstance(module, PreTrainedModel):
+        return None
+    head, path = _head_of(module)
+    if head is None:
+        return None
+    inner = next((name for name, part in module.named_modules() if part is not module and _owns(part, head)), None)
+    if inner is not None:
+        return Found(OP, refusal=f"its head belongs to {inner}, which is a model by itself")
+    original, projection = own_forward(module), forward_of(head)
+    if isinstance(original, str) or isinstance(projection, str):
+        return Found(OP, refusal=original if isinstance(original, str) else f"the head: {projection}")
+    # Some forwards compute their loss themselves; for those the check finds whether the logits were read.
+    if _loss_of(module) not in MODEL_LOSSES:
+        name = getattr(module.loss_function, "__name__", type(module.loss_function).__name__)
+        return Found(OP, refusal=f"its loss function must be {' or '.join(f.__name__ for f in MODEL_LOSSES)}, it is {name}")
+    sizes = _sizes(head)
+    if sizes is None:
+        return Found(OP, refusal=f"its head ({type(head).__name__}) has no in_features and out_features")
+    dtype = next((p.dtype for p in head.parameters() if p.is_floating_point()), torch.float32)
+    return Found(
+        OP,
+        kind=(id(module),),
+        original=original,
+        candidates=lambda: (Candidate(linear_cross_entropy, "", patches, lambda model: patches(model, head)),),
+        cases=lambda device, dtypes: cases(module, path, sizes, device, dtypes),
+        device=lambda: device_of(head),
+        dtype=dtype,
+    )
+
+
+def _head_of(model: Any) -> tuple[nn.Module | None, str]:
+    """The output head, and its name in the model."""
+    try:
+        head = model.get_output_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None, ""
+    return next(((module, name) for name, module in model.named_modules() if module is head and name), (None, ""))
+
+
+def _owns(module: nn.Module, head: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel) and _head_of(module)[0] is head
+
+
+def _loss_of(model: Any) -> Any:
+    """The loss function of a model; a pickled model comes back with ours."""
+    loss = model.loss_function
+    return next((original for original, ours in MODEL_LOSSES.items() if loss is ours), loss)
+
+
+def _sizes(head: nn.Module) -> tuple[int, int] | None:
+    if isinstance(getattr(head, "in_features", None), int) and isinstance(getattr(head, "out_features", None), int):
+        return head.in_features, head.out_features  # type: ignore[return-value]
+    weight = getattr(head, "weight", None)
+    return (weight.shape[1], weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
+    """What makes the logits of one model lazy."""
+    sizes, inner, original = _sizes(head), forward_of(head), under_autocast(model) or forward_of(model)
+    assert sizes is not None
+    assert not isinstance(inner, str)
+    assert not isinstance(original, str)
+    return [
+        # In a list: as an attribute the head would become a second submodule.
+        Patch(model, "liger_head", [head]),
+        replacement(head, _head_forward(inner, sizes[1]), inner),
+        Patch(model, "_loss_function", MODEL_LOSSES[_loss_of(model)]),
+        replacement(model, _model_forward(original), original),
+    ]
+
+
+def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., Any]:
+    def forward(self: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
+        if LAZY.head is not self or args or options or _needs_logits(self):
+            return original(self, x, *args, **options)
+        autocast = (x.device.type, torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else None
+        dtype = x.dtype if autocast is None else autocast[1]
+        return LazyLogits(x, self, classes, dtype, Cell(x, weights_of(self), autocast), constant=not torch.is_grad_enabled())
+
+    return forward
+
+
+def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, keep_logits: bool | None = None, skip_logits: bool | None = None, **options: Any) -> Any:
+        holder = self.__dict__.get("liger_head")
+        if holder is None:
+            # Undone, but still called by something that has wrapped this function since.
+            return original(self, *args, **options)
+        if skip_logits and keep_logits is None:
+            # What a Trainer with use_liger_kernel=True says when it evaluates the loss alone.
+            keep_logits = False
+        head = holder[0]
+        # A Trainer evaluates: it may want the loss alone, which it does not say, and reads the logits at once or never.
+        defer = (
+            keep_logits is None
+            and not torch.is_grad_enabled()
+            and "num_items_in_batch" in options
+            and not (torch.compiler.is_compiling() or _sharded(head))
+        )
+        lazy = torch.is_grad_enabled() or defer or keep_logits is not None
+        before, LAZY.head = LAZY.head, head if lazy else None
+        try:
+            outputs = original(self, *args, **options)
+        finally:
+            LAZY.head = before
+        keep = not (self.training and torch.is_grad_enabled()) if keep_logits is None else keep_logits
+        return _settled(outputs, keep, defer)
+
+    return forward
+
+
+def _needs_logits(head: nn.Module) -> bool:
+    """Something sees the head's real output, or would see parts of it more than once, were it computed later."""
+    if head._backward_hooks or head._backward_pre_hooks or global_hooks._global_backward_hooks or global_hooks._global_backward_pre_hooks:
+        return True
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    # Called again to compute logits: a module in the head always, the head itself if only its hooks have its weights.
+    again = [part for part in head.modules() if part is not head] if head._modules else []
+    return any(map(_hooked, [head, *again] if gathered(head) or brought(head) else again))
+
+
+# Whose hooks bring weights, and do nothing else to what goes through a module.
+INFRASTRUCTURE = ("accelerate", "deepspeed", "torch")
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    functions = (getattr(hook, "func", hook) for some in hooks for hook in some.values())
+    return any((getattr(f, "__module__", None) or "").partition(".")[0] not in INFRASTRUCTURE for f in functions)
+
+
+def _sharded(head: nn.Module) -> bool:
+    """By FSDP or ZeRO-3, or offloaded: the weights may be gone before the logits are read."""
+    return gathered(head) or getattr(head, "_is_fsdp_managed_module", False)
+
+
+def _settled(outputs: Any, keep: bool, defer: bool) -> Any:
+    """Real logits where they are wanted or where no loss used them, made while the weights are still there."""
+    if isinstance(outputs, tuple):
+        return tuple(_real(value, keep, defer) if isinstance(value, LazyLogits) else value for value in outputs)
+    if isinstance(outputs, LazyLogits):
+        return _real(outputs, keep, defer)
+    logits = outputs.get("logits") if hasattr(outputs, "get") else None
+    if isinstance(logits, LazyLogits):
+        # By item: an attribute of a ModelOutput that is set alone leaves the old value under its key.
+        outputs["logits"] = _real(logits, keep, defer)
+    return outputs
+
+
+def _real(logits: LazyLogits, keep: bool, defer: bool) -> Any:
+    if defer and logits.cell.used and logits.real is None:
+        logits.cell.open = False
+        return DeferredLogits(logits)
+    if keep or not logits.cell.used:
+        return logits.materialize()
+    logits.cell.open = False
+    return logits
+
+
+RULE = Rule("head", look, ("linear_cross_entropy",), NOTHING)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights that an output head was called with, and whether logits can still be computed from them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from liger_hf.errors import LogitsError
+
+
+def gathered(head: nn.Module) -> bool:
+    """The head's weights are whole only while its hooks have gathered them (ZeRO-3, a head sharded or offloaded by itself)."""
+    return any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") or p.is_meta for p in head.parameters())
+
+
+def brought(head: nn.Module) -> bool:
+    """Hooks on the head itself bring its weights for each call: it is offloaded by accelerate, or sharded by itself."""
+    return _brought_again(head) or hasattr(head, "_get_fsdp_state")
+
+
+def weights_of(head: nn.Module) -> Weights | None:
+    """Those of a call of the head; None where its hooks bring them again for logits that are computed later."""
+    return None if _brought_again(head) else Weights(head)
+
+
+def _brought_again(head: nn.Module) -> bool:
+    hook = head.__dict__.get("_hf_hook")
+    offloaded = any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,)))
+    return offloaded or any(hasattr(p, "ds_id") for p in head.parameters())
+
+
+class Weights:
+    """The parameters and buffers in a head during one call: its adapters' too, and those that functional_call puts there.
+
+    versions  their version counters; compiled code has none
+    stepped   an optimizer has updated one of them since; a fused one does not move the version counter
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        self.tensors = _tensors(head)
+        self.versions: list[int] | None = None
+        self.stepped = False
+        if not torch.compiler.is_compiling():
+            self.versions = self._versions()
+            OPTIMIZERS.watch(self)
+
+    def _versions(self) -> list[int]:
+        return [0 if p.is_inference() else p._version for p in self.tensors.values()]
+
+    def are_in(self, head: nn.Module) -> bool:
+        """The head still has these very tensors."""
+        now = _tensors(head)
+        return now.keys() == self.tensors.keys() and all(now[name] is tensor for name, tensor in self.tensors.items())
+
+    def check(self, head: nn.Module) -> None:
+        """Raise LogitsError if these weights are no longer what they were in the call."""
+        if any(map(_freed, self.tensors.values())) or (gathered(head) and not self.are_in(head)):
+            state = "has been sharded"
+        elif self.stepped or (self.versions is not None and self.versions != self._versions()):
+            state = "has been updated"
+        else:
+            return
+        raise LogitsError(
+            f"logits: they must be read before the weight of the output head changes, it {state} since the forward pass; "
+            "read outputs.logits before optimizer.step(), or call the model with keep_logits=True"
+        )
+
+
+def _tensors(head: nn.Module) -> dict[str, Tensor]:
+    return {**dict(head.named_parameters()), **dict(head.named_buffers())}
+
+
+def _freed(tensor: Tensor) -> bool:
+    """As FSDP leaves a whole weight."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.numel() > 0 and not tensor.is_meta and not tensor.untyped_storage().size()
+
+
+class Optimizers:
+    """Marks the weights of calls whose logits somebody still holds when an optimizer of torch updates them."""
+
+    def __init__(self) -> None:
+        self.calls: WeakSet[Weights] = WeakSet()
+        self.lock = threading.Lock()
+        self.hook: RemovableHandle | None = None
+
+    def watch(self, weights: Weights) -> None:
+        with self.lock:
+            self.calls.add(weights)
+            if self.hook is None:
+                self.hook = register_optimizer_step_post_hook(self._stepped)
+
+    def release(self) -> None:
+        """Take the hook out of torch, unless there is something to watch; the next call puts it back."""
+        with self.lock:
+            if self.hook is not None and not self.calls:
+                self.hook.remove()
+                self.hook = None
+
+    def _stepped(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        # A compiled step writes to the parameters in a way that moves their version counters.
+        if torch.compiler.is_compiling() or not self.calls:
+            return
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        with self.lock:
+            for call in self.calls:
+                call.stepped = call.stepped or any(id(p) in updated for p in call.tensors.values())
+
+
+OPTIMIZERS = Optimizers()

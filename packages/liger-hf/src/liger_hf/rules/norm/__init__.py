@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms become rms_norm or layer_norm."""

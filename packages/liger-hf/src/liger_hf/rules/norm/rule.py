@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms: a module without children, with an eps, at most one weight and one bias as wide as its rows; perhaps gated or in groups."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import Op, layer_norm, rms_norm
+from liger_hf.patch import forward_of, replacement
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.norm.gated import Form, fits, forms
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, trial
+
+Cast = Literal["input", "float32"]
+NOTHING = "no module is a norm: none without children has an eps"
+EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+# What is rounded before the weight, and what is added to the weight.
+CONVENTIONS: tuple[tuple[Cast, float], ...] = (("input", 0.0), ("float32", 1.0), ("float32", 0.0), ("input", 1.0))
+# A weightless norm does not tell how wide its rows are.
+WIDTH = 64
+
+
+def look(module: nn.Module) -> Found | None:
+    eps = eps_of(module)
+    if eps is None:
+        return None
+    weights = _weights(module)
+    op = "layer_norm" if len(weights) == 2 or isinstance(module, nn.LayerNorm) else "rms_norm"
+    if not weights.keys() <= {"weight", "bias"} or any(p.dim() != 1 for p in weights.values()):
+        shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in weights.items())
+        return Found(op, refusal=f"a norm must have at most a weight and a bias of one dimension, it has {shapes}")
+    original = forward_of(module)
+    if isinstance(original, str):
+        return Found(op, refusal=original)
+    arguments = tuple(inspect.signature(original).parameters)[1:]
+    if not (len(arguments) == 1 or (len(arguments) == 2 and weights.keys() == {"weight"})):
+        return Found(op, refusal=f"a norm must take one tensor, and besides at most a gate, its forward takes ({', '.join(arguments)})")
+    special = len(arguments) == 2 or _grouped(module, weights)
+    dtype = next((p.dtype for p in weights.values()), torch.float32)
+    shape = tuple((name, tuple(p.shape), p.dtype, p.device.type) for name, p in weights.items())
+    return Found(
+        op,
+        kind=(type(module), configuration(module), shape),
+        original=original,
+        candidates=lambda: (
+            _special(original, arguments, eps, _grouped(module, weights))
+            if special
+            else _candidates(original, arguments[0], eps, tuple(weights))
+        ),
+        cases=lambda device, dtypes: (drawn.case(_run(module, drawn)) for drawn in inputs(module, device, dtypes, len(arguments) == 2)),
+        device=lambda: device_of(module),
+        dtype=dtype,
+    )
+
+
+def eps_of(module: nn.Module) -> str | None:
+    """The attribute that holds the eps of a norm; None if the module is not one."""
+    if module._modules or any(b is not None for b in module._buffers.values()):
+        return None
+    return next((name for name in EPS if isinstance(getattr(module, name, None), float)), None)
+
+
+def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module._parameters.items() if p is not None}
+
+
+def _grouped(module: nn.Module, weights: dict[str, Any]) -> bool:
+    return isinstance(getattr(module, "group_size", None), int) and weights.keys() == {"weight"}
+
+
+def _special(original: Callable[..., Any], arguments: tuple[str, ...], eps: str, grouped: bool) -> Iterator[Candidate]:
+    gated = len(arguments) == 2
+    for detail, form in forms(eps, gated, grouped):
+        yield _special_candidate(detail, form, original, arguments)
+
+
+def _special_candidate(detail: str, form: Form, original: Callable[..., Any], arguments: tuple[str, ...]) -> Candidate:
+    def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
+        given = dict(zip(arguments, inputs, strict=False)) | named
+        x, gate = given[arguments[0]], given.get(arguments[-1])
+        if not fits(self.weight, x, gate, len(arguments) == 2):  # type: ignore[arg-type]
+            return original(self, *inputs, **named)
+        return form(self, x, gate)
+
+    return Candidate(rms_norm, detail, forward, lambda module: [replacement(module, forward, original)])
+
+
+def _candidates(original: Callable[..., Any], argument: str, eps: str, weights: tuple[str, ...]) -> Iterator[Candidate]:
+    if "bias" not in weights:
+        for cast, offset in CONVENTIONS:
+            if offset == 0.0 or weights:
+                detail = f"weight_offset={offset:g}, cast={cast!r}" if weights else "no weight"
+                yield _candidate(rms_norm, detail, original, argument, eps, {"weight_offset": offset, "cast": cast}, False)
+    yield _candidate(layer_norm, "", original, argument, eps, {}, True)
+    if weights:
+        yield _candidate(layer_norm, "weight + 1", original, argument, eps, {}, True)
+
+
+def _candidate(
+    op: Op[..., Any], detail: str, original: Callable[..., Any], argument: str, eps: str, options: dict[str, Any], biased: bool
+) -> Candidate:
+    def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
+        (x,) = inputs or (named.pop(argument),)
+        weight = getattr(self, "weight", None)
+        # What a module makes of mixed dtypes differs from class to class, and autocast promotes a plain layer norm.
+        if (weight is not None and x.dtype != weight.dtype) or (biased and torch.is_autocast_enabled(x.device.type)):
+            return original(self, x)
+        if biased:
+            weight = weight + 1 if detail and weight is not None else weight
+            return op(x, weight, self.bias if hasattr(self, "bias") else None, getattr(self, eps))
+        return op(x, weight, getattr(self, eps), **options)
+
+    def forward_without_weight(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
+        (x,) = inputs or (named.pop(argument),)
+        return op(x, eps=getattr(self, eps))
+
+    function = forward_without_weight if detail == "no weight" else forward
+    return Candidate(op, detail, function, lambda module: [replacement(module, function, original)])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Random rows, perhaps with a gate, their upstream gradient and weights for a norm, by name."""
+
+    name: str
+    dtype: torch.dtype
+    x: Tensor
+    upstream: Tensor
+    values: dict[str, Tensor]
+    gates: tuple[Tensor, ...]
+
+    def case(self, run: Run) -> Case:
+        length = self.x.shape[1]
+        return of_length(length, self.dtype, run) if length in LENGTHS else Case(self.name, self.dtype, run)
+
+
+def inputs(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype], gated: bool = False) -> Iterator[Drawn]:
+    """Draws for each dtype of the weights, and of other lengths; rows of a gated norm also in float32, as state-space scans make them."""
+    weights = _weights(module)
+    stated = getattr(module, "normalized_shape", (WIDTH,))
+    width = max((p.shape[0] for p in weights.values()), default=stated[-1]) or WIDTH
+    draw = Draw(device)
+    # Small rows show where eps is added, large ones whether anything is limited.
+    x = draw.normal(3, 7, width) * torch.tensor([0.01, 1.0, 100.0], device=device)[:, None, None]
+    upstream = draw.normal(3, 7, width)
+    values = {name: draw.positive(width) for name in weights}
+    gates = (draw.normal(3, 7, width),) if gated else ()
+    for dtype in dtypes:
+        own = {name: v.to(dtype) for name, v in values.items()}
+        for wide in dict.fromkeys((dtype, torch.float32)) if gated else (dtype,):
+            name = f"{str(dtype).removeprefix('torch.')}{', float32 rows' if wide != dtype else ''}"
+            yield Drawn(name, dtype, x.to(wide), upstream.to(wide), own, tuple(gate.to(dtype) for gate in gates))
+    for length in LENGTHS:
+        x, upstream, *gate = (draw.normal(1, length, width) for _ in range(3 if gated else 2))
+        yield Drawn("", torch.float32, x, upstream, values, tuple(gate))
+
+
+def _run(module: nn.Module, drawn: Drawn) -> Run:
+    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        return {"output": function(replica(module, parameters=weights), *inputs.values())}
+
+    return trial(call, dict(zip(("x", "gate"), (drawn.x, *drawn.gates), strict=False)), {"output": drawn.upstream}, drawn.values)
+
+
+RULE = Rule("norm", look, ("rms_norm", "layer_norm"), NOTHING)

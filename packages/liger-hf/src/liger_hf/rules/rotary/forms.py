@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How rotary functions are written, and which call of `rope` computes each of them.
+
+A function is read by the names of its parameters: one tensor or two, then cos and sin in either order, or one complex table of
+angles. What it makes of them is found by trying; the forms below are those that Transformers has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core import rope
+
+Tables = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a rotary function: which are rotated, which hold the angles, and on which axis heads lie by default.
+
+    heads  the axis, or None if there is no parameter `unsqueeze_dim` to tell
+    """
+
+    names: tuple[str, ...]
+    rotated: tuple[str, ...]
+    tables: tuple[str, ...]
+    heads: int | None
+
+
+def signature(function: Callable[..., Any]) -> Signature | None:
+    """None if the function does not look like a rotary function of queries and keys."""
+    parameters = inspect.signature(function).parameters
+    names = tuple(parameters)
+    if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters.values()):
+        return None
+    tables = next((tables for tables in (("cos", "sin"), ("freqs_cis",)) if set(tables) <= set(names)), None)
+    first = min(map(names.index, tables)) if tables else 0
+    if tables is None or first not in (1, 2) or not set(names[first:]) <= {*tables, "position_ids", "unsqueeze_dim"}:
+        return None
+    axis = parameters.get("unsqueeze_dim")
+    if axis is not None and axis.default not in (1, 2):
+        return None
+    return Signature(names, names[:first], tables, None if axis is None else axis.default)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to write the rotation.
+
+    interleaved  neighbouring columns are a pair
+    tables       makes of the function's tables the cos and sin of `rope`
+    gathers      pairs are neighbours on the way in, and halves on the way out
+    heads        the axis of the heads where no argument tells
+    """
+
+    name: str
+    interleaved: bool
+    tables: Callable[..., Tables]
+    gathers: bool = False
+    heads: int = 1
+
+
+def forms(found: Signature) -> Iterator[Form]:
+    """Those that a function with such parameters may have; the simplest first."""
+    axes = (1, 2) if found.heads is None else (found.heads,)
+    for axis in axes:
+        if len(found.tables) == 1:
+            yield Form("complex", True, _complex, heads=axis)
+            continue
+        yield Form("", False, _as_they_are, heads=axis)
+        yield Form("interleaved=True", True, _as_they_are, heads=axis)
+        yield Form("interleaved=True, first half of the tables", True, _first_half_repeated, heads=axis)
+        yield Form("interleaved=True, half a table", True, _repeated, heads=axis)
+        yield Form("half a table", False, _twice, heads=axis)
+        yield Form("turned the other way", False, _other_way, heads=axis)
+        yield Form("from pairs to halves", False, _first_half_twice, gathers=True, heads=axis)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What the form was found to hold for.
+
+    parts        widths of the tables, as parts of the rotated columns
+    keeps_dtype  the result has the dtype of what is rotated even if the tables have another
+    """
+
+    parts: frozenset[float]
+    keeps_dtype: bool
+
+    def covers(self, part: float) -> bool:
+        """Of two widths that work, the lesser leaves columns as they are; then any number of columns may be left."""
+        return part in self.parts or (len(self.parts) > 1 and part < max(self.parts))
+
+
+def with_rope(found: Signature, form: Form, original: Callable[..., Any], tried: Tried) -> Callable[..., Any]:
+    """A function to be called like the original; for calls that `rope` cannot take it calls the original."""
+
+    def apply_rotary(*args: Any, **options: Any) -> Any:
+        given = dict(zip(found.names, args, strict=False)) | options
+        states = [given.get(name) for name in found.rotated]
+        tables = [given.get(name) for name in found.tables]
+        axis = given.get("unsqueeze_dim", form.heads)
+        if given.get("position_ids") is not None or not _takes(states, tables, axis, tried, form):
+            return original(*args, **options)
+        rotated = _rotated([s.transpose(1, 2) if axis == 2 else s for s in states], *form.tables(*tables), form)  # type: ignore[union-attr]
+        if axis == 2:
+            rotated = [r.transpose(1, 2) for r in rotated]
+        return tuple(rotated) if len(rotated) == 2 else rotated[0]
+
+    return apply_rotary
+
+
+def _takes(states: list[Any], tables: list[Any], axis: Any, tried: Tried, form: Form) -> bool:
+    if axis not in (1, 2) or any(t is None or t.dim() != 3 or t.requires_grad for t in tables):
+        return False
+    if any(s is None or s.dim() != 4 or s.dtype != states[0].dtype for s in states):
+        return False
+    if any(s.shape[0] != states[0].shape[0] or s.shape[3] != states[0].shape[3] or s.shape[3 - axis] != tables[0].shape[1] for s in states):
+        return False
+    if not tried.covers(tables[0].shape[-1] / states[0].shape[3]):
+        return False
+    # Tables of another dtype promote the result, unless autocast rounds it in the attention anyway.
+    return (
+        tried.keeps_dtype
+        or tables[0].is_complex()
+        or tables[0].dtype == states[0].dtype
+        or torch.is_autocast_enabled(states[0].device.type)
+    )
+
+
+def _rotated(states: list[Any], cos: Tensor, sin: Tensor, form: Form) -> list[Any]:
+    if form.gathers:
+        states = [s.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for s in states]
+    if len(states) == 2:
+        q, k = states
+        if k.shape[1] and q.shape[1] % k.shape[1] == 0:
+            return list(rope(q, k, cos, sin, interleaved=form.interleaved))
+        return [_alone(q, cos, sin, form), _alone(k, cos, sin, form)]
+    return [_alone(states[0], cos, sin, form)]
+
+
+def _alone(x: Tensor, cos: Tensor, sin: Tensor, form: Form) -> Tensor:
+    """`rope` takes two: its first head plays the key, and what comes of that is dropped."""
+    return rope(x, x[:, :1].detach(), cos, sin, interleaved=form.interleaved)[0]
+
+
+# -- tables
+
+
+def _as_they_are(cos: Tensor, sin: Tensor) -> Tables:
+    return cos, sin
+
+
+def _other_way(cos: Tensor, sin: Tensor) -> Tables:
+    return cos, -sin
+
+
+def _twice(cos: Tensor, sin: Tensor) -> Tables:
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+def _repeated(cos: Tensor, sin: Tensor) -> Tables:
+    return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+
+
+def _first_half_twice(cos: Tensor, sin: Tensor) -> Tables:
+    half = cos.shape[-1] // 2
+    return _twice(cos[..., :half], sin[..., :half])
+
+
+def _first_half_repeated(cos: Tensor, sin: Tensor) -> Tables:
+    half = cos.shape[-1] // 2
+    return _repeated(cos[..., :half], sin[..., :half])
+
+
+def _complex(angles: Tensor) -> Tables:
+    return _repeated(angles.real, angles.imag)

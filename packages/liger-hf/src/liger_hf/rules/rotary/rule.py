@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modelling file.
+
+Each instance gets a forward with a private namespace in which they are replaced (`liger_hf.rebinding`). A global that is rebound in
+the modelling file after `apply` is therefore not seen by a patched instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import Unsupported, rope
+from liger_core.accuracy import error
+from liger_hf.isolation import undisturbed
+from liger_hf.patch import forward_of, replacement
+from liger_hf.rebinding import Functions, called, rebound
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.rotary.forms import Form, Signature, Tried, forms, signature, with_rope
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
+
+NOTHING = "no attention module calls a function apply_rotary… of its modelling file"
+PREFIX = "apply_rotary"
+
+
+def look(module: nn.Module) -> Found | None:
+    original = forward_of(module)
+    if isinstance(original, str):
+        inside = getattr(type(module), "forward", None)
+        return Found("rope", refusal=original) if inside is not None and _called(inside) else None
+    functions = _called(original)
+    if not functions:
+        return None
+    readable = {name: found for name, function in functions.items() if (found := signature(function)) is not None}
+    if not readable:
+        return Found("rope", refusal=f"it calls {', '.join(functions)}, which takes other arguments than queries, keys and their angles")
+    width = getattr(module, "head_dim", None)
+    width = width if isinstance(width, int) and width % 8 == 0 else 64
+    parameter = next(module.parameters(), None)
+    device = str(parameter.device) if parameter is not None else ""
+    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
+    functions = {name: functions[name] for name in readable}
+    return Found(
+        "rope",
+        kind=(type(module), tuple(functions.values()), width, dtype, device),
+        original=lambda name, *args, **options: functions[name](*args, **options),
+        candidates=_candidates(original, functions, readable, width),
+        cases=lambda device, dtypes: _cases(functions, readable, width, device, dtypes),
+        device=lambda: device_of(module),
+        dtype=dtype,
+    )
+
+
+def _called(function: Any) -> Functions:
+    """The rotary functions that a forward calls."""
+    return called(function, lambda name, _: name.startswith(PREFIX))
+
+
+# -- candidates
+
+
+def _candidates(
+    original: Callable[..., Any], functions: Functions, readable: Mapping[str, Signature], width: int
+) -> Callable[[], Iterator[Candidate]]:
+    def candidates() -> Iterator[Candidate]:
+        fitting = {name: _fitting(functions[name], readable[name], width) for name in functions}
+        fitting = {name: found for name, found in fitting.items() if found}
+        for chosen in product(*fitting.values()) if fitting else ():
+            yield _candidate(original, functions, dict(zip(fitting, chosen, strict=True)))
+
+    return candidates
+
+
+def _fitting(function: Callable[..., Any], found: Signature, width: int) -> list[tuple[Form, Callable[..., Any]]]:
+    """The forms that may be meant: they give what the function does, roughly, in float32 on the CPU."""
+    device, fitting = torch.device("cpu"), []
+    with undisturbed(device), torch.no_grad():
+        trials = [(given, function(**given)) for given in _calls(function, found, width, device)]
+        if not trials:
+            return []
+        parts = frozenset(given[found.tables[0]].shape[-1] / width for given, _ in trials)
+        tried = Tried(parts, _keeps_dtype(function, trials[0][0]))
+        for form in forms(found):
+            # Without the original behind it: a form that takes none of the calls would agree with it on all.
+            alone = with_rope(found, form, _declined, tried)
+            if all(_same(alone, given, result) for given, result in trials):
+                fitting.append((form, with_rope(found, form, function, tried)))
+    return fitting
+
+
+def _declined(*args: Any, **options: Any) -> Any:
+    raise Unsupported("the form does not take the call")
+
+
+def _keeps_dtype(function: Callable[..., Any], given: dict[str, Any]) -> bool:
+    """The result has the dtype of what is rotated although the tables are wider."""
+    low = {
+        name: value.bfloat16() if name not in ("cos", "sin", "freqs_cis") and isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }
+    return all(r.dtype == torch.bfloat16 for r in _results(function(**low)))
+
+
+def _same(candidate: Callable[..., Any], given: dict[str, Any], result: Any) -> bool:
+    try:
+        got = candidate(**given)
+    except Exception:
+        return False
+    pairs = list(zip(_results(got), _results(result), strict=False))
+    return all(a.shape == b.shape and error(a, b).frobenius < 0.1 for a, b in pairs)
+
+
+def _candidate(original: Callable[..., Any], functions: Functions, chosen: Mapping[str, tuple[Form, Callable[..., Any]]]) -> Candidate:
+    replaced = {name: function for name, (_, function) in chosen.items()}
+    forward: list[Callable[..., Any]] = []
+
+    def function(name: str, *args: Any, **options: Any) -> Any:
+        return replaced.get(name, functions[name])(*args, **options)
+
+    def install(module: nn.Module) -> list[Any]:
+        # One namespace for all the layers of a model: torch.compile then guards it once.
+        if not forward:
+            forward.append(rebound(original, replaced))
+        return [replacement(module, forward[0], original)]
+
+    details = dict.fromkeys(form.name for form, _ in chosen.values() if form.name)
+    kept = [name for name in functions if name not in chosen]
+    return Candidate(rope, ", ".join([*details, *(f"{name} stays" for name in kept)]), function, install)
+
+
+# -- cases
+
+
+def _calls(function: Callable[..., Any], found: Signature, width: int, device: torch.device, length: int = 5) -> Iterator[dict[str, Any]]:
+    """Random arguments that the function takes: whole tables and parts, shared by the batch or not, both axes of the heads."""
+    draw = Draw(device)
+    for batch, rotary in product((2, 1), (width, width // 2, width // 4)):
+        # Independent entries: nothing may rely on cos² + sin² = 1 or on equal halves.
+        tables = [draw.normal(batch, length, rotary) for _ in found.tables]
+        if found.tables == ("freqs_cis",):
+            tables = [torch.complex(tables[0], draw.normal(batch, length, rotary))]
+        for axis in (1, 2):
+            states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(found.rotated)]]
+            given: dict[str, Any] = dict(zip(found.rotated, (s.transpose(1, 2) if axis == 1 else s for s in states), strict=True))
+            given |= dict(zip(found.tables, tables, strict=True))
+            if found.heads is not None:
+                given["unsqueeze_dim"] = axis
+            if _runs(function, given):
+                yield given
+
+
+def _runs(function: Callable[..., Any], given: dict[str, Any]) -> bool:
+    try:
+        results = _results(function(**given))
+    except Exception:
+        return False
+    # Tables that were broadcast against another axis are no tables of positions.
+    states = [value for value in given.values() if isinstance(value, Tensor)][: len(results)]
+    return [r.shape for r in results] == [s.shape for s in states]
+
+
+def _results(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _cases(
+    functions: Functions, readable: Mapping[str, Signature], width: int, device: torch.device, dtypes: Iterable[torch.dtype]
+) -> Iterator[Case]:
+    for name, function in functions.items():
+        for number, given in enumerate(_calls(function, readable[name], width, device)):
+            for dtype in dtypes:
+                for table_dtype in dict.fromkeys((dtype, torch.float32)):
+                    chosen = _cast(given, readable[name], dtype, table_dtype)
+                    if table_dtype == dtype or _keeps_dtype(function, chosen):
+                        tables = next(given[t] for t in readable[name].tables)
+                        words = f"{tables.shape[-1]} table columns for {width}, tables of batch {tables.shape[0]}"
+                        label = f"{str(dtype).removeprefix('torch.')}, {name}, {words}{', float32 tables' if table_dtype != dtype else ''}"
+                        yield Case(f"{label}, call {number + 1}", dtype, _run(name, chosen, readable[name]))
+        for length in LENGTHS:
+            for given in islice(_calls(function, readable[name], width, device, length), 1):
+                yield Case(f"float32, {name}, length {length}", torch.float32, _run(name, given, readable[name]))
+
+
+def _cast(given: dict[str, Any], found: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
+    """Complex angles stay what they are."""
+    changed = {name: given[name].to(dtype) for name in found.rotated}
+    return {**given, **changed, **{name: given[name].to(tables) for name in found.tables if not given[name].is_complex()}}
+
+
+def _run(name: str, given: dict[str, Any], found: Signature) -> Run:
+    # Drawn here: within a float64 run other numbers would come.
+    draw = Draw(given[found.rotated[0]].device, seed=1)
+    upstream = {f"rotated {key}": draw.normal(*given[key].shape).to(given[key].dtype) for key in found.rotated}
+
+    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        tables = {table: cast(given[table]) for table in found.tables}
+        return dict(zip(upstream, _results(function(name, **{**given, **tables, **inputs})), strict=True))
+
+    return trial(call, {key: given[key] for key in found.rotated}, upstream)
+
+
+RULE = Rule("rotary", look, ("rope",), NOTHING)

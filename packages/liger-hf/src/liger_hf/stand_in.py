@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small stand-ins of modules with random weights, and the cases that a check runs on them.
+
+Every rule checks its candidates in the same way: it draws inputs and weights (`Draw`), makes a twin of the module with these weights
+(`replica`), runs it forward and backward (`trial`), and `decide` compares what comes out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import DeviceError
+
+# What a module computes may depend on how many tokens there are. Besides a few tokens in every dtype, checks run on one, as while
+# generating, and on more than any power of two by which modules tell long inputs from short ones, in float32.
+LENGTHS = (1, 300)
+# The curvature of an activation shows in moderate inputs, a limit on its values in large ones; products of two must be finite in float16.
+SCALES = {"moderate": 2.0, "large": 150.0}
+SCALES_IN_FLOAT16 = SCALES | {"large": 40.0}
+
+Results = dict[str, Tensor]
+Run = Callable[[Callable[..., Any], bool], Results]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random input. `run(function, exact)` gives outputs and gradients by name; in float64 throughout if exact."""
+
+    name: str
+    dtype: torch.dtype
+    run: Run
+
+
+def trial(
+    call: Callable[..., Mapping[str, Any]],
+    inputs: Mapping[str, Tensor],
+    upstream: Mapping[str, Tensor | None],
+    weights: Mapping[str, Tensor] | None = None,
+) -> Run:
+    """One forward and backward pass of a function that stands for the module, or for a part of it.
+
+    call      (function, inputs, weights, cast) → outputs by name. It gives the function what it takes: twins with these weights,
+              and constants in the precision of the run by `cast`. An output may be a function of nothing, called after the backward pass
+    inputs    what gets a gradient, by name; so do the weights
+    upstream  output → its upstream gradient, None for a scalar; other outputs are compared as they are
+    """
+
+    def run(function: Callable[..., Any], exact: bool) -> Results:
+        cast = widened if exact else _as_it_is
+        leaves = {name: cast(value).clone().requires_grad_() for name, value in inputs.items()}
+        parameters = {name: nn.Parameter(cast(value).clone()) for name, value in (weights or {}).items()}
+        outputs = call(function, leaves, parameters, cast)
+        torch.autograd.backward(
+            [outputs[name] for name in upstream],
+            [None if grad is None else cast(grad).to(outputs[name].dtype) for name, grad in upstream.items()],
+        )
+        results = {name: (value() if inspect.isroutine(value) else value).detach() for name, value in outputs.items()}
+        # An input that has no influence gets none.
+        gradients = {f"gradient of {name}": leaf.grad for name, leaf in (leaves | parameters).items() if leaf.grad is not None}
+        return results | gradients
+
+    return run
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In double precision."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def sized(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype, float]]:
+    """Inputs of several sizes for what is not linear: name, dtype, scale."""
+    for dtype in dtypes:
+        for size, scale in (SCALES_IN_FLOAT16 if dtype == torch.float16 else SCALES).items():
+            yield f"{str(dtype).removeprefix('torch.')}, {size} input", dtype, scale
+
+
+def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
+    """A case of one sequence of so many tokens, of whose results some rows are compared, the first and the last among them."""
+    rows = sorted({*range(0, length, max(1, length // 8)), length - 1})
+
+    def few(function: Callable[..., Any], exact: bool) -> Results:
+        results = run(function, exact)
+        return {name: value[:, rows] if value.dim() > 2 and value.shape[1] == length else value for name, value in results.items()}
+
+    return Case(f"{str(dtype).removeprefix('torch.')}, length {length}", dtype, few)
+
+
+def replica(
+    module: nn.Module, *, parameters: Mapping[str, Tensor | None] | None = None, children: Mapping[str, nn.Module] | None = None
+) -> Any:
+    """A module of the same class and attributes, without hooks, in training mode, with these parameters and children in place of its own."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    for name in [
+        n for n in twin.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs") or n.endswith("_hooks_always_called")
+    ]:
+        twin.__dict__[name] = type(twin.__dict__[name])()
+    for name in ("forward", "_old_forward", "_hf_hook"):
+        twin.__dict__.pop(name, None)
+    own = dict(module._parameters)
+    for name, value in (parameters or {}).items():
+        own[name] = value if value is None or isinstance(value, nn.Parameter) else nn.Parameter(value.clone())
+    twin._parameters = own
+    twin._buffers = dict(module._buffers)
+    twin._modules = {**module._modules, **(children or {})}
+    # A dropout that is written as a function is there while training only.
+    twin.training = True
+    return twin
+
+
+def configuration(module: nn.Module) -> tuple[Any, ...]:
+    """What besides weights and children tells two instances of one class apart."""
+    plain = (bool, int, float, str, type(None), torch.dtype)
+    kept = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("training", "layer_idx")}
+    return tuple(sorted((n, repr(v)) for n, v in kept.items())) + tuple(
+        sorted((n, getattr(v, "__qualname__", "")) for n, v in vars(module).items() if inspect.isroutine(v) and n != "forward")
+    )
+
+
+class Draw:
+    """Random tensors of one seed; the same whatever the device, and the global generators stay as they are."""
+
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        self.device = device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=self.generator) * scale).to(self.device)
+
+    def positive(self, *shape: int) -> Tensor:
+        """In [0.5, 1.5): a weight for which neither its sign nor an offset can go unnoticed."""
+        return (torch.rand(shape, generator=self.generator) + 0.5).to(self.device)
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=self.generator).to(self.device)
+
+    def linear(self, inputs: int, outputs: int, bias: bool) -> nn.Linear:
+        layer = nn.Linear(inputs, outputs, bias=bias, device="meta")
+        layer.weight = nn.Parameter(self.normal(outputs, inputs, scale=inputs**-0.5))
+        if bias:
+            layer.bias = nn.Parameter(self.normal(outputs, scale=0.1))
+        return layer
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where the module computes."""
+    for parameter in module.parameters():
+        if parameter.device.type != "meta":
+            return parameter.device
+    # Weights that accelerate has offloaded come to where its hooks run the module or its children.
+    for child in module.modules():
+        hook = child.__dict__.get("_hf_hook")
+        for part in getattr(hook, "hooks", (hook,)):
+            runs_on = getattr(part, "execution_device", None)
+            if runs_on is not None:
+                return torch.device(runs_on)
+    if next(module.parameters(), None) is not None:
+        raise DeviceError(
+            f"liger_hf.apply: the weights must be on a device where they can be used, those of {type(module).__name__} are on meta; "
+            "load the weights first, or pass verify=False"
+        )
+    return torch.device("cpu")

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which techniques cannot be combined, and why: each function returns the rest of the error "train: --option value …", or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from liger_core.errors import nearest
+from liger_train.setup import Setup
+
+ZERO = ("zero1", "zero2", "zero3")
+
+
+def is_op(name: str) -> bool:
+    from liger_hf.discovery import replaceable_ops
+
+    return name in replaceable_ops()
+
+
+def ops(setup: Setup) -> str:
+    from liger_hf.discovery import replaceable_ops
+
+    unknown = [name for name in setup.liger.split(",") if name not in (known := replaceable_ops())]
+    if unknown:
+        return f"must name ops among {', '.join(known)}, got {unknown[0]!r}.{nearest(unknown[0], known)}"
+    return ""
+
+
+def pure(setup: Setup) -> str:
+    if setup.shard in ZERO:
+        return (
+            f"cannot be combined with --shard {setup.shard}, since DeepSpeed keeps float32 weights in its optimizer; use --precision bf16"
+        )
+    return ""
+
+
+def unsharded(setup: Setup) -> str:
+    return "" if setup.shard == "none" else f"{_shards(setup)} weights into pieces that it cannot update; use --optimizer adamw"
+
+
+def unsharded_or_zero(setup: Setup) -> str:
+    if setup.offload != "none":
+        return f"cannot be combined with --offload {setup.offload}, where DeepSpeed's AdamW updates on the CPU; use --optimizer adamw"
+    return unsharded(setup) if setup.shard == "fsdp2" else ""
+
+
+def unsharded_or_fsdp2(setup: Setup) -> str:
+    if setup.offload != "none":
+        return f"cannot be combined with --offload {setup.offload}, where weights are updated on the CPU; use --optimizer adamw"
+    return unsharded(setup) if setup.shard in ZERO else ""
+
+
+def layerwise(setup: Setup) -> str:
+    if setup.accumulation > 1 or setup.ranks > 1:
+        return f"updates each weight immediately, so it supports neither --accumulation {setup.accumulation} nor {setup.ranks} ranks; use galore"
+    if setup.precision == "fp16":
+        return "does not support the loss scaling of --precision fp16; use --precision bf16"
+    return unsharded(setup)
+
+
+def offloaded_optimizer(setup: Setup) -> str:
+    if setup.shard in ZERO:
+        return ""
+    if setup.shard == "fsdp2":
+        return "must be --offload parameters for --shard fsdp2, which offloads weights, gradients and optimizer together"
+    return "needs --shard zero1, zero2 or zero3, also on one GPU, got none"
+
+
+def offloaded_parameters(setup: Setup) -> str:
+    if setup.shard == "fsdp2" and setup.device == "cpu":
+        return "needs --device cuda for --shard fsdp2, which pins host memory for a GPU; use --shard zero3"
+    if setup.shard in ("zero3", "fsdp2"):
+        return ""
+    return f"needs --shard zero3 or fsdp2, also on one GPU, got {setup.shard}"
+
+
+def offloaded_to_disk(setup: Setup) -> str:
+    if setup.shard != "zero3":
+        return f"needs --shard zero3, also on one GPU, got {setup.shard}"
+    if setup.nvme_folder is None:
+        return "needs --nvme-folder, a folder on a fast disk"
+    if not Path(setup.nvme_folder).is_dir():
+        return f"needs an existing folder, got --nvme-folder {setup.nvme_folder}"
+    from liger_train.zero import disk_problem
+
+    return disk_problem()
+
+
+def quantized(setup: Setup) -> str:
+    if setup.shard != "none":
+        return f"{_shards(setup)} weights, and 4-bit weights cannot be split; use --adapter lora, or --shard none"
+    return ""
+
+
+def _shards(setup: Setup) -> str:
+    return f"cannot be combined with --shard {setup.shard}, which splits"

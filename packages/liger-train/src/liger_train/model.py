@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a setup to the model to train: preset or name, precision, adapters, activation checkpointing, Liger."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_bench import checkpointing
+from liger_hf.presets import PRESETS
+from liger_train.combinations import ZERO
+from liger_train.configs import config_of, loading_options, not_found
+from liger_train.setup import Setup
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
+LOSS = "linear_cross_entropy"
+RANK, ALPHA = 16, 32
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model that is ready to train.
+
+    replaced  the ops that Liger inserted, and how often
+    notes     decisions made for the user, one sentence each
+    """
+
+    model: Any
+    replaced: str
+    notes: list[str]
+
+
+def build(setup: Setup, device: torch.device) -> Built:
+    """Build the model of a setup: random weights by its seed, or the weights of a folder or hub name.
+
+    It is on the device, unless it is sharded: then it moves there piece by piece. Under FakeTensorMode nothing is allocated.
+
+    Raises OptionError for a model that cannot be found.
+    """
+    torch.manual_seed(setup.seed)
+    notes: list[str] = []
+    model = _quantized(setup, device) if setup.adapter == "qlora" else _loaded(setup, device)
+    if setup.adapter != "none":
+        model = _adapted(model, setup, notes)
+    model.train()
+    checkpointing.enable(model, setup.checkpoint)
+    # Last, because adapters wrap the modules that Liger replaces.
+    return Built(model, _patched(model, setup.liger, notes), notes)
+
+
+def weights_dtype(setup: Setup) -> torch.dtype:
+    """Weights are float32 if they are trained, unless DeepSpeed keeps a float32 copy of them in its optimizer."""
+    low = setup.precision == "bf16-pure" or setup.adapter != "none" or setup.shard in ZERO
+    return LOW.get(setup.precision, torch.float32) if low else torch.float32
+
+
+def _loaded(setup: Setup, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config, dtype = config_of(setup), weights_dtype(setup)
+    if _is_random(setup):
+        with contextlib.nullcontext() if _comes_in_pieces(setup) else device:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
+    place = {} if _comes_in_pieces(setup) else {"device_map": {"": device}}
+    try:
+        return AutoModelForCausalLM.from_pretrained(setup.model, config=config, dtype=dtype, **loading_options(setup), **place)
+    except (OSError, ValueError) as problem:
+        raise not_found(setup.model, problem) from problem
+
+
+def _is_random(setup: Setup) -> bool:
+    return setup.model in PRESETS or setup.random_weights
+
+
+def _comes_in_pieces(setup: Setup) -> bool:
+    """Whether no device holds the whole model: ZeRO stage 3 and FSDP2 move it there layer by layer."""
+    return setup.shard in ("zero3", "fsdp2")
+
+
+def _quantized(setup: Setup, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    low = LOW.get(setup.precision, torch.float32)
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=low)
+    options: dict[str, Any] = {"config": config_of(setup), "dtype": low, "quantization_config": four_bits, "device_map": {"": device}}
+    if not _is_random(setup):
+        try:
+            return AutoModelForCausalLM.from_pretrained(setup.model, **loading_options(setup), **options)
+        except (OSError, ValueError) as problem:
+            raise not_found(setup.model, problem) from problem
+    with device:
+        random = AutoModelForCausalLM.from_config(config_of(setup), dtype=low, trust_remote_code=setup.trust_remote_code)
+    return type(random).from_pretrained(None, state_dict=random.state_dict(), **options)
+
+
+def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
+    peft = importlib.import_module("peft")
+    if setup.adapter == "qlora":
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    adapters = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, adapters)
+    notes.append(note_of_adapters(setup))
+    return model
+
+
+def note_of_adapters(setup: Setup) -> str:
+    frozen = "4 bits" if setup.adapter == "qlora" else str(weights_dtype(setup)).removeprefix("torch.")
+    own = frozen if setup.shard in ZERO else "float32"
+    return f"Training adapters of rank {RANK} on every linear layer, in {own}; the frozen weights are in {frozen}."
+
+
+def _patched(model: nn.Module, wanted: str, notes: list[str]) -> str:
+    if wanted == "none":
+        return ""
+    import liger_hf
+    from liger_hf.causal_mask import NOTE
+
+    names: dict[str, Any] = {"all": {}, "all-but-loss": {"exclude": [LOSS]}}.get(wanted, {"only": wanted.split(",")})
+    report = liger_hf.apply(model, **names)
+    # That note is about compiling the model, which does not happen here.
+    notes.extend(note for note in report.notes if note != NOTE)
+    notes.extend(f"Liger did not replace {row.count} × {row.pattern}: {row.reason}." for row in report.rows if _left_unasked(row))
+    return ", ".join(f"{op} {count}" for op, count in report.replaced.items())
+
+
+def _left_unasked(row: Any) -> bool:
+    return row.verdict == "left" and row.reason != "not asked for"

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA as peft adds it, for planning where peft is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from liger_core.errors import OptionError
+from liger_train import model as train_model
+from liger_train.model import ALPHA, RANK, note_of_adapters
+from liger_train.setup import Setup
+
+with_peft = train_model._adapted
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer plus B A x · α / rank, in the same order as peft, which determines the lifetime of intermediate results."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base_layer = base
+        first, second = base.weight.shape
+        self.in_features, self.out_features = (second, first) if isinstance(base, nn.Linear) else (first, second)
+        with base.weight.device:
+            self.lora_A = nn.Linear(self.in_features, RANK, bias=False, dtype=torch.float32)
+            self.lora_B = nn.Linear(RANK, self.out_features, bias=False, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base_layer(x)
+        dtype = result.dtype
+        x = x.to(self.lora_A.weight.dtype)
+        result = result + self.lora_B(self.lora_A(x)) * (ALPHA / RANK)
+        return result.to(dtype)
+
+
+def adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
+    """A replacement for model._adapted: uses peft if installed, otherwise builds a model with the same memory.
+
+    Raises OptionError for a model with experts if peft, which has several ways to adapt them, is not installed.
+    """
+    if importlib.util.find_spec("peft") is not None:
+        return with_peft(model, setup, notes)
+    if any(_holds_experts(module) for module in model.modules()):
+        raise OptionError(f"plan: --adapter {setup.adapter} needs peft for a model with experts; pip install peft")
+    return _adapted(model, setup, notes)
+
+
+def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
+    """Add adapters to every linear layer except the LM head."""
+    model.requires_grad_(False)
+    head = model.get_output_embeddings()
+    places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    for parent, name, child in places:
+        if isinstance(child, nn.Linear | Conv1D) and child is not head:
+            setattr(parent, name, Adapted(child))
+    notes.append(note_of_adapters(setup))
+    return model
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return not isinstance(module, nn.modules.conv._ConvNd) and any(p.dim() == 3 for p in module.parameters(recurse=False))

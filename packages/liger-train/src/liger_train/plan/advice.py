@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each technique would save, the first setup of the checklist that fits, and the largest batch that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from liger_core.errors import OptionError
+from liger_train.combinations import ZERO
+from liger_train.plan.step import Prediction, predict
+from liger_train.setup import Setup
+from liger_train.technique import Technique
+from liger_train.techniques import LIST, NUMBER, TECHNIQUES
+
+Predict = Callable[[Setup], Prediction]
+# These depend on free memory, on the user or on the machine.
+NO_ALTERNATIVE = ("auto", NUMBER, LIST, "nvme")
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A technique in place of what a setup uses; `problem` is why it cannot be combined with the rest."""
+
+    technique: Technique
+    prediction: Prediction | None
+    problem: str = ""
+
+    def saves(self, before: Prediction) -> int:
+        return 0 if self.prediction is None else before.peak_bytes - self.prediction.peak_bytes
+
+
+@dataclass(frozen=True)
+class Item:
+    """One item of the checklist: what it changes, and the prediction with it, or why it is skipped."""
+
+    title: str
+    changes: dict[str, Any]
+    prediction: Prediction | None
+    problem: str = ""
+
+
+# The checklist of the original report, in its order; offloading is two items, the optimizer before the weights.
+CHECKLIST: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Liger", {"liger": "all"}),
+    ("ZeRO stage 2", {"shard": "zero2"}),
+    ("gradient checkpointing", {"checkpoint": "full"}),
+    ("mixed precision", {"precision": "bf16"}),
+    ("ZeRO stage 3", {"shard": "zero3"}),
+    ("offload the optimizer", {"offload": "optimizer"}),
+    ("offload the weights, too", {"shard": "zero3", "offload": "parameters"}),
+    ("GaLore", {"optimizer": "galore"}),
+    ("8-bit optimizer", {"optimizer": "adamw-8bit"}),
+    ("offload to NVMe", {"shard": "zero3", "offload": "nvme"}),
+)
+BARE: dict[str, Any] = {
+    "liger": "none",
+    "checkpoint": "none",
+    "precision": "fp32",
+    "optimizer": "adamw",
+    "shard": "none",
+    "offload": "none",
+}
+MANY_RANKS = ("ZeRO stage 2", "ZeRO stage 3")
+
+
+def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternative]:
+    """Every technique that the setup does not use and its device supports, each by itself in place of what it uses."""
+    for option, values in TECHNIQUES.items():
+        for value, technique in values.items():
+            if value in NO_ALTERNATIVE or value == getattr(setup, option) or (option == "shard" and setup.ranks == 1 and value != "none"):
+                continue
+            if setup.device not in technique.devices or _stays_where_it_is(setup, option, value):
+                continue
+            change: dict[str, Any] = {option: value}
+            changed = replace(setup, **change)
+            yield _alternative(technique, changed, foresee)
+
+
+def _alternative(technique: Technique, changed: Setup, foresee: Predict) -> Alternative:
+    problem = problem_of(changed)
+    if problem:
+        return Alternative(technique, None, problem)
+    try:
+        return Alternative(technique, foresee(changed))
+    except OptionError as error:
+        # Whether a library is missing may depend on the model.
+        return Alternative(technique, None, str(error).removeprefix("plan: "))
+
+
+def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[Item]:
+    """The setup without techniques, then with one more at a time until it fits; techniques that cannot be added are skipped."""
+    now = replace(setup, **(BARE if setup.adapter == "none" else BARE | {"precision": setup.precision}))
+    prediction = foresee(now)
+    yield Item("no technique", {}, prediction)
+    for title, changes in CHECKLIST:
+        if prediction.fits(limit):
+            return
+        if any(_stays_where_it_is(setup, option, value) for option, value in changes.items()):
+            continue
+        if title in MANY_RANKS and setup.ranks == 1:
+            if setup.device != "cpu":
+                yield Item(title, changes, None, "there is only one GPU")
+            continue
+        # DeepSpeed offloads only with a ZeRO stage, also on one GPU.
+        more = {"shard": "zero2"} if changes == {"offload": "optimizer"} and now.shard not in ZERO else {}
+        changed = replace(now, **(changes | more))
+        problem = problem_of(changed)
+        if problem:
+            yield Item(title, changes, None, f"with the items before it, {problem}")
+            continue
+        now, prediction = changed, foresee(changed)
+        yield Item(title, changes | more, prediction)
+
+
+def _stays_where_it_is(setup: Setup, option: str, value: str) -> bool:
+    """Whether a technique would offload to the host in a run on the CPU, where everything is already."""
+    return setup.device == "cpu" and (option == "offload" or value.startswith("paged"))
+
+
+def largest_batch(setup: Setup, limit: int, foresee: Predict = predict) -> int:
+    """The largest micro-batch that fits, in sequences; 0 if not even one fits.
+
+    Memory grows piecewise linearly with the batch, and never more slowly for larger batches.
+    """
+    low, high = 0, 1
+    sizes: dict[int, int] = {0: 0}
+    while True:
+        sizes[high] = foresee(replace(setup, batch=high)).peak_bytes
+        if sizes[high] > limit:
+            break
+        low, high = high, 2 * high
+        if low >= LARGEST_BATCH:
+            return low
+    while high - low > 1:
+        slope = (sizes[high] - sizes[low]) / (high - low)
+        guess = low + int((limit - sizes[low]) / slope) if low else (low + high) // 2
+        middle = min(max(guess, low + 1), high - 1)
+        # On a straight line, the next batch confirms at once that this one is the largest.
+        for batch in (middle, middle + 1):
+            if low < batch < high:
+                sizes[batch] = foresee(replace(setup, batch=batch)).peak_bytes
+                low, high = (batch, high) if sizes[batch] <= limit else (low, batch)
+    return low
+
+
+LARGEST_BATCH = 1 << 20
+
+
+def problem_of(setup: Setup) -> str:
+    """Why techniques cannot be combined, or nothing; whether this machine has their libraries does not matter."""
+    for option, values in TECHNIQUES.items():
+        value = str(getattr(setup, option))
+        technique = values.get(value)
+        if technique is None or value == "nvme":
+            continue
+        if setup.device not in technique.devices:
+            return f"needs --device {' or '.join(technique.devices)}: {technique.reason}"
+        found = technique.problem(setup)
+        if found:
+            return f"--{option} {value} {found}"
+    return ""

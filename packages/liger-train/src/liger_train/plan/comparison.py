@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted and measured memory: the error for every row, and whether the prediction was right about fitting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from liger_bench.results import read_json
+from liger_core.errors import OptionError
+from liger_hf.presets import preset_name
+from liger_train.plan.advice import Predict
+from liger_train.plan.step import forward_and_backward, predict
+from liger_train.setup import Setup
+
+RESULTS = "train.json"
+# Compiled implementations and those of other libraries are not predicted.
+LIGER = {"hf": "none", "liger": "all"}
+# The largest relative error that passes.
+ALLOWED = 0.1
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Predicted and measured peak memory of a rank; measured_bytes is None if the run ran out of memory."""
+
+    setup: Setup
+    predicted_bytes: int
+    measured_bytes: int | None
+    reserved_bytes: int | None
+    predicted_to_fit: bool | None
+    fitted: bool
+
+    @property
+    def error(self) -> float | None:
+        return None if not self.measured_bytes else self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def right(self) -> bool:
+        """Whether the prediction about fitting was right; True if no limit is known."""
+        return self.predicted_to_fit is None or self.predicted_to_fit == self.fitted
+
+    @property
+    def good(self) -> bool:
+        return self.right and (self.error is None or abs(self.error) <= ALLOWED)
+
+    def columns(self) -> dict[str, Any]:
+        return {
+            "setup": self.setup.command(),
+            "predicted_bytes": self.predicted_bytes,
+            "measured_bytes": self.measured_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "error": self.error,
+            "predicted_to_fit": self.predicted_to_fit,
+            "fitted": self.fitted,
+        }
+
+
+def rows_in(results: Path) -> list[dict[str, Any]]:
+    """The rows of a file, or of train.json in a folder, whose peak can be predicted: not those of --checkpoint auto.
+
+    Raises OptionError if there are none.
+    """
+    path = results / RESULTS if results.is_dir() else results
+    rows = [row for row in read_json(path) if row.get("peak_bytes") or row.get("out_of_memory")]
+    rows = [row for row in rows if row.get("checkpoint") != "auto" and row.get("implementation", "hf") in LIGER]
+    if not rows:
+        raise OptionError(f"plan: --compare must name results of `liger train` or `liger bench model`, but {path} has no such rows")
+    return rows
+
+
+def compared(rows: Sequence[dict[str, Any]], foresee: Predict = predict, *, trust_remote_code: bool = False) -> Iterator[Compared]:
+    """Each row with its prediction. A row alone cannot allow a model's own code to run."""
+    for row in rows:
+        setup = _benchmarked(row) if "implementation" in row else _trained(row)
+        setup = replace(setup, trust_remote_code=setup.trust_remote_code and trust_remote_code)
+        predicted = forward_and_backward(setup) if "implementation" in row else foresee(setup).peak_bytes
+        fitted = not row["out_of_memory"]
+        # A row has the memory of the device only if it was capped.
+        foreseen = None if setup.memory_limit is None else predicted <= setup.memory_limit
+        measured = row["peak_bytes"] if fitted else None
+        yield Compared(setup, predicted, measured, row.get("peak_reserved_bytes") if fitted else None, foreseen, fitted)
+
+
+def _trained(row: dict[str, Any]) -> Setup:
+    return Setup(**{field.name: row[field.name] for field in fields(Setup) if field.name in row})
+
+
+def _benchmarked(row: dict[str, Any]) -> Setup:
+    """The setup of a row of `liger bench model`, which checkpoints every layer and keeps weights in the dtype of the matmuls."""
+    precision = "fp32" if row["dtype"] == "float32" else "bf16-pure"
+    return Setup(
+        preset_name(row["model"]),
+        row["batch"],
+        row["sequence"],
+        liger=LIGER[row["implementation"]],
+        precision=precision,
+        device=row["device"],
+        memory_limit=row["memory_limit_bytes"],
+    )

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The differences in memory between a step on its device and on the fake CPU tensors of a plan.
+
+PyTorch without CUDA cannot run a backward pass over fake CUDA tensors, so plans use fake CPU tensors everywhere. This file has the
+differences: the implementations of Liger's ops, the workspaces of kernels, and the memory that libraries reserve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
+from transformers import masking_utils
+
+from liger_core.kernels import KERNELS, Kernel
+from liger_core.ops._chunked_loss import chunking
+from liger_core.ops._softmax_loss import REFERENCE_BLOCK
+from liger_core.plugins import registry
+from liger_core.selection import Link, in_turn, ranked, settle
+from liger_hf.rules.head import causal_loss, projection
+
+# cuBLAS has a workspace of 32 MiB on a Hopper GPU for each thread that calls it: the main thread and that of autograd.
+WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
+
+Arguments = dict[str, Any]
+
+
+NO_KERNELS = (
+    "No backend for GPUs could be loaded, so that Liger's ops are planned as their references, which keep more; pip install liger-triton."
+)
+
+
+@contextmanager
+def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> Iterator[list[str]]:
+    """Within this context, fake CPU tensors take the code paths of a device; yields notes on those that are unavailable.
+
+    sharded      weights are sharded over ranks, or gathered when used
+    written_out  no fused attention supports the tensors, so attention scores are materialized
+    """
+    notes: list[str] = []
+    with ExitStack() as stack:
+        if written_out:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if device != "cpu":
+            if stack.enter_context(standing_in(device, "cpu"))[-1] == "reference":
+                notes.append(NO_KERNELS)
+            stack.enter_context(mock.patch.object(causal_loss, "CHUNK_ELEMENTS", {}))
+            if not written_out:
+                stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _fused_attention))
+        # Transformers builds a mask if it cannot check whether a row packs several texts; `liger train` never packs.
+        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
+        if sharded:
+            for module in (causal_loss, projection):
+                stack.enter_context(mock.patch.object(module, "gathered", lambda head: True))
+        else:
+            stack.enter_context(mock.patch.object(causal_loss, "PLAIN_WEIGHTS", (*causal_loss.PLAIN_WEIGHTS, FakeTensor)))
+        yield notes
+
+
+@contextmanager
+def standing_in(device: str, place: str) -> Iterator[list[str]]:
+    """Fake tensors on `place` get what the automatic choice would give tensors on `device`, whether or not that can run here.
+
+    Gives the names of the backends that could be loaded and support fake tensors, the last one over the others.
+    """
+    settle()
+    found = registry()
+    before = {op: op.choice for op in found.ops.values()}
+    loaded: list[str] = []
+    links: dict[Any, list[Link]] = {op: [] for op in before}
+    # Nothing runs here, so that it does not matter whether `auto` would take a backend.
+    for backend in sorted(found.backends.values(), key=lambda backend: backend.priority):
+        if device in backend.device_types and backend.supports_fake_tensors:
+            with suppress(Exception):
+                for name, implementation in backend.table(found.ops).items():
+                    links[found.ops[name]].insert(0, Link(backend.name, implementation.function, implementation.function))
+                loaded.append(backend.name)
+    for op, tried in links.items():
+        op.choice = in_turn(op, {**ranked(found, op), place: tried})
+    try:
+        yield loaded
+    finally:
+        for op, choice in before.items():
+            op.choice = choice
+
+
+def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bool:
+    """On a GPU only FlashAttention supports grouped queries, and it does not support float32 (scaled_dot_product_attention, enable_gqa)."""
+    shared = getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None))
+    return device == "cuda" and dtype == torch.float32 and shared
+
+
+def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    """The results of Liger's kernels and of gradient accumulation, as on the device; NotImplemented for everything else."""
+    kernel = KERNELS.get(func)
+    if kernel is None:
+        return args[0] if func is torch.ops.aten.add.Tensor and _is_added_to(args[0]) else NotImplemented
+    backward = torch._C._current_graph_task_id() != -1
+    outputs = kernel.recycle(*args) if kernel.recycle is not None and backward else _allocated(device, kernel, args)
+    return outputs[0] if kernel.single else outputs
+
+
+def _is_added_to(total: Tensor) -> bool:
+    """Whether autograd accumulates into this gradient in place: only if it owns it alone; never if it is fake.
+
+    torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace. In a recomputed layer gradients are on.
+    """
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or total._is_view():
+        return False
+    # One use is by autograd, the other by the Python object of this call.
+    return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2
+
+
+def _allocated(device: str, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """The outputs of a kernel. Chunk sizes depend on the device: meta tensors get those of a GPU."""
+    if device == "cpu":
+        return kernel.allocate(*args)
+    with unset_fake_temporarily():
+        meta = tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args)
+        outputs = kernel.allocate(*meta)
+    return tuple(None if o is None else torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device="cpu") for o in outputs)
+
+
+def scratch(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> int:
+    """The bytes of the workspace of an operation on the device."""
+    kernel = KERNELS.get(func)
+    if kernel is not None and kernel.name.partition("::")[2] in CHUNKED:
+        return _chunks(device, _named(func, args, kwargs))
+    held = SCRATCH[device].get(func._schema.name)
+    return 0 if held is None else held(_named(func, args, kwargs))
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+    return {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+
+
+def _chunks(device: str, given: Arguments) -> int:
+    """A chunk of logits, and the statistics of each row."""
+    hidden, weight = given["hidden"], given["weight"]
+    rows, width = hidden.shape
+    needs = given.get("needs", (False, False))
+    options = {name: given[name] for name in ("chunk", "budget", "accumulate_dtype")}
+    length, dtype = chunking(rows, width, weight.shape[0], hidden.dtype, device, trained=needs[1], **options)
+    size = min(length, rows) * weight.shape[0] * hidden.itemsize + 8 * rows
+    if "lse" in given and needs[1] and dtype != weight.dtype:
+        # The backward pass of the per-row loss allocates its own accumulator; for the summed loss, it is an output.
+        size += weight.numel() * dtype.itemsize
+    if device == "cpu":
+        # The row passes of the reference allocate two float32 blocks, and a copy of the logits of one if they have another dtype.
+        block = min(min(length, rows) * weight.shape[0], REFERENCE_BLOCK)
+        size += 4 * block * (2 if hidden.itemsize == 4 else 3)
+    return int(size)
+
+
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    """A replacement for scaled_dot_product_attention that allocates what FlashAttention allocates, not what the CPU kernel does."""
+    if torch.is_autocast_enabled("cpu"):
+        low = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(low), key.to(low), value.to(low)
+    result: Tensor = _FlashAttention.apply(query, key, value)
+    return result
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keeps its inputs, its output and a number for each row of scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, tokens, _ = query.shape
+        result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, result, query.new_empty(batch, heads, tokens, dtype=torch.float32))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of the queries is accumulated in float32, and keys and values are expanded to the query heads."""
+        query, key, value, *_ = ctx.saved_tensors
+        batch, heads, tokens, width = query.shape
+        padded, wide = -(-tokens // 128) * 128, -(-width // 32) * 32
+        scratch = [query.new_empty(batch, heads, padded, wide + 1, dtype=torch.float32)]
+        if key.shape[1] != heads:
+            scratch += [t.new_empty(batch, heads, *t.shape[2:]) for t in (key, value)]
+        query, key, value = (torch.empty_like(t) for t in (query, key, value))
+        del scratch
+        return query, key, value
+
+
+def _embedding_backward(given: Arguments) -> int:
+    """Partial sums of up to ten tokens in float32, sums per word, and sorted tokens.
+
+    aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu, which uses another kernel for few tokens.
+    """
+    tokens, width, words = given["indices"].numel(), given["grad_output"].shape[-1], given["num_weights"]
+    if tokens <= 3072:
+        return 0
+    segments = tokens // 10 + min(tokens, words)
+    return int(segments * -(-width // 32) * 32 * 4 + 6 * 8 * tokens)
+
+
+CHUNKED = ("linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_rows_backward")
+SCRATCH: dict[str, dict[str, Callable[[Arguments], int]]] = {
+    "cuda": {
+        "aten::embedding_dense_backward": _embedding_backward,
+    },
+    "cpu": {},
+}

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step of the Transformers Trainer on fake tensors, and the memory that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+
+from liger_bench.checkpointing import layers
+from liger_train import model as train_model
+from liger_train.configs import config_of
+from liger_train.model import LOW, build, weights_dtype
+from liger_train.plan import devices
+from liger_train.plan.adapters import adapted
+from liger_train.plan.ledger import ACTIVATIONS, CATEGORIES, CHECKPOINTS, GRADIENTS, LOGITS, OPTIMIZER, OTHER, WEIGHTS, Ledger, Moment
+from liger_train.plan.optimizers import OPTIMIZERS, Weight, weights_of
+from liger_train.plan.sharding import Sharding, held_in_four_bits, in_four_bits, optimizer_memory, sharding_of
+from liger_train.setup import LIBRARY, Setup
+from liger_train.techniques import chosen
+
+CPU = torch.device("cpu")
+# Options that do not affect memory, with fixed values.
+NEUTRAL: dict[str, Any] = {"memory_limit": None, "steps": 20, "learning_rate": 1e-5, "seed": 0, "data": LIBRARY, "nvme_folder": None}
+AUTO = "This is the start of --checkpoint auto, which then uses the memory that is left."
+FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "weight update"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The memory that one rank needs for a setup.
+
+    peak_bytes    peak memory, as torch.cuda.max_memory_allocated reports it
+    held          the peak by category
+    doing         the phase of the step with the peak
+    static_bytes  allocated between steps: weights, optimizer state, and remaining gradients
+    parameters, trainable_parameters  of the whole model
+    notes         decisions made while building the model, one sentence each
+    """
+
+    setup: Setup
+    peak_bytes: int
+    held: dict[str, int]
+    doing: str
+    static_bytes: int
+    parameters: int
+    trainable_parameters: int
+    notes: tuple[str, ...] = ()
+
+    def fits(self, limit: int) -> bool:
+        return self.peak_bytes <= limit
+
+
+@dataclass(frozen=True)
+class Step:
+    """Memory without the optimizer: at the peak, and when the weights are updated."""
+
+    peak: Moment
+    end: Moment
+    static: int
+    weights: tuple[Weight, ...]
+    parameters: int
+    notes: tuple[str, ...]
+
+
+def predict(setup: Setup) -> Prediction:
+    """Predict the memory of a run: the actual model of the setup takes a step on fake tensors.
+
+    Raises OptionError for unknown values.
+    """
+    chosen(setup)
+    kind = OPTIMIZERS[setup.optimizer]
+    # The optimizer's own memory is added below; the rest depends on the other options.
+    taken = _step(replace(setup, optimizer="galore-layerwise" if kind.drops_gradients else "adamw", **NEUTRAL))
+    state, inside = optimizer_memory(setup, kind, taken.weights)
+    peak = max(taken.peak, replace(taken.end, held=_with(taken.end.held, inside)), key=lambda moment: moment.total)
+    return Prediction(
+        setup,
+        peak.total + state,
+        {name: _with(peak.held, state).get(name, 0) for name in CATEGORIES},
+        peak.doing,
+        taken.static + state,
+        taken.parameters,
+        sum(weight.elements for weight in taken.weights),
+        taken.notes,
+    )
+
+
+def forward_and_backward(setup: Setup) -> int:
+    """The peak in bytes of a step without an optimizer, as `liger bench model` takes it."""
+    return _step(replace(setup, **NEUTRAL)).peak.total
+
+
+def _with(held: Mapping[str, int], optimizer: int) -> dict[str, int]:
+    return {**held, OPTIMIZER: held.get(OPTIMIZER, 0) + optimizer}
+
+
+@lru_cache(maxsize=256)
+def _step(setup: Setup) -> Step:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Building a model seeds the generators.
+    with torch.random.fork_rng(devices=[]):
+        model, notes = fake_model(setup, mode)
+    sharding = sharding_of(setup, model)
+    ledger = _ledger_of_a_step(setup, model, sharding, mode)
+    if sharding.learns:
+        # DeepSpeed prefetches after it has traced a step.
+        ledger = _ledger_of_a_step(setup, model, sharding.after_a_step(), mode)
+    parameters = sum(p.numel() for p in model.parameters())
+    return Step(ledger.peak(), ledger.end(), ledger.static, tuple(weights_of(model)), parameters, (*notes, *ledger.notes))
+
+
+def _ledger_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: FakeTensorMode) -> Ledger:
+    ledger = Ledger(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model))
+    written_out = devices.attention_is_written_out(setup.device, LOW.get(setup.precision, torch.float32), model.config.get_text_config())
+    with mode, devices.as_on(setup.device, sharded=sharding.gathers, written_out=written_out) as notes, ledger:
+        step(setup, model, ledger, sharding)
+    ledger.notes.extend(notes if setup.liger != "none" else [])
+    return ledger
+
+
+def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
+    """The model of a setup, on fake tensors."""
+    # These are modeled separately: fake tensors can be neither quantized to 4 bits nor offloaded.
+    simple = replace(setup, device="cpu", adapter="lora" if setup.adapter == "qlora" else setup.adapter)
+    if setup.shard == "fsdp2" and setup.precision in LOW:
+        # Gathered weights are in the precision of the matmuls.
+        simple = replace(simple, precision="bf16-pure")
+    simple = replace(simple, checkpoint="full" if setup.checkpoint in ("offload", "auto") else setup.checkpoint)
+    instead = mock.patch.multiple(train_model, _loaded=_from_config, _adapted=adapted)
+    with mode, mock.patch.object(torch.utils, "swap_tensors", _swap), instead:
+        built = build(simple, CPU)
+        if setup.adapter == "qlora":
+            _prepare_for_four_bits(built.model)
+    return built.model, built.notes + ([AUTO] if setup.checkpoint == "auto" else [])
+
+
+def _from_config(setup: Setup, device: torch.device) -> Any:
+    """A model without its weights, which a plan does not need."""
+    with device:
+        return AutoModelForCausalLM.from_config(config_of(setup), dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code)
+
+
+def _swap(old: Tensor, new: Tensor) -> None:
+    """A replacement for torch.utils.swap_tensors, which rejects fake tensors."""
+    old.data = new
+
+
+def _prepare_for_four_bits(model: nn.Module) -> None:
+    """As peft.prepare_model_for_kbit_training: frozen weights that are not in 4 bits, such as an untied LM head, are in float32."""
+    for name, module in model.named_modules():
+        if not held_in_four_bits(name, module):
+            for weight in module.parameters(recurse=False):
+                if not weight.requires_grad:
+                    weight.data = weight.data.float()
+
+
+def _logits_of(model: Any) -> Callable[[Tensor], str | None]:
+    """Recognize logits: their last dimension is the vocabulary size."""
+    words = model.config.get_text_config().vocab_size
+
+    def known_as(tensor: Tensor) -> str | None:
+        return LOGITS if tensor.dim() > 1 and tensor.shape[-1] == words else None
+
+    return known_as
+
+
+def step(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> None:
+    """A step after the first, when the optimizer has its state."""
+    for weight in [*model.parameters(), *model.buffers()]:
+        ledger.note(weight, WEIGHTS)
+    if setup.adapter == "qlora":
+        ledger.expanded = in_four_bits(model, ledger)
+    sharding.enter(model, ledger)
+    ledger.begin()
+    ledger.hold(devices.WORKSPACES[setup.device], OTHER)
+    with _watched(setup, model, ledger, sharding):
+        for _ in range(min(2, setup.accumulation)):
+            tokens = torch.zeros(setup.batch, setup.sequence, dtype=torch.long)
+            ledger.doing = FORWARD
+            loss = _loss(setup, model, tokens)
+            for number in ledger.alive() - ledger.labels.keys():
+                ledger.labels[number] = ACTIVATIONS
+            ledger.doing = BACKWARD
+            loss.backward()
+            del loss
+            sharding.completed()
+        ledger.doing = UPDATE
+
+
+def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
+    """As Trainer.compute_loss with the forward pass that accelerate wraps; other outputs are freed on return."""
+    inputs = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": torch.zeros((), dtype=torch.long)}
+    mixed = setup.precision in ("bf16", "fp16") and setup.shard == "none"
+    if not mixed:
+        plain: Tensor = model(**inputs).loss
+        return plain
+
+    def forward(**given: Any) -> Any:
+        with torch.autocast("cpu", dtype=LOW[setup.precision]):
+            return model(**given)
+
+    loss: Tensor = convert_outputs_to_fp32(forward)(**inputs).loss
+    return loss
+
+
+@contextmanager
+def _watched(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> Iterator[None]:
+    """Label gradients and activation checkpoints; offloaded checkpoints do not count."""
+    handles: list[Any] = []
+
+    def accumulated(weight: Any) -> None:
+        ledger.note(weight.grad, GRADIENTS)
+        sharding.accumulated(weight)
+
+    for weight in model.parameters():
+        if weight.requires_grad:
+            handles.append(weight.register_post_accumulate_grad_hook(accumulated))
+    for layer in layers(model):
+        if layer.gradient_checkpointing:
+            handles.extend(_checkpointed(layer, ledger, setup.checkpoint == "offload"))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def _checkpointed(layer: nn.Module, ledger: Ledger, offloaded: bool) -> Iterator[Any]:
+    """The input of a layer is its checkpoint. If offloaded, it leaves when the layer is done, and returns for recomputation."""
+
+    def started(_: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        number = ledger.note(hidden, CHECKPOINTS)
+        if offloaded and ledger.doing == BACKWARD:
+            ledger.move(hidden, -ledger.away.pop(number, 0))
+
+    def ended(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if offloaded and ledger.doing == FORWARD:
+            number = ledger.note(hidden)
+            ledger.away[number] = ledger.sizes[number]
+            ledger.move(hidden, ledger.sizes[number])
+
+    yield layer.register_forward_pre_hook(started, with_kwargs=True)
+    yield layer.register_forward_hook(ended, with_kwargs=True)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin that liger-train is: the commands `liger train`, `liger plan` and `liger report`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from liger_core import hookimpl
+
+if TYPE_CHECKING:
+    import typer
+
+
+@hookimpl
+def liger_commands(app: typer.Typer) -> None:
+    from liger_bench.options import checked
+    from liger_train.plan.command import plan
+    from liger_train.report.command import report
+    from liger_train.train.command import train
+
+    app.command()(checked(train))
+    app.command()(checked(plan))
+    app.command()(checked(report))

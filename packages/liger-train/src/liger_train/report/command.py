@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger report`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from liger_bench.progress import progress_bar
+from liger_bench.records import Record
+from liger_bench.writable import check_file
+from liger_core.errors import LigerError
+from liger_train.report.sweeps import FUSED, PLAIN, SIZES, Sweep, others, read, sweeps
+from liger_train.row import SETUP
+from liger_train.setup import Setup
+
+if TYPE_CHECKING:
+    from liger_train.report.pictures import Sizes
+
+IMAGES = Path("images", "training-results")
+
+Draw = Callable[[Path], None]
+
+
+def report(
+    results: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders written by liger train --out.")],
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Where to write the report as one HTML file with inline images. Default: report.html in the first folder."),
+    ] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="Also write the report as Markdown, with its images in images/training-results beside it.")
+    ] = None,
+) -> None:
+    """Report the throughput and peak memory of training runs: charts and tables on one page, from the results of liger train alone."""
+    rows, html = read(results), html or results[0] / "report.html"
+    for option, path in (("--html", html), ("--docs", docs)):
+        if path is not None:
+            check_file(f"report: {option}", path)
+    command = " ".join(["liger report", *(folder.as_posix() for folder in results)])
+    with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="liger-report-") as folder:
+        task = bar.add_task("loading matplotlib", total=None)
+        # The other commands do without it.
+        from liger_train.report.page import as_html
+        from liger_train.report.timelines import read_timelines
+
+        timelines = read_timelines(results)
+        # The HTML file embeds the pictures that the Markdown page links to.
+        base = Path(folder) if docs is None else docs.parent
+        place = _Place(base, lambda name: bar.update(task, description=f"drawing {name}"))
+        text, count = _written(rows, timelines, place, command)
+        html.write_text(as_html(text, base), encoding="utf-8")
+    if docs is not None:
+        docs.write_text(text, encoding="utf-8")
+    written = " and ".join(str(path) for path in (html, docs) if path)
+    Console(highlight=False).print(f"{written}: {len(rows)} training runs, {count} pictures", soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The folder of a page, with its pictures in IMAGES below it; `show` gets the name of each picture before it is drawn."""
+
+    folder: Path
+    show: Callable[[str], object]
+
+    def draw(self, name: str, drawing: Draw) -> Path:
+        """The path of a picture, as the page links to it."""
+        self.show(name)
+        path = IMAGES / f"{name}.png"
+        drawing(self.folder / path)
+        return path
+
+
+def _written(rows: list[Record], timelines: list[Record], place: _Place, command: str) -> tuple[str, int]:
+    """The page in Markdown, and its number of pictures."""
+    from liger_train.report.page import Pictures, page
+    from liger_train.report.timelines import pairs, timeline_picture
+
+    found, pictures, names = sweeps(rows), Pictures(), list[str]()
+    for sweep in found:
+        names.append(sweep.name)
+        # Sweeps that differ only in their machine or text get numbers.
+        name = sweep.name if names.count(sweep.name) == 1 else f"{sweep.name}-no-{names.count(sweep.name)}"
+        pictures.sweeps.append([(caption, place.draw(f"{name}{end}", drawing)) for caption, end, drawing in _pictures_of(sweep)])
+    for name, group in pairs(timelines).items():
+        pictures.timelines.append((f"Memory over time: {name}", place.draw(f"timeline-{name}", partial(timeline_picture, group))))
+    count = sum(len(drawn) for drawn in pictures.sweeps) + len(pictures.timelines)
+    return page(rows, found, others(rows, found), timelines, pictures, command), count
+
+
+def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:
+    """Caption, file name suffix and drawing of each picture: two strategies, all strategies, and the estimates of the original report."""
+    from liger_train.report.pictures import estimate_picture, sweep_picture
+
+    every, two = sweep.strategies, [strategy for strategy in (sweep.strategy(PLAIN), sweep.strategy(FUSED)) if strategy is not None]
+    drawn: list[tuple[str, str, Draw]] = []
+    if len(two) == 2 and len(every) > 2:
+        drawn.append((f"{sweep.title}: Transformers and Liger", "-two", partial(sweep_picture, sweep, two)))
+    drawn.append((f"{sweep.title}: every strategy", "", partial(sweep_picture, sweep, every)))
+    sizes = _sizes(sweep.first) if sweep.axis in SIZES else None
+    if sizes is not None:
+        drawn.append((f"{sweep.title}: activation checkpoints and logits, estimated", "-estimate", partial(estimate_picture, sweep, sizes)))
+    return drawn
+
+
+def _sizes(row: Record) -> Sizes | None:
+    """The sizes of a model whose config is available; without it there is nothing to estimate with."""
+    from liger_train.configs import config_of
+    from liger_train.report.pictures import Sizes
+
+    try:
+        # Drawing a picture never runs a model's own code, whatever the row says.
+        config = config_of(replace(Setup(**{name: row[name] for name in SETUP}), trust_remote_code=False)).get_text_config()
+        return Sizes(config.hidden_size, config.num_hidden_layers, config.vocab_size)
+    except (LigerError, AttributeError):
+        return None

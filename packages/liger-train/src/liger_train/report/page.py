@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a report: pictures, the claims of the original report beside our figures, and every figure; as Markdown and as one HTML file."""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+from liger_bench import markdown
+from liger_bench.printing import unit_of
+from liger_bench.records import Record, distinct
+from liger_train.report.statements import ORIGINAL, statements
+from liger_train.report.sweeps import PLAIN, STRATEGY, Sweep, where
+from liger_train.report.timelines import title
+from liger_train.row import AUTO_NOTE, NOT_RUN, SETUP, WITHIN_SPREAD, overlapping
+from liger_train.setup import Setup
+
+GIB = 1 << 30
+FIGURES = 6
+ABOUT = """
+Every run has its own process. Throughput is that of the median step after the first two, summed over ranks. Peak memory is the most memory that the
+allocator had allocated at any time of the run; on the CPU, of the second step. The baseline is Transformers without Liger at the same size. `≈` marks a
+speedup within the spread of the steps: the 20th to 80th percentiles of the two runs overlap. A cross in a picture marks a run that ran out of memory.
+""".strip()
+STYLE = """
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --line: #d0d0d0; --soft: #f3f3f3; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e3e3e3; --paper: #121212; --line: #3c3c3c; --soft: #1e1e1e; }
+  /* White becomes the paper, and colors keep their hue. */
+  img { filter: invert(0.93) hue-rotate(180deg); }
+}
+body { background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+img { max-width: 100%; height: auto; display: block; margin: 1rem 0; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; margin: 1rem 0; }
+th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.75rem; white-space: nowrap; text-align: left; }
+pre, code { background: var(--soft); font-size: 0.9rem; }
+pre { overflow-x: auto; padding: 0.75rem; }
+""".strip()
+
+# Notes that name the default options begin like this, in rows of this version and of older ones.
+CHOSEN = re.compile(r"--[a-z-]+ \S+ was chosen|(Chosen|Defaults) for ")
+# What `--checkpoint auto` noted in rows of older versions → what it notes now.
+OLDER_NOTES = (
+    (r"a batch is taken in (\d+) parts, and ", r"each batch is split into \1 parts; "),
+    (r"(\d+) of \d+ layers are computed again, (\d+) but for their products, (\d+) are not", AUTO_NOTE.format(r"\1", r"\2", r"\3")),
+    (r"(from step \d+ on) ", r"\1, "),
+)
+
+
+@dataclass
+class Pictures:
+    """Caption and path of each picture: a list for each sweep, and the timelines."""
+
+    sweeps: list[list[tuple[str, Path]]] = field(default_factory=list)
+    timelines: list[tuple[str, Path]] = field(default_factory=list)
+
+
+def page(
+    rows: Sequence[Record], found: Sequence[Sweep], rest: Sequence[Record], timelines: Sequence[Record], pictures: Pictures, command: str
+) -> str:
+    """The page in Markdown; it links to the pictures by their paths."""
+    parts = ["# Training results", markdown.generated(command), _where(rows), ABOUT]
+    for sweep, drawn in zip(found, pictures.sweeps, strict=True):
+        parts += [f"## {sweep.title}", f"{sweep.setting}.", *_images(drawn), _statements(sweep), _figures(sweep)]
+    parts += _timelines(timelines, pictures)
+    parts += _others(rest, heading=bool(found))
+    parts.append(_repeat(found, rest, command))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def as_html(text: str, folder: Path) -> str:
+    """The same page as one HTML file with inline images; their paths are relative to `folder`."""
+    text = re.sub(r"<!--.*?-->\n*", "", text, flags=re.DOTALL)
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
+    body = re.sub(r'(<img src=")([^"]+)"', lambda found: f'{found[1]}{_inlined(folder / html.unescape(found[2]))}"', body)
+    title = next(iter(re.findall(r"<h1>(.*?)</h1>", body)), "Training results")
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>\n{STYLE}\n</style>'
+    return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}</body>\n</html>\n'
+
+
+def _inlined(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def _where(rows: Sequence[Record]) -> str:
+    lines = markdown.where(rows) + [f"* {versions}" for versions in distinct(rows, "versions")]
+    return lines[0] + "\n\n" + "\n".join(lines[1:])
+
+
+def _images(drawn: Sequence[tuple[str, Path]]) -> list[str]:
+    return [f"![{caption}](<{path.as_posix()}>)" for caption, path in drawn]
+
+
+def _statements(sweep: Sweep) -> str:
+    found = statements(sweep)
+    if not found:
+        return ""
+    if any(each.original for each in found):
+        return markdown.table(
+            ("", f"[original report]({ORIGINAL})", "here"), [(each.words, each.original or "–", each.here) for each in found]
+        )
+    return markdown.table(("", "here"), [(each.words, each.here) for each in found])
+
+
+def _figures(sweep: Sweep) -> str:
+    plain = sweep.strategy(PLAIN)
+    scale, unit = _unit(sweep.rows)
+    lines: list[list[str]] = []
+    for value in sweep.values:
+        base = sweep.row(plain, value)
+        for strategy in sweep.strategies:
+            row = sweep.row(strategy, value)
+            if row is not None:
+                lines.append([str(value), strategy.label, *_cells(row, base, scale)])
+    parts = [markdown.table((sweep.axis, "strategy", *_head(unit)), markdown.sparse(lines), right=(0, *range(2, 2 + FIGURES)))]
+    if not any(row.get("peak_bytes") for row in sweep.rows):
+        parts.append("Peak memory was not measured.")
+    parts.append(_sentences(sweep, lambda row: [row["reason"]]))
+    parts.append(_sentences(sweep, _notes))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _sentences(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> str:
+    """The reasons or notes of its runs, each once per strategy, with the sizes that it applies to unless it applies to all."""
+    found: list[tuple[str, str]] = []
+    for strategy in sweep.strategies:
+        rows = [row for row in sweep.rows if strategy.has(row)]
+        values: dict[str, list[str]] = {}
+        for row in rows:
+            for sentence in sentences(row):
+                values.setdefault(sentence, []).append(str(row[sweep.axis]))
+        found += [
+            (strategy.label if len(places) == len(rows) > 1 else f"{strategy.label} at {', '.join(places)}", sentence)
+            for sentence, places in values.items()
+        ]
+    return markdown.reasons(found)
+
+
+def _notes(row: Record) -> list[str]:
+    """Without the defaults, which are in the heading of the sweep."""
+    return [_today(note) for note in row.get("notes") or [] if not CHOSEN.match(note)]
+
+
+def _today(note: str) -> str:
+    for old, new in OLDER_NOTES:
+        note = re.sub(old, new, note)
+    return note
+
+
+def _head(unit: str) -> tuple[str, ...]:
+    return ("tokens/s", "20th – 80th percentile", "speedup", f"peak {unit}", "÷ baseline", "last loss")
+
+
+def _unit(rows: Sequence[Record]) -> tuple[int, str]:
+    return unit_of(max((row.get("peak_bytes") or 0 for row in rows), default=0) or GIB)
+
+
+def _cells(row: Record, plain: Record | None, scale: int) -> list[str]:
+    if row["tokens_per_second"] is None:
+        word = (
+            "out of memory"
+            if row["out_of_memory"]
+            else NOT_RUN
+            if row["reason"].startswith(NOT_RUN)
+            else "failed"
+            if row.get("failed")
+            else "–"
+        )
+        return [word, *["–"] * (FIGURES - 1)]
+    low, high, losses = row.get("low_tokens_per_second"), row.get("high_tokens_per_second"), row.get("losses")
+    return [
+        f"{row['tokens_per_second']:,.0f}",
+        "–" if low is None or high is None else f"{low:,.0f} – {high:,.0f}",
+        _ratio(row, plain, "tokens_per_second"),
+        "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / scale:.2f}",
+        _ratio(row, plain, "peak_bytes"),
+        f"{losses[-1]:.4f}" if losses else "–",
+    ]
+
+
+def _ratio(row: Record, plain: Record | None, column: str) -> str:
+    base = None if plain is None or plain["out_of_memory"] else plain[column]
+    if plain is None or not base or row[column] is None:
+        return "–"
+    about = WITHIN_SPREAD if column == "tokens_per_second" and row is not plain and overlapping(row, plain) else ""
+    return f"{about}{row[column] / base:.2f}"
+
+
+def _timelines(timelines: Sequence[Record], pictures: Pictures) -> list[str]:
+    if not timelines:
+        return []
+    names = list(timelines[0]["bytes"])
+    scale, unit = unit_of(max(sum(record["peak"].values()) for record in timelines) or GIB)
+    lines = []
+    for record in timelines:
+        peak = record["peak"]
+        lines.append([title(record["setup"]), f"{sum(peak.values()) / scale:.2f}", *(f"{peak[name] / scale:.2f}" for name in names)])
+    about = (
+        "## Memory over time\n\nFrom the allocator's events: the second and third step, or the whole run if it ran out of memory. Weights, gradients and optimizer state "
+        "are recognized by their addresses, logits by their size; checkpoints are the inputs of checkpointed layers. "
+        f"At the peak, in {unit}:"
+    )
+    return [about, markdown.table(("run", "peak", *names), lines, right=range(1, 2 + len(names))), *_images(pictures.timelines)]
+
+
+def _others(rest: Sequence[Record], heading: bool) -> list[str]:
+    """Runs that belong to no sweep, each compared with the baseline of the same techniques if there is one."""
+    if not rest:
+        return []
+    scale, unit = _unit(rest)
+    lines = []
+    for row in rest:
+        same = [name for name in (*SETUP, "machine") if name != "liger"]
+        plain = next((r for r in rest if r["liger"] == PLAIN and all(r[n] == row[n] for n in same)), None)
+        lines.append([_named(row), row["liger"], *_cells(row, plain, scale)])
+    table = markdown.table(("run", "liger", *_head(unit)), markdown.sparse(lines), right=range(2, 2 + FIGURES))
+    return [
+        f"## {'Other runs' if heading else 'Runs'}",
+        table,
+        markdown.reasons((f"{_named(r)} {r['liger']}", r["reason"]) for r in rest),
+    ]
+
+
+def _named(row: Record) -> str:
+    """Its model and size, and every option that is not the default."""
+    default = Setup(row["model"])
+    shown = [
+        n
+        for n in SETUP
+        if n not in ("model", "batch", "sequence", "liger", "steps", "seed", "learning_rate", "device", "memory_limit", "data")
+    ]
+    words = [str(row[n]) if n == "precision" else f"{n} {row[n]}" for n in shown if row[n] != getattr(default, n)]
+    return f"{row['model']} {row['batch']} × {row['sequence']}{''.join(', ' + word for word in words)}; {where(row)}"
+
+
+def _repeat(found: Sequence[Sweep], rest: Sequence[Record], command: str) -> str:
+    lines = [sweep_command(sweep) for sweep in found]
+    lines += [f"{_setup(row).command()} --out RESULTS" for row in rest]
+    return "## How to repeat\n\n" + "\n".join(f"    {line}" for line in [*lines, command])
+
+
+def sweep_command(sweep: Sweep) -> str:
+    """The command that measures it again."""
+    parts, more = [], ""
+    # One command per value of --checkpoint, since --strategies varies --liger only.
+    for checkpoint in distinct(sweep.rows, STRATEGY[1]):
+        rows = [row for row in sweep.rows if row[STRATEGY[1]] == checkpoint]
+        setup = _setup(rows[0] | {"liger": "all", sweep.axis: getattr(Setup, sweep.axis, 1)})
+        if setup.ranks > 1:
+            # A sweep starts its own ranks.
+            setup, more = replace(setup, ranks=1), f" --sweep ranks={setup.ranks}"
+        chosen = [strategy.liger for strategy in sweep.strategies if strategy.checkpoint == checkpoint]
+        values = ",".join(map(str, distinct(rows, sweep.axis)))
+        strategies = ",".join(name.replace(",", "+") for name in chosen)
+        parts.append(f"{setup.command()} --sweep {sweep.axis}={values}{more} --strategies {strategies} --out RESULTS")
+    return "\n    ".join(parts)
+
+
+def _setup(row: Record) -> Setup:
+    return Setup(**{name: row[name] for name in SETUP})

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the original report states about its sweeps, beside what our rows show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from liger_bench.records import Record
+from liger_train.report.sweeps import FUSED, PARTLY, PLAIN, Strategy, Sweep
+from liger_train.row import WITHIN_SPREAD, overlapping
+
+GIB = 1 << 30
+SPEED, PEAK = "tokens_per_second", "peak_bytes"
+# The report that this project began with, its GPU (a GeForce RTX 4090), and its two sweeps: axis, fixed size → what it states, by key.
+ORIGINAL = "https://github.com/DandinPower/112-2-Artificial-Intelligence-Midterm"
+ORIGINAL_MODEL, ORIGINAL_MEMORY = "llama-3.2-1b", 24 * GIB
+STATED = {
+    ("batch", 1024): {"plain": "at 16", "liger": "no OOM up to 112", "memory": "nearly 100 %", "speed": "nearly 100 %"},
+    ("sequence", 4): {"plain": "at 2048", "liger": "no OOM up to 24576", "memory": "nearly 100 %", "speed": "nearly 100 %"},
+}
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One line of the table; `original` is empty where the original report states nothing, or measured something else."""
+
+    words: str
+    original: str
+    here: str
+
+
+def statements(sweep: Sweep) -> list[Statement]:
+    """Every statement that the rows can support."""
+    plain, partly, fused = (sweep.strategy(name) for name in (PLAIN, PARTLY, FUSED))
+    said = _said(sweep)
+    found = [
+        Statement(f"{strategy.label}: first OOM", said.get(key, ""), _first_failure(sweep, strategy))
+        for key, strategy in (("plain", plain), ("partly", partly), ("liger", fused))
+        if strategy is not None
+    ]
+    found += [
+        Statement(f"{strategy.label}: growth of peak memory", "", growth)
+        for strategy in (plain, partly, fused)
+        if strategy is not None and (growth := _growth(sweep, strategy))
+    ]
+    found += [
+        Statement(f"{strategy.label}: scaling of tokens/s", "", growth)
+        for strategy in (plain, partly, fused)
+        if strategy is not None and (growth := _speed_up(sweep, strategy))
+    ]
+    if plain and fused and (both := _largest(sweep, [plain, fused], PEAK)):
+        value, (one, other) = both
+        found.append(Statement(f"peak memory, Liger ÷ baseline, at {value}", "", f"{other[PEAK] / one[PEAK]:.2f}"))
+    if plain and fused and (both := _largest(sweep, [plain, fused], SPEED)):
+        value, (one, other) = both
+        found.append(Statement(f"tokens/s, Liger ÷ baseline, at {value}", "", _speed_ratio(other, one)))
+    if plain and fused and (highest := _highest(sweep, plain)) and (ours := _highest(sweep, fused)):
+        words = f"{_speed_ratio(ours, highest)} (at {ours[sweep.axis]} ÷ at {highest[sweep.axis]})"
+        found.append(Statement("highest tokens/s, Liger ÷ baseline", "", words))
+    found += _checkpoints(sweep)
+    for column, words, key in ((PEAK, "memory saved", "memory"), (SPEED, "throughput gained", "speed")):
+        if plain and partly and fused and (all_three := _largest(sweep, [plain, partly, fused], column)):
+            value, rows = all_three
+            none, some, every = (float(row[column]) for row in rows)
+            # A share of almost nothing means nothing, and neither does one of a difference within the spread of the steps.
+            if abs(every / none - 1) > 0.02 and (column == PEAK or not overlapping(rows[0], rows[2])):
+                found.append(
+                    Statement(
+                        f"share of the {words} at {value} due to the fused loss",
+                        said.get(key, ""),
+                        f"{(every - some) / (every - none):.1%}",
+                    )
+                )
+    return found
+
+
+def _checkpoints(sweep: Sweep) -> list[Statement]:
+    """Speedups of the other values of --checkpoint over recomputing every layer."""
+    found: list[Statement] = []
+    for full in (strategy for strategy in sweep.strategies if strategy.checkpoint == "full"):
+        for other in (s for s in sweep.strategies if s.liger == full.liger and s.checkpoint != "full"):
+            pairs = [(sweep.row(other, value), sweep.row(full, value)) for value in sweep.values]
+            ratios = [one[SPEED] / base[SPEED] for one, base in pairs if one and base and _has(one, SPEED) and _has(base, SPEED)]
+            if ratios:
+                words = f"tokens/s, {other.label} ÷ checkpoint full"
+                found.append(Statement(words, "", f"{min(ratios):.2f} to {max(ratios):.2f} at {len(ratios)} sizes"))
+    return found
+
+
+def _said(sweep: Sweep) -> dict[str, str]:
+    """What the original report states, if this is its model on a GPU of the same memory."""
+    first = sweep.first
+    if first["model"] != ORIGINAL_MODEL or first["memory_limit"] != ORIGINAL_MEMORY:
+        return {}
+    other = first["sequence" if sweep.axis == "batch" else "batch"]
+    return STATED.get((sweep.axis, other), {})
+
+
+def _first_failure(sweep: Sweep, strategy: Strategy) -> str:
+    rows = [(value, row) for value in sweep.values if (row := sweep.row(strategy, value)) is not None]
+    failed = [value for value, row in rows if row["out_of_memory"]]
+    if failed:
+        return f"at {failed[0]}"
+    fits = [value for value, row in rows if _has(row, SPEED)]
+    return f"no OOM up to {fits[-1]}" if fits else "–"
+
+
+def _growth(sweep: Sweep, strategy: Strategy) -> str:
+    """From its smallest to its largest run, per thousand tokens of a step."""
+    rows = _rows(sweep, strategy, PEAK)
+    if len(rows) < 2 or sweep.axis == "ranks":
+        return ""
+    tokens = [row["batch"] * row["sequence"] for row in (rows[0], rows[-1])]
+    return f"{(rows[-1][PEAK] - rows[0][PEAK]) / (tokens[1] - tokens[0]) * 1000 / 2**20:,.1f} MiB per 1000 tokens"
+
+
+def _speed_up(sweep: Sweep, strategy: Strategy) -> str:
+    """From the fewest to the most ranks; each rank has the same batch (weak scaling)."""
+    rows = _rows(sweep, strategy, SPEED)
+    if len(rows) < 2 or sweep.axis != "ranks":
+        return ""
+    return f"{rows[-1][SPEED] / rows[0][SPEED]:.2f} × from {rows[0]['ranks']} to {rows[-1]['ranks']}"
+
+
+def _largest(sweep: Sweep, strategies: list[Strategy], column: str) -> tuple[int, list[Record]] | None:
+    """The largest value at which all strategies have that figure, with their rows."""
+    for value in reversed(sweep.values):
+        rows = [row for strategy in strategies if (row := sweep.row(strategy, value)) is not None and _has(row, column)]
+        if len(rows) == len(strategies):
+            return value, rows
+    return None
+
+
+def _highest(sweep: Sweep, strategy: Strategy) -> Record | None:
+    return max(_rows(sweep, strategy, SPEED), key=lambda row: float(row[SPEED]), default=None)
+
+
+def _speed_ratio(one: Record, other: Record) -> str:
+    return f"{WITHIN_SPREAD if overlapping(one, other) else ''}{one[SPEED] / other[SPEED]:.2f}"
+
+
+def _rows(sweep: Sweep, strategy: Strategy, column: str) -> list[Record]:
+    return [row for value in sweep.values if (row := sweep.row(strategy, value)) is not None and _has(row, column)]
+
+
+def _has(row: Record, column: str) -> bool:
+    """Whether a run ended with that figure."""
+    return row[SPEED] is not None and row[column] is not None and not row["out_of_memory"]

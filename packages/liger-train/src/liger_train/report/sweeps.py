@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of training runs, grouped by what varies: the batch size, the sequence length, or the number of ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from liger_bench.records import Record, distinct
+from liger_bench.results import read_json
+from liger_core.errors import OptionError
+from liger_train.row import SETUP
+from liger_train.setup import Setup
+
+ROWS = "train.json"
+SIZES = ("batch", "sequence")
+AXES = (*SIZES, "ranks")
+# The columns that differ between the lines of one picture; all others are the same.
+STRATEGY = ("liger", "checkpoint")
+# These change neither the time nor the memory of a step.
+FREE = ("steps", "learning_rate", "seed", "nvme_folder", "trust_remote_code", "random_weights")
+DEFAULTS = {field.name: field.default for field in fields(Setup)}
+PLAIN, FUSED, PARTLY = "none", "all", "all-but-loss"
+WORDS = {PLAIN: "Transformers", PARTLY: "Liger without fused loss", FUSED: "Liger"}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One line of a picture."""
+
+    liger: str
+    checkpoint: str
+    label: str
+
+    def has(self, row: Record) -> bool:
+        return bool(row["liger"] == self.liger and row["checkpoint"] == self.checkpoint)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Runs that differ in one size and in their strategy; `rows` are in the order of that size."""
+
+    axis: str
+    rows: list[Record]
+
+    @property
+    def first(self) -> Record:
+        return self.rows[0]
+
+    @property
+    def fixed(self) -> str:
+        """The other sizes."""
+        return ", ".join(f"{name} {self.first[name]}" for name in SIZES if name != self.axis)
+
+    @property
+    def values(self) -> list[int]:
+        return distinct(self.rows, self.axis)
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """The baseline first, Liger last, other selections of ops between."""
+        order = [PLAIN, *sorted(set(distinct(self.rows, "liger")) - {PLAIN, PARTLY, FUSED}), PARTLY, FUSED]
+        found = dict.fromkeys((row["liger"], row["checkpoint"]) for row in self.rows)
+        several = len({checkpoint for _, checkpoint in found}) > 1
+        return [
+            Strategy(liger, checkpoint, WORDS.get(liger, f"Liger: {liger}") + (f", checkpoint {checkpoint}" if several else ""))
+            for liger, checkpoint in sorted(found, key=lambda pair: order.index(pair[0]))
+        ]
+
+    def strategy(self, liger: str) -> Strategy | None:
+        """The first strategy with that selection of ops."""
+        return next((strategy for strategy in self.strategies if strategy.liger == liger), None)
+
+    def row(self, strategy: Strategy | None, value: int) -> Record | None:
+        return next((row for row in self.rows if strategy and strategy.has(row) and row[self.axis] == value), None)
+
+    @property
+    def title(self) -> str:
+        return f"{self.first['model']}: {self.axis} at {self.fixed}"
+
+    @property
+    def setting(self) -> str:
+        """What all its runs have in common, without the defaults."""
+        shown = [name for name in SETUP if name not in ("model", "device", "data", "memory_limit", *AXES, *STRATEGY, *FREE)]
+        words = [self.first["precision"]]
+        words += [f"{name} {self.first[name]}" for name in shown if name != "precision" and self.first[name] != DEFAULTS[name]]
+        if len({strategy.checkpoint for strategy in self.strategies}) == 1:
+            words.append(f"checkpoint {self.first['checkpoint']}")
+        return f"{', '.join(words)}; {_cards(self.first) if self.axis == 'ranks' else where(self.first)}"
+
+    @property
+    def name(self) -> str:
+        """For file names."""
+        shown = [name for name in SETUP if name not in ("model", "data", "device", "memory_limit", self.axis, *SIZES, *STRATEGY, *FREE)]
+        words = [self.first["model"], self.axis, self.fixed, *(str(self.first[n]) for n in shown if self.first[n] != DEFAULTS[n])]
+        if self.first["memory_limit"]:
+            words.append(f"{self.first['memory_limit'] / 2**30:g}GiB")
+        return re.sub(r"[^\w.]+", "-", "-".join(words)).strip("-")
+
+
+def where(row: Record) -> str:
+    """The device of a row, and its memory limit if there is one."""
+    device = _device(row)
+    count = row["ranks"]
+    return _limited(row, f"{'one' if count == 1 else count} {device}{'' if count == 1 else 's'}")
+
+
+def read(folders: Sequence[Path]) -> list[Record]:
+    """The rows of all these folders; of repeated runs the last one counts.
+
+    Raises OptionError if there are none.
+    """
+    kept: dict[tuple[Any, ...], Record] = {}
+    for folder in folders:
+        for row in read_json(folder / ROWS):
+            complete = DEFAULTS | {"tokens_per_second": None, "reason": ""} | row
+            kept[(*(complete[name] for name in SETUP if name not in FREE), _card(complete))] = complete
+    if not kept:
+        looked = ", ".join(str(folder) for folder in folders)
+        raise OptionError(f"report: a folder must hold {ROWS}, which liger train --out FOLDER writes; found none in {looked}")
+    return list(kept.values())
+
+
+def sweeps(rows: Sequence[Record]) -> list[Sweep]:
+    """All sweeps, in the order of their first rows; a row may belong to several."""
+    found: list[Sweep] = []
+    for axis in AXES:
+        groups: dict[tuple[Any, ...], list[Record]] = {}
+        for row in rows:
+            same = tuple(row[name] for name in SETUP if name not in (axis, *STRATEGY, *FREE))
+            groups.setdefault((*same, _card(row)), []).append(row)
+        for group in groups.values():
+            # A strategy with a single value makes no line.
+            lines = [row for row in group if len({r[axis] for r in group if _line(r) == _line(row)}) > 1]
+            if lines:
+                found.append(Sweep(axis, sorted(lines, key=lambda row: row[axis])))
+    # Sweeps of one model stand together.
+    models = distinct(rows, "model")
+    return sorted(found, key=lambda sweep: models.index(sweep.first["model"]))
+
+
+def others(rows: Sequence[Record], found: Sequence[Sweep]) -> list[Record]:
+    """The rows that belong to no sweep."""
+    known = {id(row) for sweep in found for row in sweep.rows}
+    return [row for row in rows if id(row) not in known]
+
+
+def _line(row: Record) -> tuple[str, str]:
+    return row["liger"], row["checkpoint"]
+
+
+def _cards(row: Record) -> str:
+    """The devices of a sweep over ranks."""
+    return _limited(row, f"each {_device(row)}")
+
+
+def _limited(row: Record, place: str) -> str:
+    return place if row["memory_limit"] is None else f"{row['memory_limit'] / 2**30:g} GiB of {place}"
+
+
+def _device(row: Record) -> str:
+    return _card(row) if row["device"] == "cuda" else "CPU"
+
+
+def _card(row: Record) -> str:
+    """The GPU without its host; on the CPU, the processor and its threads."""
+    return str(row["machine"]).partition("; ")[0]

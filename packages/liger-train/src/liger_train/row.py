@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row of results of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from liger_train.setup import Setup
+
+# In the first steps kernels are compiled and the optimizer state is allocated.
+WARM_UP = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Setup):
+    """A setup and the results of its run.
+
+    *tokens_per_second   summed over ranks; median, 20th and 80th percentile of the steps after the first two
+    peak_bytes           peak memory of a rank over the whole run; on the CPU, of the second step
+    peak_reserved_bytes  the peak including what the GPU's allocator has reserved
+    static_bytes         held between steps: weights, remaining gradients, optimizer state
+    losses               of every step
+    checkpointed_layers  the number of layers that were recomputed
+    replaced             the ops that Liger inserted, and how often
+    notes                decisions made for the user, one sentence each
+    out_of_memory        the run ran out of memory, which is a result; failed: any other failure; reason says which
+    interrupted          ended by the user; the figures cover the steps up to then
+    """
+
+    tokens_per_second: float | None
+    low_tokens_per_second: float | None
+    high_tokens_per_second: float | None
+    step_seconds: float | None
+    peak_bytes: int | None
+    peak_reserved_bytes: int | None
+    static_bytes: int | None
+    losses: list[float] | None
+    parameters: int | None
+    trainable_parameters: int | None
+    checkpointed_layers: int | None
+    replaced: str | None
+    notes: list[str] | None
+    out_of_memory: bool
+    failed: bool
+    interrupted: bool
+    reason: str
+    machine: str
+    versions: str
+    commit: str
+    date: str
+
+    def columns(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+COLUMNS = [field.name for field in fields(Row)]
+SETUP = tuple(field.name for field in fields(Setup))
+# What `--checkpoint auto` notes: the number of layers that recompute everything, everything but their matmuls, and nothing.
+AUTO_NOTE = "layers with full recompute: {}, with selective recompute: {}, without recompute: {}"
+# A reason begins with this if a sweep skipped the run.
+NOT_RUN = "not run"
+# Marks a speedup within the spread of the steps.
+WITHIN_SPREAD = "≈ "
+# The columns that identify a measurement.
+IDENTITY = (*SETUP, "machine", "versions", "commit")
+
+
+def overlapping(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the difference in speed is within the spread of the steps: the 20th to 80th percentiles of the two runs overlap."""
+    low, high = (f"{end}_tokens_per_second" for end in ("low", "high"))
+    if any(each.get(end) is None for each in (one, other) for end in (low, high)):
+        return False
+    return bool(one[low] <= other[high] and other[low] <= one[high])
+
+
+def where_of(row: Row) -> str:
+    """The machine and the most important versions; the row has all of them."""
+    named = [words for words in row.versions.split(", ") if words.split(" ")[0] in ("torch", "triton", "transformers")]
+    return f"{row.machine}; {', '.join([*named, f'commit {row.commit}'])}"
+
+
+def row_of(setup: Setup, where: dict[str, str], results: dict[str, Any]) -> Row:
+    """A row of these results; all other columns are empty."""
+    empty: dict[str, Any] = dict.fromkeys(COLUMNS) | {"out_of_memory": False, "failed": False, "interrupted": False, "reason": ""}
+    return Row(**(empty | asdict(setup) | where | results))

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The setup of a training run: model, text, batch, and techniques."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass, fields
+
+from liger_core.errors import OptionError
+
+# The text that every machine has: the sources of Python's standard library.
+LIBRARY = "library"
+MOST = 2**31 - 1
+# Transformers seeds NumPy, too, which takes 32 bits.
+LIMITS = {
+    "batch": (1, MOST),
+    "sequence": (2, 2**24),
+    "accumulation": (1, MOST),
+    "ranks": (1, MOST),
+    "steps": (1, MOST),
+    "seed": (0, 2**32 - 1),
+}
+# The defaults of `liger train` by device, where they differ from those of the fields.
+DEFAULTS = {"cuda": {"precision": "bf16", "checkpoint": "full"}, "cpu": {"precision": "fp32", "checkpoint": "none"}}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that determines the losses, the speed and the memory of a training run.
+
+    model         preset, folder or name on the hub
+    batch         sequences per micro-batch and rank, of `sequence` tokens each
+    data          a file, a folder, a dataset saved by Hugging Face's datasets, or "library"
+    liger         "all", "none", "all-but-loss", or ops separated by commas
+    precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16
+    checkpoint    "none", "full", "offload", "auto", or the number of layers to recompute
+    optimizer, shard, offload, adapter    names in techniques.py
+    memory_limit  bytes; None for all memory of the device
+    nvme_folder   where --offload nvme writes
+    trust_remote_code  whether the model's own code may run
+    random_weights     use only the config of a folder or name
+    """
+
+    model: str
+    batch: int = 1
+    sequence: int = 1024
+    data: str = LIBRARY
+    liger: str = "all"
+    precision: str = "bf16"
+    checkpoint: str = "full"
+    optimizer: str = "adamw"
+    shard: str = "none"
+    offload: str = "none"
+    adapter: str = "none"
+    accumulation: int = 1
+    ranks: int = 1
+    device: str = "cuda"
+    memory_limit: int | None = None
+    steps: int = 20
+    learning_rate: float = 1e-5
+    seed: int = 0
+    nvme_folder: str | None = None
+    trust_remote_code: bool = False
+    random_weights: bool = False
+
+    def command(self) -> str:
+        """The command line of this run: every option that is not the default on its device."""
+        words = ["liger", "train"]
+        if self.ranks > 1:
+            words = ["torchrun", "--nproc-per-node", str(self.ranks), "-m", "liger_core", "train"]
+        for field in fields(self):
+            value, option = getattr(self, field.name), "--" + field.name.replace("_", "-")
+            if value == DEFAULTS[self.device].get(field.name, field.default) or field.name == "ranks":
+                continue
+            words += [option] if value is True else [option, _size(value) if field.name == "memory_limit" else str(value)]
+        return shlex.join(words)
+
+
+def _size(size: int) -> str:
+    """The value of --memory-limit for a number of bytes."""
+    return next((f"{size >> bits}{unit}" for bits, unit in ((30, "GiB"), (20, "MiB")) if size % (1 << bits) == 0), f"{size}B")
+
+
+def check_values(setup: Setup, command: str = "train") -> None:
+    """Raise OptionError for a number out of range or an empty name."""
+    for name, (low, high) in LIMITS.items():
+        value = getattr(setup, name)
+        if not low <= value <= high:
+            raise OptionError(f"{command}: --{name} must be from {low} to {high}, got {value}")
+    if setup.batch * setup.sequence > MOST:
+        raise OptionError(f"{command}: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}")
+    if not 0 < setup.learning_rate < math.inf:
+        raise OptionError(f"{command}: --learning-rate must be a positive number, got {setup.learning_rate}")
+    for name in ("model", "data", "nvme_folder"):
+        if (word := getattr(setup, name)) is not None and not word.strip():
+            option = name.replace("_", "-")
+            raise OptionError(f"{command}: --{option} must not be empty, as it is when it is a shell variable that is not set")

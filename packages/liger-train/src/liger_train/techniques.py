@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every value of every option of `liger train` that trades memory, speed or precision: option → value → Technique."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from liger_core.errors import DeviceError, OptionError, nearest
+from liger_train import combinations
+from liger_train.setup import Setup, check_values
+from liger_train.technique import Technique
+
+# Placeholders for values of the user: a number of layers, and a list of ops.
+NUMBER, LIST = "NUMBER", "OPS"
+LOW_RANK = "rank=128,update_proj_gap=200"
+
+
+def _optim(name: str, **more: Any) -> Any:
+    return lambda setup: {"optim": name, **more}
+
+
+ALL = (
+    Technique(
+        "liger",
+        "none",
+        "The model as Transformers has it.",
+        "nothing",
+        "nothing",
+        "Transformers",
+    ),
+    Technique(
+        "liger",
+        "all-but-loss",
+        "Norms, rotary embedding and gated MLPs use Liger's ops; the logits of the whole batch are still materialized.",
+        "some activations of each layer",
+        "nothing; faster",
+        "liger-hf",
+    ),
+    Technique(
+        "liger",
+        "all",
+        "Every op of Liger, including the fused linear cross entropy, which never materializes the full logits.",
+        "tokens × vocabulary × (2 to 4) × 4 bytes at the peak",
+        "nothing; faster",
+        "liger-hf",
+    ),
+    Technique(
+        "liger",
+        LIST,
+        "Only these ops of Liger, separated by commas.",
+        "depends on the ops",
+        "nothing",
+        "liger-hf",
+        problem=combinations.ops,
+    ),
+    Technique("precision", "fp32", "Everything in float32.", "nothing", "nothing", "torch"),
+    Technique(
+        "precision",
+        "bf16",
+        "Weights and optimizer in float32, matmuls in bfloat16.",
+        "half of the activation memory",
+        "8 bits of precision in matmuls; faster",
+        "accelerate",
+        arguments=lambda setup: {"bf16": True},
+    ),
+    Technique(
+        "precision",
+        "fp16",
+        "Weights and optimizer in float32, matmuls in float16, with loss scaling.",
+        "half of the activation memory",
+        "5 bits of exponent in matmuls, steps that overflow are skipped; faster",
+        "accelerate",
+        devices=("cuda",),
+        reason="accelerate trains in float16 only there",
+        arguments=lambda setup: {"fp16": True},
+    ),
+    Technique(
+        "precision",
+        "bf16-pure",
+        "Weights, gradients and optimizer in bfloat16.",
+        "half of all memory",
+        "updates below 1/256 of a weight are lost",
+        "torch",
+        problem=combinations.pure,
+    ),
+    Technique("checkpoint", "none", "Keeps every activation for the backward pass.", "nothing", "nothing", "torch"),
+    Technique(
+        "checkpoint",
+        "full",
+        "Keeps only the input of each layer and recomputes the rest in the backward pass.",
+        "nearly all activations within layers",
+        "a second forward pass, about a quarter of the time",
+        "Transformers, torch",
+    ),
+    Technique(
+        "checkpoint",
+        "offload",
+        "As `full`, and offloads the inputs to host memory.",
+        "also tokens × hidden size × bytes per layer",
+        "a copy to the host and back for each layer",
+        "Transformers, torch",
+        devices=("cuda",),
+        reason="on the CPU, activations are in host memory already",
+    ),
+    Technique(
+        "checkpoint",
+        "auto",
+        "As `full` in the first steps; then recomputes as little as the measured memory allows.",
+        "as much as the batch needs",
+        "less recomputation than `full`",
+        "torch",
+        devices=("cuda",),
+        reason="host memory has no limit to stay within",
+    ),
+    Technique(
+        "checkpoint",
+        NUMBER,
+        "As `full` for the first layers, as many as given; the others keep their activations.",
+        "the activations of those layers",
+        "a second forward pass of those layers",
+        "Transformers, torch",
+    ),
+    Technique(
+        "optimizer",
+        "adamw",
+        "AdamW with two moments, in the precision of the weights.",
+        "nothing",
+        "nothing",
+        "torch",
+        arguments=_optim("adamw_torch_fused"),
+    ),
+    Technique(
+        "optimizer",
+        "adamw-8bit",
+        "AdamW with blockwise 8-bit moments; those of embeddings stay in 32 bits.",
+        "6 of 8 bytes of optimizer state per weight",
+        "lower-precision optimizer state",
+        "bitsandbytes",
+        ("bitsandbytes",),
+        "bitsandbytes",
+        arguments=_optim("adamw_bnb_8bit"),
+        problem=combinations.unsharded_or_zero,
+    ),
+    Technique(
+        "optimizer",
+        "paged-adamw",
+        "AdamW whose moments are paged to the host when GPU memory is short.",
+        "all optimizer state, if necessary",
+        "transfers when memory is short",
+        "bitsandbytes",
+        ("bitsandbytes",),
+        "bitsandbytes",
+        arguments=_optim("paged_adamw_32bit"),
+        problem=combinations.unsharded,
+    ),
+    Technique(
+        "optimizer",
+        "paged-adamw-8bit",
+        "AdamW with 8-bit moments that are paged to the host when GPU memory is short.",
+        "6 of 8 bytes of optimizer state per weight, all if necessary",
+        "lower-precision optimizer state, transfers when memory is short",
+        "bitsandbytes",
+        ("bitsandbytes",),
+        "bitsandbytes",
+        arguments=_optim("paged_adamw_8bit"),
+        problem=combinations.unsharded,
+    ),
+    Technique(
+        "optimizer",
+        "adamw-torchao-8bit",
+        "AdamW with blockwise 8-bit moments, compiled.",
+        "6 of 8 bytes of optimizer state per weight",
+        "lower-precision optimizer state; compiles in the first step",
+        "torchao",
+        ("torchao",),
+        "torchao",
+        arguments=_optim("adamw_torch_8bit"),
+        problem=combinations.unsharded_or_fsdp2,
+    ),
+    Technique(
+        "optimizer",
+        "adamw-torchao-4bit",
+        "AdamW with blockwise 4-bit moments, compiled.",
+        "7 of 8 bytes of optimizer state per weight",
+        "even lower-precision optimizer state; compiles in the first step",
+        "torchao",
+        ("torchao",),
+        "torchao",
+        arguments=_optim("adamw_torch_4bit"),
+        problem=combinations.unsharded_or_fsdp2,
+    ),
+    Technique(
+        "optimizer",
+        "adafactor",
+        "Factored second moments (a row and a column per weight), no first moments.",
+        "nearly all optimizer state",
+        "converges more slowly on some models",
+        "Transformers",
+        arguments=_optim("adafactor"),
+        problem=combinations.unsharded,
+    ),
+    Technique(
+        "optimizer",
+        "galore",
+        "AdamW on gradients of linear layers projected to rank 128; the projection is updated every 200 steps.",
+        "moments of linear layers, by up to hidden size / 128",
+        "low-rank updates; a singular value decomposition every 200 steps",
+        "galore-torch",
+        ("galore-torch",),
+        "galore",
+        arguments=_optim("galore_adamw", optim_target_modules="all-linear", optim_args=LOW_RANK + ",scale=0.25"),
+        problem=combinations.unsharded,
+    ),
+    Technique(
+        "optimizer",
+        "galore-8bit",
+        "GaLore with blockwise 8-bit moments.",
+        "as `galore`, and three quarters of the rest",
+        "as `galore`, and lower-precision optimizer state",
+        "galore-torch, bitsandbytes",
+        ("galore-torch", "bitsandbytes"),
+        "galore",
+        devices=("cuda",),
+        reason="bitsandbytes implements its update as a GPU kernel",
+        arguments=_optim("galore_adamw_8bit", optim_target_modules="all-linear", optim_args=LOW_RANK + ",scale=0.25"),
+        problem=combinations.unsharded,
+    ),
+    Technique(
+        "optimizer",
+        "galore-layerwise",
+        "GaLore that updates each weight as soon as its gradient is computed, then frees the gradient.",
+        "as `galore`, and nearly all gradients",
+        "as `galore`; no gradient clipping",
+        "galore-torch",
+        ("galore-torch",),
+        "galore",
+        arguments=_optim(
+            "galore_adamw_layerwise", optim_target_modules="all-linear", optim_args=LOW_RANK + ",scale=0.25", max_grad_norm=0.0
+        ),
+        problem=combinations.layerwise,
+    ),
+    Technique(
+        "optimizer",
+        "apollo",
+        "Updates scaled per channel by AdamW on a random projection of the gradient to rank 128.",
+        "moments of linear layers, by up to hidden size / 128",
+        "approximate step sizes",
+        "apollo-torch",
+        ("apollo-torch",),
+        "apollo",
+        arguments=_optim(
+            "apollo_adamw", optim_target_modules="all-linear", optim_args=LOW_RANK + ",proj=random,scale=1.0,scale_type=channel"
+        ),
+        problem=combinations.unsharded,
+    ),
+    Technique(
+        "optimizer",
+        "apollo-mini",
+        "APOLLO with a projection to rank 1 and one scale per weight tensor.",
+        "nearly all moments of linear layers",
+        "approximate step sizes",
+        "apollo-torch",
+        ("apollo-torch",),
+        "apollo",
+        arguments=_optim(
+            "apollo_adamw",
+            optim_target_modules="all-linear",
+            optim_args="rank=1,update_proj_gap=200,proj=random,scale=128.0,scale_type=tensor",
+        ),
+        problem=combinations.unsharded,
+    ),
+    Technique("shard", "none", "Every rank holds the whole model (data parallelism).", "nothing", "nothing", "torch"),
+    Technique(
+        "shard",
+        "zero1",
+        "Shards optimizer state over the ranks.",
+        "(ranks − 1) / ranks of optimizer state",
+        "gathers the updated weights",
+        "DeepSpeed",
+        ("deepspeed",),
+        "deepspeed",
+    ),
+    Technique(
+        "shard",
+        "zero2",
+        "Shards optimizer state and gradients over the ranks.",
+        "(ranks − 1) / ranks of optimizer state and gradients",
+        "as `zero1`",
+        "DeepSpeed",
+        ("deepspeed",),
+        "deepspeed",
+    ),
+    Technique(
+        "shard",
+        "zero3",
+        "Shards optimizer state, gradients and weights over the ranks; gathers weights layer by layer.",
+        "(ranks − 1) / ranks of optimizer state, gradients and weights",
+        "gathers weights in both passes",
+        "DeepSpeed",
+        ("deepspeed",),
+        "deepspeed",
+    ),
+    Technique(
+        "shard",
+        "fsdp2",
+        "As `zero3`, by PyTorch.",
+        "(ranks − 1) / ranks of optimizer state, gradients and weights",
+        "gathers weights in both passes",
+        "torch, accelerate",
+    ),
+    Technique("offload", "none", "Keeps everything on the device.", "nothing", "nothing", "torch"),
+    Technique(
+        "offload",
+        "optimizer",
+        "Keeps optimizer state in host memory and updates weights on the CPU.",
+        "all optimizer state",
+        "copies gradients to the host and weights back in each step; a slower update",
+        "DeepSpeed",
+        problem=combinations.offloaded_optimizer,
+    ),
+    Technique(
+        "offload",
+        "parameters",
+        "Keeps weights, gradients and optimizer state in host memory; fetches the weights of a layer when needed.",
+        "weights, gradients and optimizer state, except one layer",
+        "copies weights to the device in both passes and gradients to the host; a slower update",
+        "DeepSpeed, or torch for fsdp2",
+        problem=combinations.offloaded_parameters,
+    ),
+    Technique(
+        "offload",
+        "nvme",
+        "As `parameters`, in files on disk: in a folder within --nvme-folder that is removed when the run ends.",
+        "as `parameters`, and host memory",
+        "as `parameters`, at the speed of the disk",
+        "DeepSpeed",
+        devices=("cuda",),
+        reason="on the CPU, DeepSpeed computes in the buffers into which it reads the next weights",
+        problem=combinations.offloaded_to_disk,
+    ),
+    Technique("adapter", "none", "Trains every weight.", "nothing", "nothing", "Transformers"),
+    Technique(
+        "adapter",
+        "lora",
+        "Freezes the weights and trains adapters of rank 16 on every linear layer.",
+        "about 99 % of gradients and optimizer state",
+        "limited to what low-rank adapters can express",
+        "peft",
+        ("peft",),
+        "peft",
+    ),
+    Technique(
+        "adapter",
+        "qlora",
+        "As `lora`, with the frozen linear layers in 4 bits (NF4).",
+        "as `lora`, and three quarters of the weights",
+        "lower-precision frozen weights, dequantized at each use",
+        "peft, bitsandbytes",
+        ("peft", "bitsandbytes"),
+        "qlora",
+        problem=combinations.quantized,
+    ),
+)
+
+
+def _by_option() -> dict[str, dict[str, Technique]]:
+    table: dict[str, dict[str, Technique]] = {}
+    for technique in ALL:
+        table.setdefault(technique.option, {})[technique.value] = technique
+    return table
+
+
+TECHNIQUES = _by_option()
+
+
+def chosen(setup: Setup) -> list[Technique]:
+    """The technique of every option, in the order of the table.
+
+    Raises OptionError for an unknown value.
+    """
+    return [_chosen(option, values, str(getattr(setup, option))) for option, values in TECHNIQUES.items()]
+
+
+def values_of(option: str) -> str:
+    """The values of an option, as its help lists them."""
+    return ", ".join(value for value in TECHNIQUES[option] if value != LIST)
+
+
+def check(setup: Setup) -> None:
+    """Check that every technique of a setup is known, installed, supported on its device, and compatible with the others.
+
+    Raises OptionError or DeviceError with what to do, before anything large is loaded.
+    """
+    check_values(setup)
+    for technique in chosen(setup):
+        given = f"--{technique.option} {getattr(setup, technique.option)}"
+        if setup.device not in technique.devices:
+            places = " or ".join(technique.devices)
+            raise DeviceError(f"train: {given} needs --device {places}, got {setup.device}: {technique.reason}")
+        missing = [name for name in technique.packages if importlib.util.find_spec(name.replace("-", "_")) is None]
+        if missing:
+            raise OptionError(f"train: {given} needs {' and '.join(missing)}, not installed here; pip install {' '.join(missing)}")
+        problem = technique.problem(setup)
+        if problem:
+            raise OptionError(f"train: {given} {problem}")
+
+
+def arguments(setup: Setup) -> dict[str, Any]:
+    """What the techniques add to transformers.TrainingArguments."""
+    merged: dict[str, Any] = {}
+    for technique in chosen(setup):
+        merged |= technique.arguments(setup)
+    return merged
+
+
+def _chosen(option: str, values: dict[str, Technique], value: str) -> Technique:
+    if value in values and value not in (NUMBER, LIST):
+        return values[value]
+    if NUMBER in values and value.isdecimal():
+        return values[NUMBER]
+    if LIST in values and ("," in value or combinations.is_op(value)):
+        return values[LIST]
+    known = [name for name in values if name not in (NUMBER, LIST)]
+    also = " or a number of layers" if NUMBER in values else " or ops separated by commas" if LIST in values else ""
+    raise OptionError(f"train: --{option} must be one of {', '.join(known)}{also}, got {value!r}.{nearest(value, known)}")

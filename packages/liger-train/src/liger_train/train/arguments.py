@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a setup to the arguments of the Transformers Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_train import techniques, zero
+from liger_train.combinations import ZERO
+from liger_train.setup import Setup
+from liger_train.train import processes
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+LOW_IN_FSDP2 = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArguments:
+    """The arguments of the Trainer, with `more` on top. Joins the other ranks, if there are any.
+
+    Create them before the model: ZeRO stage 3 then shards each weight as it is created. The object must stay alive until the run
+    ends. Activation checkpointing is already set up in the model (model.py).
+    """
+    joined = processes.join(setup)
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": setup.steps,
+        "per_device_train_batch_size": setup.batch,
+        "gradient_accumulation_steps": setup.accumulation,
+        "learning_rate": setup.learning_rate,
+        "lr_scheduler_type": "constant",
+        "seed": setup.seed,
+        "data_seed": setup.seed,
+        "use_cpu": setup.device == "cpu",
+        "dataloader_drop_last": True,
+        "dataloader_pin_memory": setup.device == "cuda",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+    }
+    given |= techniques.arguments(setup) | _sharding(setup) | joined | more
+    from transformers import TrainingArguments
+
+    made = TrainingArguments(**given)
+    if setup.shard == "fsdp2" and setup.precision in LOW_IN_FSDP2:
+        made.fsdp_plugin_args["mixed_precision_policy"] = _mixed(LOW_IN_FSDP2[setup.precision])
+    if made.n_gpu > 1:
+        # Otherwise the Trainer splits the batch over all GPUs that the process sees.
+        made._n_gpu = 1
+    return made
+
+
+def _mixed(dtype: str) -> Any:
+    """A policy that reduces gradients and reports the loss in float32; accelerate's default uses the low precision for both.
+
+    Outputs keep their dtype: those of layers the low precision, for the next matmul, and the loss float32.
+    """
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32, output_dtype=None)
+
+
+def _sharding(setup: Setup) -> dict[str, Any]:
+    if setup.shard in ZERO:
+        return {"deepspeed": zero.config(setup)}
+    if setup.shard == "fsdp2":
+        return {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, "cpu_offload": setup.offload == "parameters"}}
+    return {}

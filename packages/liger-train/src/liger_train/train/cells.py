@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs of a sweep: every combination of the given values, with every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+from liger_bench.memory import bytes_of
+from liger_core.errors import OptionError, nearest
+from liger_train.row import NOT_RUN, Row
+from liger_train.setup import Setup
+
+STRATEGIES = ("none", "all-but-loss", "all")
+# Option → type, of all options that can vary.
+SWEPT = {field.name: str(field.type) for field in fields(Setup) if field.name not in ("liger", "device") and field.type != "bool"}
+
+
+def swept(options: Sequence[str]) -> dict[str, list[Any]]:
+    """Option → values, of words like "batch=1,4,8".
+
+    Raises OptionError for an unknown option or an invalid value.
+    """
+    found: dict[str, list[Any]] = {}
+    for option in options:
+        name, _, values = option.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if name == "liger":
+            raise OptionError("train: --sweep cannot vary liger; give --strategies none,all-but-loss,all")
+        if name not in SWEPT or not values.strip():
+            raise OptionError(
+                f"train: --sweep must be an option and its values, for instance batch=1,4,8, got {option!r}.{nearest(name, SWEPT)}"
+            )
+        if name in found:
+            raise OptionError(f"train: --sweep must name each option once, got {name} twice; give all its values in one")
+        found[name] = list(dict.fromkeys(_value(name, word.strip()) for word in values.split(",")))
+    return found
+
+
+def strategies_of(words: str) -> list[str]:
+    """The values of `liger` in words like "none,all-but-loss,all"; ops of one strategy are joined by a plus, since commas separate strategies.
+
+    Raises OptionError if there are none.
+    """
+    found = list(dict.fromkeys(word.strip().replace("+", ",") for word in words.split(",") if word.strip()))
+    if not found:
+        raise OptionError(f"train: --strategies must name values of --liger, for instance none,all, got {words!r}")
+    return found
+
+
+def cells(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequence[str]) -> list[Setup]:
+    """Every combination, smallest first, each with all strategies in turn."""
+    combined = [replace(base, **dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
+    # A stable sort: combinations with equally many tokens stay in the given order.
+    combined.sort(key=lambda setup: setup.batch * setup.sequence)
+    return [replace(setup, liger=liger) for setup in combined for liger in strategies]
+
+
+def hopeless(setup: Setup, known: Sequence[Row]) -> str:
+    """Why a run can be skipped: one that differs only in having fewer tokens ran out of memory."""
+    same = [name for name in (*SWEPT, "liger", "device") if name not in ("batch", "sequence", "steps", "seed", "learning_rate")]
+    for row in known:
+        smaller = row.batch <= setup.batch and row.sequence <= setup.sequence
+        if row.out_of_memory and smaller and all(getattr(row, name) == getattr(setup, name) for name in same):
+            return f"{NOT_RUN}, since {row.batch} × {row.sequence} ran out of memory"
+    return ""
+
+
+def _value(name: str, word: str) -> Any:
+    """A word, converted to the type of its field."""
+    if name == "memory_limit":
+        return bytes_of("train: --sweep memory_limit", word)
+    kind = SWEPT[name]
+    if not kind.startswith(("int", "float")):
+        return word
+    try:
+        value = float(word) if kind.startswith("float") else int(word)
+    except ValueError:
+        value = -1
+    if value < 0 or (value == 0 and name != "seed"):
+        raise OptionError(f"train: --sweep {name} must have positive numbers, got {word!r}")
+    return value

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of a run on the CPU, measured in one step, since the CPU allocator keeps no statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerState
+
+from liger_bench.memory import CpuAllocations, held_bytes, peak_of
+from liger_train.row import WARM_UP
+
+
+class CpuMemory:
+    """Peak and static bytes of the last warm-up step, in which the optimizer has its state; None until then.
+
+    The peak is the memory at the start of the step plus the most that the step allocates. DeepSpeed's buffers are not included.
+    """
+
+    def __init__(self) -> None:
+        self.peak: int | None = None
+        self.static: int | None = None
+        self._step = 0
+        self._before = 0
+        self._allocations: CpuAllocations | None = None
+
+    def __enter__(self) -> CpuMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the profiler where the watched step failed: it would go on recording for as long as the process lives."""
+        if self._allocations is not None:
+            self._allocations.cancel()
+            self._allocations = None
+
+    def begin_training(self, state: TrainerState) -> None:
+        self._step = min(state.global_step + WARM_UP, state.max_steps)
+
+    def begin_step(self, state: TrainerState, model: nn.Module, optimizer: Any) -> None:
+        if state.global_step + 1 == self._step:
+            self._before = _held(model, optimizer)
+            self._allocations = CpuAllocations()
+            self._allocations.start()
+
+    def end_step(self, model: nn.Module, optimizer: Any) -> None:
+        if self._allocations is not None:
+            self.peak = self._before + peak_of(self._allocations.stop())
+            self.static = _held(model, optimizer)
+            self._allocations = None
+
+
+def _held(model: nn.Module, optimizer: Any) -> int:
+    """Bytes of weights, gradients and optimizer state."""
+    weights = [*model.parameters(), *model.buffers()]
+    inner = getattr(optimizer, "optimizer", optimizer)
+    # Layerwise GaLore has an optimizer per weight.
+    several = getattr(inner, "optimizer_dict", {})
+    state = [each.state for each in several.values()] if several else [getattr(optimizer, "state", {})]
+    return held_bytes([*weights, *(weight.grad for weight in weights if weight.grad is not None), *(dict(each) for each in state)])

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses, times and memory of a run, recorded at the end of each step without synchronizing the device."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from liger_bench.printing import size
+from liger_train.row import WARM_UP
+from liger_train.setup import Setup
+from liger_train.train import ranks
+from liger_train.train.cpu_memory import CpuMemory
+
+Show = Callable[[int, str], object]
+# A point in time: seconds on the CPU, an event in the stream on a GPU.
+Moment = Any
+
+
+class Interruption:
+    """Within this context, the first SIGINT or SIGTERM is noted instead of raised; the second one acts as usual."""
+
+    # torchrun uses SIGTERM to stop the other ranks when one has failed; they would wait for it forever.
+    SIGNALS = (signal.SIGINT, signal.SIGTERM) if ranks.count() == 1 else (signal.SIGINT,)
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+class Recorder(TrainerCallback):
+    """Records the loss and time of every step, and the peak memory.
+
+    losses  of every step: the mean over the tokens of all ranks
+    timed   seconds of every step except the first two after a start and those before `restart_timing`
+    memory  measures the memory on the CPU; None if nothing does
+    """
+
+    def __init__(self, setup: Setup, device: torch.device, interruption: Interruption, show: Show) -> None:
+        self.setup, self.device, self.interruption, self.show = setup, device, interruption, show
+        self.memory: CpuMemory | None = None
+        self.losses: list[float] = []
+        self.timed: list[float] = []
+        self.micro: list[Tensor] = []
+        self.static_bytes: int | None = None
+        self.earlier_peaks = (0, 0)
+        self.interrupted = False
+        self._begun = 0
+        self._ended = False
+        self._last: Moment = None
+        self._pending: deque[tuple[Tensor, Moment, Moment]] = deque()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.memory is not None:
+            self.memory.begin_training(state)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, optimizer: Any = None, **more: Any
+    ) -> None:
+        if self.memory is not None:
+            self.memory.begin_step(state, model, optimizer)
+        if self._last is None:
+            self._last = self._now()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, optimizer: Any = None, **more: Any
+    ) -> None:
+        if self.memory is not None:
+            self.memory.end_step(model, optimizer)
+            self.static_bytes = self.memory.static if self.memory.static is not None else self.static_bytes
+        # Micro-batch losses are already normalized by the tokens of the whole batch.
+        loss = torch.stack(self.micro).float().sum()
+        self.micro.clear()
+        step = torch.stack([loss.double(), torch.full_like(loss, self.interruption.asked, dtype=torch.float64)])
+        if dist.is_initialized():
+            # All ranks stop after the same step, whichever of them was interrupted.
+            dist.all_reduce(step)
+            step /= dist.get_world_size()
+        # To pinned memory, and complete once the event after it is: reading from the device would wait for the next step.
+        step = step.to("cpu", non_blocking=True)
+        now = self._now()
+        self._pending.append((step, self._last, now))
+        self._last = now
+        if self.device.type == "cuda":
+            self.static_bytes = torch.cuda.memory_allocated(self.device)
+        # On a GPU, settle only the previous step, which has ended by now: the next one is enqueued while this one runs.
+        ends_at_once = self.interruption.asked and not dist.is_initialized()
+        self._settle(1 if self.device.type == "cuda" and not ends_at_once else 0)
+        self._show_figures()
+        if self.interrupted and state.global_step < state.max_steps:
+            control.should_training_stop = True
+            control.should_save = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The time to save does not count as part of the next step.
+        self._last = None
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.settle()
+        self._ended = True
+        self._show_figures()
+
+    def settle(self) -> None:
+        """Wait for the steps that are still running."""
+        self._settle(0)
+
+    def restart_timing(self) -> None:
+        """Discard the times so far and that of the next step, unless the run has ended."""
+        if not self._ended:
+            self.settle()
+            self.timed.clear()
+            self._begun = WARM_UP - 1
+
+    def join(self) -> None:
+        """Take the time of the slowest rank for each step, and the highest memory of any rank."""
+        self.settle()
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (self.timed, self._peaks(), self.static_bytes))
+        self.timed = [max(times) for times in zip(*(timed for timed, _, _ in ranks), strict=True)]
+        self.earlier_peaks = (max(peaks[0] or 0 for _, peaks, _ in ranks), max(peaks[1] or 0 for _, peaks, _ in ranks))
+        self.static_bytes = max((static for _, _, static in ranks if static is not None), default=None)
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Continue from the progress that an earlier run saved."""
+        self.losses, self.timed = list(progress["losses"]), list(progress["timed"])
+        self.earlier_peaks = (progress["peak_bytes"] or 0, progress["peak_reserved_bytes"] or 0)
+        self.static_bytes = progress["static_bytes"]
+
+    def progress(self) -> dict[str, Any]:
+        """The state that a later run needs to continue."""
+        self.settle()
+        peaks = dict(zip(("peak_bytes", "peak_reserved_bytes"), self._peaks(), strict=True))
+        return {"losses": self.losses, "timed": self.timed, "static_bytes": self.static_bytes} | peaks
+
+    def results(self) -> dict[str, Any]:
+        """The columns of a Row that are known so far."""
+        peak, reserved = self._peaks()
+        found: dict[str, Any] = {
+            "losses": list(self.losses),
+            "peak_bytes": peak,
+            "peak_reserved_bytes": reserved,
+            "static_bytes": self.static_bytes,
+            "interrupted": self.interrupted,
+        }
+        if self.timed:
+            speeds = self._tokens() / np.array(self.timed)
+            low, middle, high = (float(value) for value in np.quantile(speeds, (0.2, 0.5, 0.8)))
+            found |= {"tokens_per_second": middle, "low_tokens_per_second": low, "high_tokens_per_second": high}
+            found["step_seconds"] = statistics.median(self.timed)
+        return found
+
+    def _settle(self, left: int) -> None:
+        while len(self._pending) > left:
+            step, start, end = self._pending.popleft()
+            if self.device.type == "cuda":
+                end.synchronize()
+            loss, asked = step.tolist()
+            self.losses.append(loss)
+            self.interrupted |= asked > 0
+            self._begun += 1
+            if self._begun > WARM_UP:
+                self.timed.append(start.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - start)
+
+    def _now(self) -> Moment:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record()
+        return moment
+
+    def _peaks(self) -> tuple[int | None, int | None]:
+        if self.device.type != "cuda":
+            known = max(self.memory.peak or 0 if self.memory else 0, self.earlier_peaks[0])
+            return known or None, None
+        now = (torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
+        return max(now[0], self.earlier_peaks[0]), max(now[1], self.earlier_peaks[1])
+
+    def _tokens(self) -> int:
+        """Tokens per step, of all ranks."""
+        return self.setup.batch * self.setup.sequence * self.setup.accumulation * self.setup.ranks
+
+    def _show_figures(self) -> None:
+        """Show the last step that has ended; on a GPU, later ones are already enqueued."""
+        if self.losses:
+            self.show(len(self.losses), self._figures())
+
+    def _figures(self) -> str:
+        words = [f"loss {self.losses[-1]:.4f}"]
+        if self.timed:
+            words.append(f"{self._tokens() / self.timed[-1]:,.0f} tokens/s")
+        peak = self._peaks()[0]
+        if peak:
+            words.append(f"peak {size(peak)}")
+        return " · ".join(words)

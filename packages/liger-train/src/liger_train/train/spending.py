@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--checkpoint auto`: spend spare memory on recomputing fewer layers, while the run proceeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from liger_bench import checkpointing
+from liger_bench.checkpointing import Keeps
+from liger_train.row import AUTO_NOTE
+from liger_train.setup import Setup
+
+# The fraction of memory to keep free, for fragmentation and for sizes that vary between steps.
+MARGIN = 0.06
+# Tokens that keep a GPU busy; parts of a batch have at least so many.
+BUSY = 8192
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Measurements of one step, in bytes.
+
+    peak     peak memory since the run started
+    before   allocated at the start of the forward pass of the last layer
+    held     what that pass kept for the backward pass
+    retried  whether the allocator had to free cached blocks to serve a request
+    """
+
+    peak: int
+    before: int
+    held: int
+    retried: bool = False
+
+
+class Spending:
+    """Decides after each step how many layers to move up from Keeps.INPUT to MATMULS to ALL.
+
+    The last layer moves first: what it keeps is freed before earlier layers are recomputed. Moving a layer raises the peak by at most
+    the extra memory that it keeps. So as many layers move as fit between the peak and the limit; since most raise it by less, this is
+    repeated until none fits. The first move of each kind, whose cost is unknown, needs room for everything that recomputing the last
+    layer took: the peak of the first step minus the memory before that layer.
+
+    If not all layers can keep their matmul outputs, the batch is split into parts that run one after the other, where that is allowed:
+    each part keeps less, and all parts together compute no more than the whole batch.
+
+    splits   the most parts of a batch
+    parts    the current number of parts
+    moves    the number of moves so far, at most layers × 2
+    settled  whether there will be no more moves
+    """
+
+    def __init__(self, layers: int, limit: int, alike: bool = True, splits: int = 1) -> None:
+        self.layers, self.limit, self.alike, self.splits = layers, int(limit * (1 - MARGIN)), alike, splits
+        self.moves, self.parts = 0, 1
+        self.settled = layers == 0
+        self._unknown: int | None = None
+        self._held: list[int] = []
+        self._retried = False
+
+    def after(self, seen: Seen) -> int:
+        """The number of moves for the next step, from the measurements of a step with `moves`."""
+        if self._unknown is None:
+            self._unknown = max(1, seen.peak - seen.before)
+            self._held.append(seen.held)
+        # One retry may be due to blocks of new sizes; a retry in every step costs more than recomputing a layer.
+        again, self._retried = seen.retried and self._retried, seen.retried
+        # The peak exceeds the limit only if layers differ or a batch has more tokens.
+        if again or (seen.peak > self.limit and not self.settled):
+            self.moves, self.settled, self._retried = max(0, self.moves - 1), True, False
+        if self.settled:
+            return self.moves
+        parts, more = self.parts, self._more(seen)
+        self.moves += more
+        self.settled = more == 0 and self.parts == parts
+        return self.moves
+
+    def keeps(self, layer: int) -> Keeps:
+        """What a layer keeps; 0 is the first layer."""
+        place = self.layers - 1 - layer
+        return Keeps((self.moves > place) + (self.moves > self.layers + place))
+
+    def _more(self, seen: Seen) -> int:
+        kind, done = divmod(self.moves, self.layers)
+        if kind == 2:
+            return 0
+        room = self.limit - seen.peak
+        unknown = self._unknown or 0
+        if done == 0:
+            # The first move of a kind, of the last layer, measures its cost.
+            return int(room >= unknown)
+        self._held[kind + 1 :] = [seen.held]
+        each = max(1, self._held[kind + 1] - self._held[kind])
+        if not self.alike:
+            return int(room >= max(each, unknown))
+        if kind == 0 and (self.layers - done) * each > room and self._in_parts((self.layers - done) * each, room):
+            # The next step measures the cost of a layer with smaller parts, and the peak with the gradients of earlier parts.
+            return 0
+        return min(self.layers - done, room // each)
+
+    def _in_parts(self, needed: int, room: int) -> bool:
+        """Split the batch into as many parts as the layers need, or as are allowed; returns whether it did."""
+        parts = min(self.splits, self.parts * -(-needed // max(1, room)))
+        # The gradients of one part stay throughout the next one; the inputs of all layers and one recomputed layer come on top.
+        if parts == self.parts or room < self.layers * self._held[0] * self.parts // parts + (self._unknown or 0):
+            return False
+        self._held = [held * self.parts // parts for held in self._held]
+        self._unknown = -(-(self._unknown or 0) * self.parts // parts)
+        self.parts = parts
+        return True
+
+
+class Memory(Protocol):
+    """Memory of the device of this rank, in bytes: of a GPU, or simulated in a test."""
+
+    def limit(self) -> int: ...
+    def allocated(self) -> int: ...
+    def peak(self) -> int: ...
+    def retries(self) -> int: ...
+    def tidy(self) -> None: ...
+
+
+class GPU:
+    """Counters of PyTorch's allocator, which need no synchronization."""
+
+    def __init__(self, memory_limit: int | None) -> None:
+        self.memory_limit = memory_limit
+
+    def limit(self) -> int:
+        # Other processes may use the device, too.
+        free, _ = torch.cuda.mem_get_info()
+        has = free + torch.cuda.memory_reserved()
+        return has if self.memory_limit is None else min(has, self.memory_limit)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def retries(self) -> int:
+        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+    def tidy(self) -> None:
+        """Free cached blocks before blocks of other sizes are needed."""
+        torch.cuda.empty_cache()
+
+
+class SpendMemory(TrainerCallback):
+    """Moves the layers of a Trainer's model as Spending decides, and notes the result.
+
+    All ranks make the same decision, by the rank with the least memory left: sharded layers must recompute on all ranks or on none.
+
+    splits  the most parts of a batch
+    """
+
+    def __init__(self, memory: Memory, note: Callable[[str], object], splits: int = 1) -> None:
+        self.memory, self.note, self.splits = memory, note, splits
+        self.spending: Spending | None = None
+        self._matmuls = checkpointing.Matmuls()
+        self._layers: list[Any] = []
+        self._hooks: list[Any] = []
+        self._entered: int | None = None
+        self._last: tuple[int, int] | None = None
+        self._has_state = False
+        self._retries = 0
+
+    @property
+    def parts(self) -> int:
+        """The number of parts into which the Trainer splits each batch."""
+        return self.spending.parts if self.spending else 1
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **more: Any) -> None:
+        self._layers = checkpointing.layers(model)
+        if self._layers:
+            last = self._layers[-1]
+            self._hooks = [last.register_forward_pre_hook(self._begins), last.register_forward_hook(self._ends)]
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        if self._hooks:
+            self._entered = self._last = None
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **more: Any
+    ) -> None:
+        # The first step allocates the optimizer state, unless the scaled loss overflowed; only later steps include it.
+        if self._last is None or not self._had_state(state, optimizer):
+            return
+        if self.spending is None:
+            alike = len({_weights(layer) for layer in self._layers}) == 1
+            limit = _least(self.memory.limit(), args.device)
+            self.spending, self._retries = Spending(len(self._layers), limit, alike, self.splits), self.memory.retries()
+        if self.spending.settled and _ranks() > 1:
+            # Asking the other ranks would synchronize every step.
+            return
+        retries, self._retries = self._retries, self.memory.retries()
+        seen = [_most(value, args.device) for value in (self.memory.peak(), *self._last, self._retries - retries)]
+        kept = [self.spending.keeps(place) for place in range(len(self._layers))]
+        moves, parts = self.spending.moves, self.parts
+        self.spending.after(Seen(seen[0], seen[1], seen[2], retried=seen[3] > 0))
+        if self.parts != parts:
+            self.memory.tidy()
+        for place, layer in enumerate(self._layers):
+            if self.spending.keeps(place) is not kept[place]:
+                checkpointing.keep(layer, self.spending.keeps(place), self._matmuls)
+        if self.spending.settled and (self._hooks or moves != self.spending.moves):
+            self._end(state.global_step)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        if self._hooks:
+            self._end(state.global_step)
+
+    def _had_state(self, state: TrainerState, optimizer: Any) -> bool:
+        had, self._has_state = self._has_state, _has_state(optimizer)
+        return had and self._has_state
+
+    def _begins(self, module: nn.Module, inputs: Any) -> None:
+        # Later calls in a step are recomputation or another micro-batch.
+        if self._entered is None:
+            self._entered = self.memory.allocated()
+
+    def _ends(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._last is None and self._entered is not None:
+            self._last = (self._entered, self.memory.allocated() - self._entered)
+
+    def _end(self, step: int) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.note(f"--checkpoint auto: from step {step + 1} on, {_summary(self._layers, self.spending)}.")
+
+
+def observers(setup: Setup, note: Callable[[str], object]) -> Sequence[SpendMemory]:
+    """The callbacks that a setup's checkpointing needs in the Trainer; `note` gets sentences."""
+    return [SpendMemory(GPU(setup.memory_limit), note, splits(setup))] if setup.checkpoint == "auto" else []
+
+
+def splits(setup: Setup) -> int:
+    """The most parts of a batch: each must keep the GPU busy, and a backward pass must only accumulate gradients."""
+    if setup.ranks > 1 or setup.shard != "none" or setup.optimizer == "galore-layerwise":
+        return 1
+    return max(1, min(setup.batch, setup.batch * setup.sequence // BUSY))
+
+
+def _summary(layers: list[Any], spending: Spending | None) -> str:
+    kept = [spending.keeps(place) if spending else Keeps.INPUT for place in range(len(layers))]
+    batch = f"each batch is split into {spending.parts} parts; " if spending and spending.parts > 1 else ""
+    return batch + AUTO_NOTE.format(*(kept.count(keeps) for keeps in Keeps))
+
+
+def _has_state(optimizer: Any) -> bool:
+    """DeepSpeed allocates it before the first step and has no `state`; a layerwise optimizer has a state per weight."""
+    if hasattr(getattr(optimizer, "optimizer", None), "optimizer_dict"):
+        return True
+    try:
+        return len(optimizer.state) > 0
+    except (AttributeError, TypeError, NotImplementedError):
+        return True
+
+
+def _weights(layer: nn.Module) -> int:
+    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _most(value: int, device: torch.device) -> int:
+    """The highest value of all ranks."""
+    if _ranks() == 1:
+        return value
+    shared = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return int(shared)
+
+
+def _least(value: int, device: torch.device) -> int:
+    return -_most(-value, device)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger train --sweep`: many training runs, each in a fresh process; running out of memory is a result, after which the next run starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from liger_bench import machine
+from liger_bench.measurements import Files, all_measured, print_failures, remaining, rows_as
+from liger_bench.printing import ratio, unit_of
+from liger_bench.process import Answer
+from liger_core.errors import DeviceError, OptionError
+from liger_core.tables import Column, output, print_table
+from liger_train import techniques
+from liger_train.row import COLUMNS, IDENTITY, SETUP, WITHIN_SPREAD, Row, overlapping, row_of, where_of
+from liger_train.setup import Setup
+from liger_train.train.cells import STRATEGIES, cells, hopeless, strategies_of, swept
+from liger_train.train.data import check_source
+from liger_train.train.places import Extras, Measured, Place, check, finished, launched, threads, train
+
+# Two warm-up steps and four timed ones.
+STEPS = 6
+# More steps for --checkpoint auto, in which it settles and which are not timed.
+SETTLING = 10
+# A run of few steps that takes longer hangs.
+PATIENCE = 1800.0
+
+Phase = Callable[[Setup], object]
+
+
+def measured(
+    setups: Sequence[Setup],
+    where: dict[str, str],
+    *,
+    gpus: Sequence[int] = (),
+    skip: bool = False,
+    before: Sequence[Row] = (),
+    extras: Extras | None = None,
+    patience: float = PATIENCE,
+    phase: Phase = lambda setup: None,
+    answer: Callable[[Any, Connection], Answer] = train,
+) -> Generator[Measured, None, None]:
+    """Yield the row of each run as soon as it ends.
+
+    gpus    one run at a time on each of these; runs of several ranks use all of them, after the others
+    skip    skip runs larger than one that ran out of memory; `before` are the rows of earlier runs
+    """
+    known, extras = list(before), extras or Extras()
+    alone, teams = (deque(setup for setup in setups if (setup.ranks > 1) == several) for several in (False, True))
+    with tempfile.TemporaryDirectory(prefix="liger-train-") as folder:
+        numbers: list[int | None] = [*gpus] or [None]
+        places = [Place(Path(folder), number, len(gpus), patience, answer) for number in numbers]
+        try:
+            while alone or any(place.setup for place in places):
+                for place in places:
+                    while alone and place.setup is None:
+                        setup = alone.popleft()
+                        if skip and (reason := hopeless(setup, known)):
+                            yield Measured(row_of(setup, where, {"reason": reason}))
+                            continue
+                        phase(setup)
+                        place.begin(setup, extras)
+                # While one process trains on a GPU, the next one loads. On the CPU that would slow down the timed steps.
+                for place in places[: len(alone)] if alone and alone[0].device != "cpu" else []:
+                    place.load()
+                for place in finished([place for place in places if place.setup]):
+                    result = place.end(where)
+                    known.append(result.row)
+                    yield result
+        finally:
+            for place in places:
+                place.close()
+        for setup in teams:
+            if skip and (reason := hopeless(setup, known)):
+                yield Measured(row_of(setup, where, {"reason": reason}))
+                continue
+            phase(setup)
+            result = launched(setup, where, gpus, extras, Path(folder), patience)
+            known.append(result.row)
+            yield result
+
+
+def sweep(
+    base: Setup,
+    options: Sequence[str],
+    strategies: str | None = None,
+    *,
+    gpus: str | None = None,
+    skip: bool = False,
+    out: Path | None = None,
+    csv: Path | None = None,
+    resume: bool = False,
+    snapshot: bool = False,
+    profile: bool = False,
+    settle: bool = False,
+    as_json: bool = False,
+) -> list[Row]:
+    """Run every cell, write each row at once, and print them all. The exit code is 1 if any run failed other than by running out of memory.
+
+    With resume, cells whose rows of this machine, commit and versions are in `out` are skipped. With settle, runs with
+    `--checkpoint auto` take more steps, in which it settles.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise OptionError("train: --sweep starts its own ranks, so it must not run under torchrun; give --sweep ranks=1,2,4 to vary them")
+    if resume and out is None:
+        raise OptionError("train: --sweep with --resume needs --out, the folder of the sweep to resume")
+    extras = Extras(out, snapshot, profile)
+    check(base, extras)
+    setups = cells(base, swept(options), strategies_of(strategies) if strategies is not None else list(STRATEGIES))
+    if settle:
+        setups = [replace(each, steps=each.steps + SETTLING) if each.checkpoint == "auto" else each for each in setups]
+    for setup in setups:
+        techniques.check(setup)
+        check_source(setup.data)
+    chosen = _gpus(gpus, base)
+    if len(chosen) > 1:
+        # Each run gets this number of threads; it is part of the machine's description.
+        torch.set_num_threads(threads(len(chosen)))
+    where = machine.describe(machine.measurable_device("train", base.device))
+    files = Files("train", COLUMNS, out, csv)
+    files.check()
+    before = rows_as(Row, files.read()) if resume else []
+    good = [row for row in before if not row.failed and not row.interrupted and (skip or _tried(row))]
+    todo, kept = remaining(setups, lambda setup: row_of(setup, where, {}), good, attrgetter(*IDENTITY))
+    found = all_measured(
+        len(todo),
+        lambda tell: measured(todo, where, gpus=chosen, skip=skip, before=kept, extras=extras, phase=lambda setup: tell(named(setup))),
+        files,
+    )
+    places = {attrgetter(*SETUP)(setup): place for place, setup in enumerate(setups)}
+    rows = sorted([*kept, *(result.row for result in found)], key=lambda row: places[attrgetter(*SETUP)(row)])
+    if as_json:
+        print(json.dumps({"rows": [row.columns() for row in rows]}))
+    else:
+        show(rows, list(swept(options)))
+    print_failures(found)
+    if any(row.failed for row in rows):
+        raise typer.Exit(1)
+    return rows
+
+
+def named(setup: Setup) -> str:
+    return f"{setup.model} {setup.batch} × {setup.sequence} {setup.liger}"
+
+
+def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
+    """A table of the rows, with ratios to the first strategy at the same place."""
+    console = output()
+    first = rows[0].liger if rows else ""
+    scale, unit = unit_of(max((row.peak_bytes or 0 for row in rows), default=0) or 1 << 30)
+    lines: list[list[str]] = []
+    base: Row | None = None
+    for row in rows:
+        if row.liger == first:
+            # The memory of a run that ran out of it is no baseline.
+            base = None if row.tokens_per_second is None else row
+        place = [str(getattr(row, name)) for name in varied]
+        lines.append([*(place if row.liger == first else [""] * len(varied)), row.liger, *_figures(row, base, scale)])
+    about = any(WITHIN_SPREAD in cell for line in lines for cell in line)
+    spread = f"{WITHIN_SPREAD.strip()} within the spread of the steps: their 20th to 80th percentiles overlap" if about else ""
+    columns = [Column(name) for name in (*varied, "liger")]
+    columns += [Column("tokens/s", number=True), Column(f"÷ {first}", spread, number=True)]
+    columns += [Column(f"peak {unit}", number=True), Column(f"÷ {first}", number=True), Column("last loss", number=True)]
+    print_table(console, columns, lines)
+    for row in rows:
+        if row.reason:
+            words = ", ".join(f"{name} {getattr(row, name)}" for name in varied)
+            console.print(f"{words}, {row.liger}: {row.reason}", markup=False)
+    for note in dict.fromkeys(note for row in rows for note in row.notes or []):
+        console.print(note, markup=False)
+    if rows:
+        console.print(where_of(rows[-1]), markup=False)
+
+
+def _figures(row: Row, base: Row | None, scale: int) -> list[str]:
+    if row.tokens_per_second is None:
+        return ["out of memory" if row.out_of_memory else "–"] + ["–"] * 4
+    about = WITHIN_SPREAD if base not in (None, row) and overlapping(vars(row), vars(base)) else ""
+    return [
+        f"{row.tokens_per_second:,.0f}",
+        about + ratio(row.tokens_per_second, base.tokens_per_second if base else None),
+        "–" if row.peak_bytes is None else f"{row.peak_bytes / scale:.2f}",
+        ratio(row.peak_bytes, base.peak_bytes if base else None),
+        f"{row.losses[-1]:.4f}" if row.losses else "–",
+    ]
+
+
+def _gpus(words: str | None, base: Setup) -> list[int]:
+    if words is None:
+        return []
+    if base.device != "cuda":
+        raise DeviceError(f"train: --gpus needs GPUs, got --device {base.device}")
+    there = torch.cuda.device_count()
+    numbers = [int(word) if word.strip().isdecimal() else -1 for word in words.split(",")]
+    if not all(0 <= number < there for number in numbers) or len(set(numbers)) < len(numbers):
+        raise OptionError(f"train: --gpus must be distinct GPUs from 0 to {there - 1}, for instance 0,1, got {words!r}")
+    return numbers
+
+
+def _tried(row: Row) -> bool:
+    return row.tokens_per_second is not None or row.out_of_memory

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's configuration for a training run, and what it requires of the machine."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from functools import cache
+from typing import Any
+
+from liger_train.setup import Setup
+
+# The most elements of offloaded weights that are on the device at once; DeepSpeed's default, 1e9, is a whole model of 1 billion.
+LIVE = 100_000_000
+
+
+def prepare(setup: Setup) -> None:
+    """Prepare DeepSpeed: call this before it is imported and started."""
+    # DeepSpeed reads this variable when it is imported.
+    os.environ["DS_ACCELERATOR"] = setup.device
+    logger = importlib.import_module("deepspeed.utils").logger
+    logger.addFilter(_matters)
+    for handler in logger.handlers:
+        # Its own handler writes to standard output, which is reserved for the results.
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
+    if setup.device == "cpu":
+        # Otherwise it compiles its own CPU collective, which takes most of a minute.
+        importlib.import_module("deepspeed").ops.__compatible_ops__.clear()
+
+
+def start() -> None:
+    """Make DeepSpeed use the existing process group; on GPUs accelerate does this."""
+    importlib.import_module("deepspeed").init_distributed("gloo", auto_mpi_discovery=False)
+
+
+def config(setup: Setup) -> dict[str, Any]:
+    """The contents of DeepSpeed's JSON file; Transformers fills in "auto"."""
+    stage = int(setup.shard.removeprefix("zero"))
+    zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True, "reduce_bucket_size": "auto"}
+    if stage == 3:
+        zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+        # Otherwise a checkpoint has no model that Transformers can load.
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if setup.offload != "none":
+        zero["offload_optimizer"] = _place(setup)
+    if setup.offload in ("parameters", "nvme"):
+        zero |= {"offload_param": _place(setup), "stage3_max_live_parameters": live(setup), "stage3_max_reuse_distance": live(setup)}
+    if setup.offload == "nvme":
+        # Each of the five buffers must hold any weight. By default the first billion weights would stay on the host.
+        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": _largest_weight(setup), "max_in_cpu": 0}
+        # Prefetching can request a weight that is already in a buffer, which is an error.
+        zero["stage3_prefetch_bucket_size"] = 0
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": zero,
+        "steps_per_print": setup.steps + 1,
+    }
+    if setup.offload != "none" and adam_problem():
+        found["zero_force_ds_cpu_optimizer"] = False
+    return found
+
+
+def live(setup: Setup) -> int:
+    """Elements of offloaded weights that stay on the device for their next use; a weight from disk would occupy its buffer."""
+    return 0 if setup.offload == "nvme" else LIVE
+
+
+def _matters(record: logging.LogRecord) -> bool:
+    """Filter the warning that its hooks find no tensor in lazy logits; the weights of the head are gathered when the loss is computed."""
+    return "LazyLogits" not in record.getMessage()
+
+
+def _place(setup: Setup) -> dict[str, Any]:
+    if setup.offload == "nvme":
+        return {"device": "nvme", "nvme_path": setup.nvme_folder, "pin_memory": True}
+    return {"device": "cpu", "pin_memory": setup.device == "cuda"}
+
+
+@cache
+def adam_problem() -> str:
+    """Why DeepSpeed's CPU AdamW cannot be compiled here, in which case torch's is used; otherwise empty."""
+    try:
+        importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load(verbose=False)
+    except Exception as problem:
+        return f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else 'no reason given'}"
+    return ""
+
+
+def disk_problem() -> str:
+    """Why DeepSpeed cannot offload to disk here, as the rest of an error; otherwise empty."""
+    builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
+    if builder.is_compatible(verbose=False):
+        return ""
+    return "needs libaio, with which DeepSpeed writes to disk, and a compiler; apt-get install libaio-dev g++"
+
+
+def _largest_weight(setup: Setup) -> int:
+    from liger_train.configs import config_of
+
+    text = config_of(setup).get_text_config()
+    return int(text.hidden_size) * max(int(text.vocab_size), int(getattr(text, "intermediate_size", 0) or 0))

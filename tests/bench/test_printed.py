@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands print fits a terminal of 100 columns, with every name in full; shown with results that were measured on GPUs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liger_bench.bench.rows import Row as OpRow
+from liger_bench.bench.table import print_rows
+from liger_bench.demo import command as demo
+from liger_bench.distributed import command as distributed
+from liger_bench.distributed.job import Row as DistributedRow
+from liger_bench.measurements import rows_as
+from liger_bench.model import command as model
+from liger_bench.model.job import Row as ModelRow
+from liger_train.row import Row as TrainRow
+from liger_train.train import command as train
+from liger_train.train import sweep
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+WIDTH = 100
+Read = Callable[[], str]
+
+
+def stored(file: str) -> Any:
+    return json.loads((RESULTS / file).read_text())
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    return lambda: capsys.readouterr().out
+
+
+def table_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line[:1] in "┏┃┡│└"]
+
+
+def fits(text: str, names: Iterable[str] = ()) -> bool:
+    lines = table_lines(text)
+    cells = {cell.strip() for line in lines for cell in line.replace("┃", "│").split("│")}
+    return bool(lines) and max(map(len, lines)) <= WIDTH and "…" not in text and set(names) <= cells
+
+
+def test_liger_bench(printed: Read) -> None:
+    rows = [OpRow(**{field.name: row.get(field.name.rstrip("_")) for field in fields(OpRow)}) for row in longest(stored_ops())]
+    print_rows(rows, {})
+    assert fits(printed(), {name for row in rows for name in (row.op, row.workload, row.implementation, row.pass_)})
+
+
+def stored_ops() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = stored("2026-11-21-one-h200-peers/results.json")
+    return [row for row in rows if row["axis"] is None]
+
+
+def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each column the row with the longest word, so that they all meet in one table."""
+    return [max(rows, key=lambda row, name=name: len(f"{row[name]}")) for name in ("op", "workload", "implementation", "pass", "median_ms")]
+
+
+def test_liger_bench_model(printed: Read) -> None:
+    rows = rows_as(ModelRow, stored("2026-11-21-one-h200-peers/model.json"))
+    model._print(rows, [], [], all_columns=False)
+    # Of these a narrow table once made "liger…" both.
+    assert fits(printed(), {"liger-kernel", "liger-compiled", *(row.implementation for row in rows)})
+
+
+def test_liger_bench_distributed(printed: Read) -> None:
+    rows = rows_as(DistributedRow, stored("2026-11-21-four-h200s/distributed.json"))
+    distributed._print(rows, all_columns=False)
+    assert fits(printed(), {row.strategy for row in rows} | {row.implementation for row in rows})
+
+
+def test_liger_demo(printed: Read) -> None:
+    demo._print(stored("2026-11-21-one-h200/demo-1b.json"), Path("demo"))
+    assert fits(printed(), {"peak memory of head and loss", "tokens per second"})
+
+
+def test_liger_train(printed: Read) -> None:
+    rows = rows_as(TrainRow, stored("2026-11-21-h200-techniques/train.json"))
+    for row in rows:
+        train._print(row, printed=[])
+    assert fits(printed(), {"peak memory", "tokens per second"})
+
+
+def test_liger_train_sweep(printed: Read) -> None:
+    rows = rows_as(TrainRow, stored("2026-11-21-h200-training-runs/train.json"))
+    sweep.show([row for row in rows if row.model == "llama-3-8b"], ["batch", "checkpoint"])
+    assert fits(printed(), {row.liger for row in rows if row.model == "llama-3-8b"})
+
+
+@pytest.mark.parametrize(("command", "names"), [("doctor", {"reference", "triton"}), ("ops", {"linear_cross_entropy", "add_rms_norm"})])
+def test_liger(command: str, names: set[str], printed: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_core.commands import main
+
+    monkeypatch.setattr("sys.argv", ["liger", command])
+    with pytest.raises(SystemExit):
+        main()
+    assert fits(printed(), names)
+
+
+def test_the_help_of_liger_bench_says_where_the_options_of_its_default_command_are(printed: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_core.commands import main
+
+    for command in (["bench", "--help"], ["bench", "ops", "--help"]):
+        monkeypatch.setattr("sys.argv", ["liger", *command])
+        with pytest.raises(SystemExit):
+            main()
+        text = " ".join(printed().replace("│", " ").split())
+        assert {option for option in ("--quick", "--peers", "--out") if option not in text} == set()
+        assert "liger bench ops --help" in text or "ops" in command

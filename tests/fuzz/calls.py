@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that are drawn: for every op a strategy over its shapes, strides, dtypes and options, whatever its docstring allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from fuzz.drawing import (
+    SIZES,
+    SMALL,
+    WIDE,
+    Draw,
+    Example,
+    Floats,
+    Labels,
+    Scalar,
+    example,
+    floats,
+    layouts,
+    leading,
+    moderate,
+    size,
+    values,
+    weighted,
+    writable,
+)
+
+# Elements of the largest tensor of a call, and rows that programs of their own walk.
+ELEMENTS, ROWS = 20_000, 300
+# The norms' programs take many rows of so many columns.
+SHORT = 17
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an implementation takes.
+
+    dtypes    those of its tensors
+    elements  of the largest tensor
+    rows      that programs of their own may walk; more where a program takes several
+    """
+
+    dtypes: Sequence[str]
+    elements: int = ELEMENTS
+    rows: int = ROWS
+
+
+Strategy = Callable[[Draw, Limits], Example]
+EPS = weighted((4, (1e-6, 1e-5)), (1, (1e-12, 1e-3, 0.1, 1.0, 100.0)))
+
+
+def rms_norm(draw: Draw, limits: Limits) -> Example:
+    return _norm(draw, limits, summed=False)
+
+
+def add_rms_norm(draw: Draw, limits: Limits) -> Example:
+    return _norm(draw, limits, summed=True)
+
+
+def _norm(draw: Draw, limits: Limits, *, summed: bool) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
+    arguments: dict[str, Any] = {"x": floats(draw, shape, dtype)}
+    shared = {}
+    if summed:
+        arguments["residual"] = floats(draw, shape, dtype)
+        if draw(weighted((9, (False,)), (1, (True,)))):
+            shared = {"residual": "x"}
+    arguments |= {"weight": _vector(draw, limits, shape[-1]), "eps": draw(EPS), "cast": draw(st.sampled_from(("input", "float32")))}
+    if arguments["weight"] is not None:
+        arguments["weight_offset"] = draw(st.sampled_from((0.0, 1.0, -1.0, 0.5)))
+    names = ("x", "weight") if shared or not summed else ("x", "residual", "weight")
+    return example(draw, arguments, names, shared=shared)
+
+
+def layer_norm(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
+    weight, bias = _vector(draw, limits, shape[-1]), _vector(draw, limits, shape[-1])
+    arguments = {"x": floats(draw, shape, dtype), "weight": weight, "bias": bias, "eps": draw(EPS)}
+    return example(draw, arguments, ("x", "weight", "bias"))
+
+
+def swiglu(draw: Draw, limits: Limits) -> Example:
+    return _gated(draw, limits)
+
+
+def geglu(draw: Draw, limits: Limits) -> Example:
+    return _gated(draw, limits, approximate=draw(st.sampled_from(("tanh", "none"))))
+
+
+def _gated(draw: Draw, limits: Limits, **options: Any) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
+    arguments: dict[str, Any] = {**options, "overwrite": draw(weighted((3, (False,)), (1, (True,))))}
+    shared = {}
+    if draw(weighted((2, (True,)), (1, (False,)))):
+        arguments |= {"gate": floats(draw, shape, dtype), "up": floats(draw, shape, dtype)}
+        if draw(weighted((9, (False,)), (1, (True,)))):
+            shared = {"up": "gate"}
+    else:
+        arguments |= {"gate": floats(draw, (*shape[:-1], 2 * shape[-1]), dtype), "up": None}
+    return example(draw, arguments, ("gate",) if shared else ("gate", "up"), shared=shared)
+
+
+def relu_squared(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
+    return example(draw, {"x": floats(draw, shape, dtype)}, ("x",))
+
+
+def rope(draw: Draw, limits: Limits) -> Example:
+    dtype = draw(st.sampled_from(limits.dtypes))
+    half = size(draw, 65, (*SMALL, 127, 128), least=1)
+    width = 2 * half + draw(weighted((2, (0,)), (1, (1, 2, 5, 64))))
+    batch = size(draw, 4)
+    tokens = size(draw, max(1, min(limits.rows, limits.elements // max(1, batch * width))), SMALL)
+    heads, key_heads = (size(draw, max(1, min(17, limits.elements // max(1, batch * tokens * width)))) for _ in range(2))
+    inplace = draw(weighted((3, (False,)), (1, (True,))))
+    strides = writable if inplace else layouts
+    table = {1: (tokens, 2 * half), 2: (1, tokens, 2 * half), 3: (batch, tokens, 2 * half)}[draw(st.sampled_from((1, 2, 3)))]
+    table_dtype = draw(st.sampled_from((dtype, *limits.dtypes)))
+    arguments = {
+        "q": floats(draw, (batch, heads, tokens, width), dtype, strides),
+        "k": floats(draw, (batch, key_heads, tokens, width), dtype, strides),
+        "cos": moderate(draw, table, table_dtype),
+        "sin": moderate(draw, table, table_dtype),
+        "interleaved": draw(st.booleans()),
+        "inplace": inplace,
+    }
+    return example(draw, arguments, ("q", "k", *(("cos", "sin") if not inplace and draw(weighted((5, (False,)), (1, (True,)))) else ())))
+
+
+def cross_entropy(draw: Draw, limits: Limits) -> Example:
+    dtype, classes = draw(st.sampled_from(limits.dtypes)), _classes(draw, limits)
+    shape = leading(draw, min(limits.rows, max(1, limits.elements // classes)))
+    options, target = _loss_options(draw, limits, shape, classes)
+    if "class_weight" in options:
+        options["weight"] = options.pop("class_weight")
+    logits = floats(draw, (*shape, classes), dtype)
+    if classes > 2 and not options.get("label_smoothing") and draw(weighted((9, (False,)), (1, (True,)))):
+        # Classes 1, 4, 7, … are impossible, so that no target may name them.
+        logits, target = replace(logits, values="impossible"), replace(target, possible=3)
+    return example(draw, {"logits": logits, "target": target, **options}, ("logits",))
+
+
+def linear_cross_entropy(draw: Draw, limits: Limits) -> Example:
+    arguments, shape, classes = _head(draw, limits)
+    options, arguments["target"] = _loss_options(draw, limits, shape, classes)
+    if draw(weighted((3, (False,)), (1, (True,)))):
+        factor = st.sampled_from((1.0, 1.0, 1e-4, 1e3))
+        options["token_weight"] = Floats(shape, draw(st.sampled_from(limits.dtypes)), draw(layouts), draw(values), draw(factor), seed=1)
+    return example(draw, arguments | options, ("hidden", "weight", "bias"))
+
+
+def linear_log_prob(draw: Draw, limits: Limits) -> Example:
+    arguments, shape, classes = _head(draw, limits)
+    arguments |= {
+        "target": _target(draw, shape, classes, ignore_index := _ignored(draw, classes)),
+        "ignore_index": ignore_index,
+        "temperature": draw(weighted((3, (1.0,)), (1, (0.7, 3.0, 0.01, 100.0)))),
+        "softcap": _softcap(draw),
+        "return_entropy": draw(st.booleans()),
+    }
+    return example(draw, arguments, ("hidden", "weight", "bias"))
+
+
+def _head(draw: Draw, limits: Limits) -> tuple[dict[str, Any], tuple[int, ...], int]:
+    """Hidden and weight with the options of how they are multiplied; the leading shape; the classes."""
+    dtype, classes = draw(st.sampled_from(limits.dtypes)), _classes(draw, limits)
+    shape = leading(draw, min(limits.rows, max(1, limits.elements // classes)))
+    rows = prod(shape)
+    width = size(draw, max(1, min(257, limits.elements // max(rows, classes))), least=1)
+    arguments: dict[str, Any] = {
+        "hidden": floats(draw, (*shape, width), dtype),
+        "weight": floats(draw, (classes, width), dtype, scale=draw(st.sampled_from((0.1, 0.3, 1.0)))),
+        "logit_scale": draw(weighted((3, (1.0,)), (1, (0.25, 2.0, -0.5, 0.0, 30.0)))),
+        "accumulate_dtype": None,
+        "pack": draw(weighted((2, (True,)), (1, (False,)))),
+    }
+    if draw(st.booleans()):
+        arguments["bias"] = floats(draw, (classes,), dtype)
+    if draw(weighted((3, (False,)), (1, (True,)))):
+        arguments["accumulate_dtype"] = torch.float64 if dtype == "float64" else draw(st.sampled_from((torch.float32, torch.float64)))
+    held = draw(st.sampled_from(("default", "chunk", "budget")))
+    if held == "chunk":
+        arguments["chunk"] = draw(st.sampled_from((1, 2, 3, 4, 7, 8, 64, rows + 1, "report")))
+    elif held == "budget":
+        row = classes * getattr(torch, dtype).itemsize
+        arguments["budget"] = row * draw(st.sampled_from((1, 2, 5, 1000))) + draw(st.sampled_from((0, 4 * classes * width)))
+    if draw(weighted((5, (False,)), (1, (True,)))):
+        arguments["main_grad"] = Floats((classes, width), "float32", values="zeros")
+    return arguments, shape, classes
+
+
+def _loss_options(draw: Draw, limits: Limits, shape: tuple[int, ...], classes: int) -> tuple[dict[str, Any], Labels]:
+    """The options that both losses have, most of them left out, and the targets."""
+    options: dict[str, Any] = {
+        "ignore_index": _ignored(draw, classes),
+        "label_smoothing": draw(weighted((3, (0.0,)), (1, (0.1, 0.5, 0.99, 1.0)))),
+        "z_loss": draw(weighted((3, (0.0,)), (1, (1e-4, 1e-2, 1.0)))),
+        "softcap": _softcap(draw),
+        "reduction": draw(st.sampled_from(("mean", "sum", "none"))),
+        "return_metrics": draw(weighted((2, (False,)), (1, (True,)))),
+    }
+    if draw(weighted((3, (False,)), (1, (True,)))):
+        kind = draw(st.sampled_from(("ones", "normal", "zeros")))
+        # Weights above 0 only, or a mean could divide by next to nothing.
+        offset = {"normal": 4.0}.get(kind, 0.0)
+        options["class_weight"] = Floats((classes,), draw(st.sampled_from(limits.dtypes)), draw(layouts), kind, 0.5, offset, 2)
+    if options["reduction"] == "mean" and draw(weighted((2, (False,)), (1, (True,)))):
+        numbers = (37.0, 3, 1e-3, 1e6, Scalar(37.0, "float32"), Scalar(12, "int64"), Scalar(5.5, "float64"), Scalar(100.0, "bfloat16"))
+        options["normalizer"] = draw(st.sampled_from(numbers))
+    return options, _target(draw, shape, classes, options["ignore_index"])
+
+
+def _target(draw: Draw, shape: tuple[int, ...], classes: int, ignore_index: int) -> Labels:
+    ignored = draw(weighted((2, (0, 3)), (1, (1, 2))))
+    return Labels(shape, classes, ignore_index, ignored, layout=draw(layouts), seed=draw(st.integers(0, 99)))
+
+
+def _ignored(draw: Draw, classes: int) -> int:
+    """The ignored index: the usual one, or a class, or another that is none."""
+    return int(draw(weighted((3, (-100,)), (1, (0, classes - 1, -1, classes + 5)))))
+
+
+def _softcap(draw: Draw) -> float | None:
+    cap: float | None = draw(weighted((3, (None,)), (1, (1e-2, 1.0, 30.0, 1e4))))
+    return cap
+
+
+def _classes(draw: Draw, limits: Limits) -> int:
+    return size(draw, limits.elements, draw(weighted((4, (SIZES,)), (1, (WIDE,)))), least=1)
+
+
+def _rows(draw: Draw, limits: Limits, short: int) -> tuple[int, ...]:
+    """(..., width), with up to `short` rows where they are short."""
+    width = size(draw, limits.elements, draw(weighted((4, (SIZES,)), (1, (WIDE,)))))
+    rows = limits.rows if width > SHORT else short
+    return (*leading(draw, max(1, min(rows, limits.elements // max(1, width)))), width)
+
+
+def _vector(draw: Draw, limits: Limits, width: int) -> Floats | None:
+    """A weight or bias of any dtype, or none."""
+    if draw(weighted((1, (True,)), (3, (False,)))):
+        return None
+    return floats(draw, (width,), draw(st.sampled_from(limits.dtypes)))

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formulas of the ops, written apart from their references: in float64 they are exact, in a lower dtype what plain PyTorch gives.
+
+Gradients come from autograd. Roundings that a definition names are written out; in float64 they change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core import LossMetrics
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and statistics."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: str = "input") -> Tensor:
+    row = x.to(wide(x.dtype))
+    width = max(1, x.shape[-1])
+    normed = row / (row.pow(2).sum(-1, keepdim=True) / width + eps).sqrt()
+    if cast == "input":
+        normed = normed.to(x.dtype)
+    if weight is None:
+        return normed.to(x.dtype)
+    return (normed.to(row.dtype) * (weight.to(row.dtype) + weight_offset)).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: str = "input"
+) -> tuple[Tensor, Tensor]:
+    summed = (x.to(wide(x.dtype)) + residual.to(wide(x.dtype))).to(x.dtype)
+    return rms_norm(summed, weight, eps, weight_offset=weight_offset, cast=cast), summed
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    row = x.to(wide(x.dtype))
+    width = max(1, x.shape[-1])
+    around = row - row.sum(-1, keepdim=True) / width
+    y = around / (around.pow(2).sum(-1, keepdim=True) / width + eps).sqrt()
+    y = y if weight is None else y * weight.to(row.dtype)
+    return (y if bias is None else y + bias.to(row.dtype)).to(x.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+    gate, up = _halves(gate, up)
+    row = gate.to(wide(gate.dtype))
+    return (row * torch.sigmoid(row)).to(gate.dtype) * up
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", overwrite: bool = False) -> Tensor:
+    gate, up = _halves(gate, up)
+    row = gate.to(wide(gate.dtype))
+    inner = torch.erf(row / math.sqrt(2)) if approximate == "none" else torch.tanh(math.sqrt(2 / math.pi) * (row + 0.044715 * row**3))
+    return (row / 2 * (1 + inner)).to(gate.dtype) * up
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    return (torch.where(x > 0, x, 0.0) * x.clamp(min=0)).to(x.dtype)
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    if up is not None:
+        return gate, up
+    half = gate.shape[-1] // 2
+    return gate[..., :half], gate[..., half:]
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> tuple[Tensor, Tensor]:
+    rotary = cos.shape[-1]
+    column = torch.arange(rotary // 2, device=q.device)
+    first, second = (2 * column, 2 * column + 1) if interleaved else (column, column + rotary // 2)
+    # One table for all heads.
+    cos, sin = (t.to(wide(q.dtype)).unsqueeze(-3) for t in (cos, sin))
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x[..., first].to(cos.dtype), x[..., second].to(cos.dtype)
+        y = torch.zeros_like(x)
+        y[..., rotary:] = x[..., rotary:]
+        y[..., first] = (a * cos[..., first] - b * sin[..., first]).to(x.dtype)
+        y[..., second] = (b * cos[..., second] + a * sin[..., second]).to(x.dtype)
+        return y
+
+    return turned(q), turned(k)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+    return_metrics: bool = False,
+) -> Any:
+    options = {"class_weight": weight, "label_smoothing": label_smoothing, "z_loss": z_loss, "ignore_index": ignore_index}
+    z = _capped(logits.reshape(-1, logits.shape[-1]), 1.0, softcap)
+    return _loss(z, target, reduction=reduction, normalizer=normalizer, return_metrics=return_metrics, **options)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk: int | str | None = None,
+    budget: int | None = None,
+    pack: bool = True,
+    main_grad: Tensor | None = None,
+    return_metrics: bool = False,
+) -> Any:
+    options = {"class_weight": class_weight, "label_smoothing": label_smoothing, "z_loss": z_loss, "ignore_index": ignore_index}
+    z = _capped(_logits(hidden, weight, bias), logit_scale, softcap)
+    return _loss(z, target, reduction=reduction, normalizer=normalizer, token_weight=token_weight, return_metrics=return_metrics, **options)
+
+
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk: int | str | None = None,
+    budget: int | None = None,
+    pack: bool = True,
+    main_grad: Tensor | None = None,
+) -> Any:
+    z = _capped(_logits(hidden, weight, bias), logit_scale, softcap) / temperature
+    labels = target.reshape(-1)
+    counted = labels != ignore_index
+    log_p, _, entropy = _softmax(z)
+    log_prob = torch.where(counted, _chosen(log_p, labels, counted), 0.0).reshape(target.shape)
+    return (log_prob, torch.where(counted, entropy, 0.0).reshape(target.shape)) if return_entropy else log_prob
+
+
+def rows(op: str, given: Mapping[str, Any]) -> Tensor:
+    """The rows of which the softmax is taken, for a loss by its name."""
+    if op == "cross_entropy":
+        return _capped(given["logits"].reshape(-1, given["logits"].shape[-1]), 1.0, given["softcap"])
+    return _capped(_logits(given["hidden"], given["weight"], given.get("bias")), given["logit_scale"], given["softcap"])
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    z = hidden.reshape(-1, hidden.shape[-1]) @ weight.t()
+    return z if bias is None else z + bias
+
+
+def _capped(z: Tensor, scale: float, softcap: float | None) -> Tensor:
+    z = z.to(wide(z.dtype)) * scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def _softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log p, log-sum-exp, entropy) of every row. Distances to the maximum are exact where it is far from 0."""
+    top = z.detach().amax(-1, keepdim=True)
+    below = z - top
+    rest = below.exp().sum(-1).log()
+    log_p = below - rest[:, None]
+    p = log_p.exp()
+    return log_p, top[:, 0] + rest, -(p * torch.where(p > 0, log_p, 0.0)).sum(-1)
+
+
+def _chosen(log_p: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
+    return log_p.gather(-1, torch.where(counted, labels, 0)[:, None])[:, 0]
+
+
+def _loss(
+    z: Tensor, target: Tensor, *, class_weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    reduction: str, normalizer: Tensor | float | None, return_metrics: bool, token_weight: Tensor | None = None,
+) -> Any:  # fmt: skip
+    labels = target.reshape(-1)
+    counted = labels != ignore_index
+    log_p, lse, entropy = _softmax(z)
+    class_weight = z.new_ones(z.shape[1]) if class_weight is None else class_weight.to(z.dtype)
+    own = class_weight[torch.where(counted, labels, 0)]
+    loss = -(1 - label_smoothing) * own * _chosen(log_p, labels, counted)
+    if label_smoothing:
+        loss = loss - label_smoothing / z.shape[1] * (log_p * class_weight).sum(-1)
+    penalty = z_loss * lse * lse
+    if z_loss:
+        loss = loss + penalty
+    if token_weight is not None:
+        factor = token_weight.reshape(-1).to(z.dtype)
+        loss, penalty = loss * factor, penalty * factor
+    loss, penalty = torch.where(counted, loss, 0.0), torch.where(counted, penalty, 0.0)
+    if normalizer is None:
+        divide = torch.where(counted, own, 0.0).sum()
+        divide = torch.where(divide == 0, 1.0, divide)
+    else:
+        divide = torch.as_tensor(normalizer, dtype=z.dtype, device=z.device)
+    result = {"none": loss.reshape(target.shape), "sum": loss.sum(), "mean": loss.sum() / divide}[reduction]
+    if not return_metrics:
+        return result
+    prediction = torch.where(counted, z.argmax(-1), -1)
+    hit = (counted & (prediction == labels)).to(z.dtype)
+    entropy = torch.where(counted, entropy, 0.0)
+    if reduction == "none":
+        parts = (penalty, hit, prediction, entropy)
+        return result, LossMetrics(*(part.detach().reshape(target.shape) for part in parts))
+    number = counted.sum().clamp(min=1)
+    penalty = penalty.sum() / divide if reduction == "mean" else penalty.sum()
+    metrics = (penalty, hit.sum() / number, prediction.reshape(target.shape), entropy.sum() / number)
+    return result, LossMetrics(*(metric.detach() for metric in metrics))

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks see and change in a patched model what they do in the plain one, whenever they were registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+import liger_hf
+from hf.sweep import build
+from hf.test_heads import adapted
+from hf.tiny_models import make, step, tokens, twin
+
+pytestmark = pytest.mark.cpu
+
+# One module of each kind.
+MODULES = {
+    "model": "",
+    "base_model": "model",
+    "embedding": "model.embed_tokens",
+    "rotary_embedding": "model.rotary_emb",
+    "layer": "model.layers.0",
+    "norm_before_attention": "model.layers.0.input_layernorm",
+    "norm_of_a_sum": "model.layers.0.post_attention_layernorm",
+    "last_norm": "model.norm",
+    "attention": "model.layers.0.self_attn",
+    "query": "model.layers.0.self_attn.q_proj",
+    "unit": "model.layers.0.mlp",
+    "gate": "model.layers.0.mlp.gate_proj",
+    "up": "model.layers.0.mlp.up_proj",
+    "down": "model.layers.0.mlp.down_proj",
+    "activation": "model.layers.0.mlp.act_fn",
+    "head": "lm_head",
+}
+
+
+def values(value: Any) -> list[Tensor]:
+    """The tensors that a hook sees, copied; lazy logits are read."""
+    return [leaf.detach().clone() for leaf in tree_leaves(value) if isinstance(leaf, (Tensor, liger_hf.LazyLogits))]
+
+
+def changed(value: Any) -> Any:
+    """The same with other values, as hooks may return them."""
+
+    def other(leaf: Any) -> Any:
+        return leaf * 1.25 if isinstance(leaf, liger_hf.LazyLogits) or (isinstance(leaf, Tensor) and leaf.is_floating_point()) else leaf
+
+    return tree_map(other, value)
+
+
+Seen = list[tuple[str, list[Tensor]]]
+Watch = Callable[[nn.Module, Seen, bool], Any]
+
+
+def forward_pre(module: nn.Module, seen: Seen, change: bool) -> Any:
+    def hook(module: nn.Module, args: Any) -> Any:
+        seen.append(("forward_pre", values(args)))
+        return changed(args) if change else None
+
+    return module.register_forward_pre_hook(hook)
+
+
+def forward_pre_with_kwargs(module: nn.Module, seen: Seen, change: bool) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        seen.append((f"forward_pre of {sorted(kwargs)}", values((args, kwargs))))
+        return (changed(args), kwargs) if change else None
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def forward(module: nn.Module, seen: Seen, change: bool) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        seen.append(("forward", values((args, output))))
+        return changed(output) if change else None
+
+    return module.register_forward_hook(hook)
+
+
+def forward_with_kwargs(module: nn.Module, seen: Seen, change: bool) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        seen.append((f"forward of {sorted(kwargs)}", values((args, kwargs, output))))
+        return changed(output) if change else None
+
+    return module.register_forward_hook(hook, with_kwargs=True, always_call=True)
+
+
+def backward_pre(module: nn.Module, seen: Seen, change: bool) -> Any:
+    def hook(module: nn.Module, gradients: Any) -> Any:
+        seen.append(("backward_pre", values(gradients)))
+        return changed(gradients) if change else None
+
+    return module.register_full_backward_pre_hook(hook)
+
+
+def backward(module: nn.Module, seen: Seen, change: bool) -> Any:
+    def hook(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        seen.append(("backward", values((inputs, outputs))))
+        return changed(inputs) if change else None
+
+    return module.register_full_backward_hook(hook)
+
+
+def on_every_module(register: Callable[..., Any]) -> Watch:
+    def watch(module: nn.Module, seen: Seen, change: bool) -> Any:
+        def hook(called: nn.Module, *what: Any) -> None:
+            if called is module:
+                seen.append((register.__name__, values(what)))
+
+        return register(hook)
+
+    return watch
+
+
+SEEING: dict[str, Watch] = {
+    "forward_pre": forward_pre_with_kwargs,
+    "forward": forward_with_kwargs,
+    "backward_pre": backward_pre,
+    "backward": backward,
+}
+CHANGING: dict[str, Watch] = {"forward_pre": forward_pre, "forward": forward, "backward_pre": backward_pre, "backward": backward}
+ON_ALL: dict[str, Watch] = {
+    "forward_pre": on_every_module(global_hooks.register_module_forward_pre_hook),
+    "forward": on_every_module(global_hooks.register_module_forward_hook),
+    "backward_pre": on_every_module(global_hooks.register_module_full_backward_pre_hook),
+    "backward": on_every_module(global_hooks.register_module_full_backward_hook),
+}
+ORDERS = pytest.mark.parametrize("first", ["hook", "liger"])
+EACH_MODULE = pytest.mark.parametrize("path", MODULES.values(), ids=MODULES.keys())
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return make(num_hidden_layers=1).train()
+
+
+@pytest.fixture(scope="module")
+def patched(plain: Any) -> Any:
+    model = twin(plain)
+    liger_hf.apply(model)
+    return model
+
+
+def watched_step(model: Any, path: str, watch: Watch, change: bool, apply: bool = False) -> tuple[Seen, dict[str, Tensor]]:
+    """What a hook on a module of a copy sees in one training step, and the results of the step. apply: after the hook came."""
+    copied, seen = twin(model), []
+    handle = watch(copied.get_submodule(path), seen, change)
+    try:
+        if apply:
+            liger_hf.apply(copied, verify=not change)
+            assert seen == [], "apply called the hook"
+        return seen, step(copied, **tokens())
+    finally:
+        handle.remove()
+
+
+def assert_like_plain(plain: Any, patched: Any, path: str, watch: Watch, change: bool, first: str) -> None:
+    expected_seen, expected = watched_step(plain, path, watch, change)
+    seen, results = watched_step(plain, path, watch, change, apply=True) if first == "hook" else watched_step(patched, path, watch, change)
+    assert [what for what, _ in seen] == [what for what, _ in expected_seen]
+    for (_, got), (_, wanted) in zip(seen, expected_seen, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+
+
+@ORDERS
+@EACH_MODULE
+@pytest.mark.parametrize("watch", SEEING.values(), ids=SEEING.keys())
+def test_a_hook_sees_what_it_does_in_the_plain_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
+    assert_like_plain(plain, patched, path, watch, False, first)
+
+
+@ORDERS
+@EACH_MODULE
+@pytest.mark.parametrize("watch", CHANGING.values(), ids=CHANGING.keys())
+def test_a_hook_changes_what_it_does_in_the_plain_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
+    assert_like_plain(plain, patched, path, watch, True, first)
+
+
+@EACH_MODULE
+@pytest.mark.parametrize("watch", ON_ALL.values(), ids=ON_ALL.keys())
+def test_a_hook_on_all_modules_sees_what_it_does_in_the_plain_model(plain: Any, patched: Any, path: str, watch: Watch) -> None:
+    assert_like_plain(plain, patched, path, watch, False, "liger")
+
+
+def test_apply_calls_no_hook_on_all_modules() -> None:
+    seen: list[Any] = []
+    handle = global_hooks.register_module_forward_hook(lambda module, args, output: seen.append(module))
+    try:
+        liger_hf.apply(make(num_hidden_layers=1))
+        assert seen == []
+        nn.Identity()(torch.ones(1))
+        assert len(seen) == 1
+    finally:
+        handle.remove()
+
+
+# -- what a gated unit passes over
+
+
+def another_module(owner: Any) -> None:
+    owner.act_fn = nn.ReLU()
+
+
+def another_forward(owner: Any) -> None:
+    owner.act_fn.forward = nn.functional.relu
+
+
+def hook_that_ablates(owner: Any) -> None:
+    owner.act_fn.register_forward_hook(lambda module, args, output: output * (output.detach() > 0.1))
+
+
+CHANGES = pytest.mark.parametrize("change", [another_module, another_forward, hook_that_ablates])
+
+
+@ORDERS
+@CHANGES
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any], None], first: str) -> None:
+    plain = build(kind).train()
+    patched = twin(plain)
+    inputs = tokens()
+    unchanged = step(plain, **inputs)
+    path = next(name for name, module in plain.named_modules() if isinstance(getattr(module, "act_fn", None), nn.Module))
+    if first == "liger":
+        assert liger_hf.apply(patched).replaced["swiglu"] > 1
+    for model in (plain, patched):
+        change(model.get_submodule(path))
+    if first == "change":
+        liger_hf.apply(patched)
+    expected = step(plain, **inputs)
+    assert not torch.isclose(expected["loss"], unchanged["loss"], rtol=1e-5)
+    torch.testing.assert_close(step(patched, **inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_hook_on_the_activation_when_apply_comes_is_a_reason(kind: str) -> None:
+    model, seen = build(kind), []
+    path = next(name for name, module in model.named_modules() if isinstance(getattr(module, "act_fn", None), nn.Module))
+    model.get_submodule(path).act_fn.register_forward_hook(lambda *args: seen.append(args))
+    rows = [row for row in liger_hf.apply(model).rows if row.op == "swiglu"]
+    assert "it would pass over act_fn, and the hooks on that have to run" in {row.reason for row in rows if row.verdict == "left"}
+    assert [row.verdict for row in rows].count("replaced") == 1
+    assert seen == []
+
+
+class Unit(nn.Module):
+    """A gated unit whose activation is a module, or a function of its own."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def test_a_function_that_takes_the_place_of_the_activation_counts() -> None:
+    unit = Unit(nn.functional.silu)
+    model, x = nn.Sequential(unit), torch.randn(3, 8)
+    assert liger_hf.apply(model).replaced == {"swiglu": 1}
+    unit.act = nn.functional.relu
+    torch.testing.assert_close(model(x), Unit.forward(unit, x))
+    copied = twin(model)
+    torch.testing.assert_close(copied(x), model(x))
+
+
+def test_units_of_one_class_whose_activations_differ_are_checked_one_by_one() -> None:
+    report = liger_hf.apply(nn.Sequential(Unit(nn.GELU("tanh")), Unit(nn.GELU())))
+    assert [row.reason.partition("agree")[2] for row in report.rows] == [", approximate='tanh'", ", approximate='none'"]
+
+
+def test_a_copied_unit_uses_its_own_activation() -> None:
+    model, x = nn.Sequential(Unit(nn.SiLU())), torch.randn(3, 8)
+    liger_hf.apply(model)
+    copied = twin(model)
+    copied[0].act.register_forward_hook(lambda module, args, output: output * 0)
+    torch.testing.assert_close(copied(x), copied[0].down.bias.expand(3, 8))
+    torch.testing.assert_close(model(x), Unit.forward(model[0], x))
+
+
+# -- heads that are called again
+
+
+def doubled(module: nn.Module, args: Any) -> Any:
+    return (args[0] * 2,)
+
+
+@pytest.mark.parametrize("path", ["lm_head", "base_model.model.lm_head.lora_A.default"], ids=["offloaded_head", "adapted_head"])
+def test_a_hook_on_a_head_that_is_computed_in_chunks_runs_once(path: str) -> None:
+    plain = make(tie_word_embeddings=False).train()
+    plain = adapted(plain, "lm_head") if path != "lm_head" else plain.requires_grad_(False)
+    patched = twin(plain)
+    calls: list[Any] = []
+    for model in (plain, patched):
+        model.get_submodule(path).register_forward_pre_hook(doubled)
+        model.get_submodule(path).register_forward_hook(lambda module, args, output: calls.append(output.shape))
+    if path == "lm_head":
+        # The embeddings need a gradient, or nothing does.
+        for model in (plain, patched):
+            model.enable_input_require_grads()
+        cpu_offload(patched.lm_head, execution_device=torch.device("cpu"))
+    liger_hf.apply(patched)
+    results = []
+    for model in (plain, patched):
+        outputs = model(**tokens())
+        outputs.loss.backward()
+        results.append((outputs.loss.detach(), outputs.logits + 0))
+    torch.testing.assert_close(*results)
+    assert calls == [(2, 11, 300 if path == "lm_head" else 4)] * 2

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""However lazy logits are looked at, what is computed from them afterwards has the gradients of the plain model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Trainer
+
+import liger_hf
+from hf.test_training import Rows, arguments_for
+from hf.tiny_models import VOCABULARY, disagreements, make, tokens, twin
+
+pytestmark = pytest.mark.cpu
+
+TARGET = torch.arange(22) % 9
+
+
+def without_gradients(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def looked(outputs: Any) -> Any:
+        with torch.no_grad():
+            return look(outputs)
+
+    return looked
+
+
+def in_inference_mode(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def looked(outputs: Any) -> Any:
+        with torch.inference_mode():
+            return look(outputs)
+
+    return looked
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda outputs: None,
+    "argmax": lambda outputs: outputs.logits.argmax(-1),
+    "accuracy_without_gradients": without_gradients(lambda outputs: (outputs.logits.argmax(-1).flatten() == TARGET).float().mean()),
+    "accuracy_in_inference_mode": in_inference_mode(lambda outputs: (outputs.logits.argmax(-1).flatten() == TARGET).float().mean()),
+    "slice_without_gradients": without_gradients(lambda outputs: outputs.logits[:, -1].argmax(-1)),
+    "cast_without_gradients": without_gradients(lambda outputs: outputs.logits.double().softmax(-1)),
+    "entropy_without_gradients": without_gradients(lambda outputs: torch.log_softmax(outputs.logits, -1).exp()),
+    "cross_entropy_without_gradients": without_gradients(lambda outputs: F.cross_entropy(outputs.logits.flatten(0, 1), TARGET)),
+    "cross_entropy_in_inference_mode": in_inference_mode(lambda outputs: F.cross_entropy(outputs.logits.flatten(0, 1), TARGET)),
+    "materialize_without_gradients": without_gradients(lambda outputs: getattr(outputs.logits, "materialize", lambda: None)()),
+    "iteration_without_gradients": without_gradients(lambda outputs: list(outputs.logits)),
+    "loop_without_gradients": without_gradients(lambda outputs: [outputs.logits[row, -1].max() for row in range(2)]),
+    "twice_without_gradients": without_gradients(lambda outputs: (outputs.logits + 1, outputs.logits + 1)),
+    "detach": lambda outputs: outputs.logits.detach(),
+    "detach_a_slice": lambda outputs: outputs.logits[:, :-1].detach(),
+    "numpy": lambda outputs: np.asarray(outputs.logits.detach()),
+    "array": without_gradients(lambda outputs: np.asarray(outputs.logits)),
+    "tolist": lambda outputs: outputs.logits.tolist(),
+    "deepcopy": lambda outputs: copy.deepcopy(outputs.logits.detach()),
+    "deepcopy_of_lazy_logits": lambda outputs: copy.deepcopy(outputs.logits) if isinstance(outputs.logits, liger_hf.LazyLogits) else None,
+    "pickle": lambda outputs: pickle.dumps(outputs.logits),
+    "repr": lambda outputs: repr(outputs.logits),
+    "data": lambda outputs: outputs.logits.data.argmax(-1),
+    "no_gradients_then_gradients": lambda outputs: (LOOKS["accuracy_without_gradients"](outputs), outputs.logits.sum()),
+}
+
+LOSSES: dict[str, Callable[[Any], Tensor]] = {
+    "beside_the_loss": lambda outputs: outputs.loss + 0.1 * outputs.logits.float().logsumexp(-1).square().mean(),
+    "alone": lambda outputs: outputs.logits.float().logsumexp(-1).square().mean(),
+    "of_a_slice": lambda outputs: outputs.loss + outputs.logits[:, 1:].tanh().square().mean(),
+    "cross_entropy": lambda outputs: F.cross_entropy(outputs.logits.flatten(0, 1), TARGET),
+    "smoothed_cross_entropy": lambda outputs: F.cross_entropy(outputs.logits.view(-1, VOCABULARY), TARGET, label_smoothing=0.1),
+    "of_two_reads": lambda outputs: outputs.logits.square().mean() + torch.softmax(outputs.logits, -1)[..., 3].sum(),
+}
+
+
+def results(model: Any, loss_of: Callable[[Any], Tensor], **inputs: Any) -> dict[str, Tensor]:
+    """The loss that is computed from the outputs, and the gradient of every parameter."""
+    model.zero_grad()
+    loss = loss_of(model(**(inputs or tokens())))
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
+
+
+@pytest.fixture(scope="module", params=["llama-tied", "llama-untied", "gemma2-tied"])
+def models(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
+    """A patched and a plain model, and the plain one in float64."""
+    architecture, tied = request.param.split("-")
+    plain = make(architecture, tie_word_embeddings=tied == "tied").train()
+    patched = twin(plain)
+    liger_hf.apply(patched, only=["linear_cross_entropy"])
+    return patched, plain, twin(plain).double()
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
+def test_a_look_at_the_logits_takes_no_gradient_from_a_later_loss(
+    models: tuple[Any, Any, Any], look: Callable[[Any], Any], loss: Callable[[Any], Tensor]
+) -> None:
+    def looked_at(outputs: Any) -> Tensor:
+        look(outputs)
+        return loss(outputs)
+
+    assert disagreements(*(results(model, looked_at) for model in models)) == {}
+
+
+# What plain logits would make a constant of, and what they would not: a cast to the dtype that they have returns them.
+DERIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "slice": lambda z: z[:, 1:],
+    "ellipsis": lambda z: z[..., 1:, :],
+    "view": lambda z: z.view(-1, VOCABULARY),
+    "reshape": lambda z: z.reshape(11, 2, VOCABULARY),
+    "flatten": lambda z: z.flatten(0, 1),
+    "cast": lambda z: z.to(torch.float16).float(),
+    "same_dtype": lambda z: z.to(z.dtype),
+    "contiguous": lambda z: z.contiguous(),
+    "scale": lambda z: z * 0.5,
+    "divide": lambda z: z / 3,
+    "tanh": lambda z: torch.tanh(z),
+    "bias": lambda z: z + torch.ones(VOCABULARY),
+    "scale_and_cap": lambda z: torch.tanh(z * 0.5) * 4,
+    "after_a_look": lambda z: (z.argmax(-1), z * 2)[1],
+    "detach": lambda z: z.detach(),
+}
+
+
+@pytest.mark.parametrize("derive", DERIVATIONS.values(), ids=DERIVATIONS.keys())
+def test_what_is_derived_without_gradients_is_a_constant_where_plain_logits_would_be(
+    models: tuple[Any, Any, Any], derive: Callable[[Any], Any]
+) -> None:
+    def loss(outputs: Any) -> Tensor:
+        with torch.no_grad():
+            derived = derive(outputs.logits)
+        return outputs.loss + 0.1 * (derived * derived).mean() + 0.01 * (derived.float().logsumexp(-1) ** 2).mean()
+
+    assert disagreements(*(results(model, loss) for model in models)) == {}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_logits_of_a_forward_without_gradients_stay_constants(models: tuple[Any, Any, Any], mode: Any) -> None:
+    patched, plain, _ = models
+    with mode():
+        outputs, expected = patched(**tokens(), keep_logits=False), plain(**tokens())
+    assert isinstance(outputs.logits, liger_hf.LazyLogits)
+    for read in (lambda z: z + 0, lambda z: F.cross_entropy(z.view(-1, VOCABULARY), TARGET)):
+        value = read(outputs.logits)
+        assert not value.requires_grad
+        torch.testing.assert_close(value, read(expected.logits))
+
+
+def test_a_look_without_gradients_keeps_no_graph(models: tuple[Any, Any, Any]) -> None:
+    logits = models[0](**tokens()).logits
+    with torch.no_grad():
+        values = logits.materialize()
+        assert logits.materialize() is values
+    assert not values.requires_grad
+    real = logits.materialize()
+    assert real.requires_grad
+    assert torch.equal(real, values)
+    with torch.no_grad():
+        assert logits.materialize() is real
+
+
+WATCHES: dict[str, Callable[[Any], Any]] = {
+    "retain_grad": lambda outputs: outputs.logits.retain_grad(),
+    "register_hook": lambda outputs: outputs.logits.register_hook(print),
+    "autograd": lambda outputs: torch.autograd.grad(outputs.loss + outputs.logits.sum(), outputs.logits),
+}
+
+
+@pytest.mark.parametrize("watch", WATCHES.values(), ids=WATCHES.keys())
+def test_a_gradient_of_the_logits_that_the_loss_is_no_part_of_is_refused(models: tuple[Any, Any, Any], watch: Callable[[Any], Any]) -> None:
+    with pytest.raises(liger_hf.LogitsError, match=r"the loss is computed without them, .* call the model without labels"):
+        watch(models[0](**tokens()))
+
+
+def test_a_look_under_autocast_changes_no_gradient(models: tuple[Any, Any, Any]) -> None:
+    def beside_the_loss(outputs: Any) -> Tensor:
+        return LOSSES["beside_the_loss"](outputs)
+
+    def after_a_look(outputs: Any) -> Tensor:
+        LOOKS["accuracy_without_gradients"](outputs)
+        return beside_the_loss(outputs)
+
+    seen = []
+    for loss in (after_a_look, beside_the_loss):
+        # One context each: autocast remembers the weights that it has cast.
+        with torch.autocast("cpu", torch.bfloat16):
+            seen.append(results(models[0], loss))
+    for name, value in seen[1].items():
+        assert float((seen[0][name] - value).norm() / value.norm()) < 2e-3, name
+
+
+def test_a_trainer_whose_loss_logs_the_accuracy_first_trains_like_the_plain_model(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            outputs = model(**inputs)
+            with torch.no_grad():
+                accuracies.append(float((outputs.logits.argmax(-1) == inputs["labels"]).float().mean()))
+            penalty = outputs.logits.float().logsumexp(-1).square().mean()
+            loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()) + 0.1 * penalty
+            return (loss, outputs) if return_outputs else loss
+
+    plain = make().train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    histories = []
+    for model in (patched, plain):
+        accuracies: list[float] = []
+        options = {"max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
+        trainer = Own(model, arguments_for(tmp_path, **options), train_dataset=Rows(16))
+        trainer.train()
+        histories.append([*accuracies, *(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)])
+    assert len(histories[0]) == 8
+    assert histories[0] == pytest.approx(histories[1], abs=2e-4)
+
+
+def test_a_write_without_gradients_in_a_forward_keeps_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    from liger_hf.rules.head.rule import patches
+
+    def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state) * 2
+        with torch.no_grad():
+            logits.argmax(-1)
+            logits[..., :5] = -50.0
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return modeling_llama.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
+    plain = make().train()
+    patched = twin(plain)
+    for patch in patches(patched, patched.lm_head):
+        patch.install()
+    inputs, loss = tokens(), LOSSES["beside_the_loss"]
+    got, expected = (results(model, loss, **inputs) for model in (patched, plain))
+    assert disagreements(got, expected, results(twin(plain).double(), loss, **inputs)) == {}
+
+
+def test_the_check_of_these_tests_sees_a_missing_gradient(models: tuple[Any, Any, Any]) -> None:
+    def cut(outputs: Any) -> Tensor:
+        return outputs.loss + 0.1 * outputs.logits.detach().float().logsumexp(-1).square().mean()
+
+    _, plain, exact = models
+    assert disagreements(results(plain, cut), *(results(model, LOSSES["beside_the_loss"]) for model in (plain, exact)))

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gated unit lets its backward pass write over gate and up only where nothing else can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import liger_hf
+from hf.tiny_models import twin
+from liger_hf.rules.gated_unit import rule as gated_unit
+from liger_hf.rules.gated_unit.ownership import unshared
+
+pytestmark = pytest.mark.cpu
+
+
+class Recycled(torch.autograd.Function):
+    """SwiGLU whose gradients lie where gate and up were, if it may: past the version counters, as a kernel writes them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, overwrite: bool) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.overwrite = overwrite
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        wide = gate.float() if gate.dtype != torch.float64 else gate
+        slope = wide.sigmoid()
+        gradients = (grad * up * slope * (1 + wide * (1 - slope))).to(gate.dtype), (grad * wide * slope).to(gate.dtype)
+        if not ctx.overwrite:
+            return *gradients, None
+        WRITTEN.append(gate)
+        return *(old.detach().copy_(new) for old, new in zip((gate.data, up.data), gradients, strict=True)), None
+
+
+WRITTEN: list[Tensor] = []
+
+
+class Swiglu:
+    """The op with that backward pass on every backend."""
+
+    name = "swiglu"
+
+    def __call__(self, gate: Tensor, up: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+        return Recycled.apply(*(gate.chunk(2, -1) if up is None else (gate, up)), overwrite)
+
+
+@pytest.fixture(autouse=True)
+def recycling(monkeypatch: pytest.MonkeyPatch) -> None:
+    WRITTEN.clear()
+    monkeypatch.setattr(gated_unit, "ACTIVATIONS", ((Swiglu(), {}),))
+
+
+class Projection(nn.Module):
+    """A Linear and what is done with its output."""
+
+    in_features, out_features = 8, 16
+
+    def __init__(self, then: Callable[[Projection, Tensor], Tensor], bias: bool = True) -> None:
+        super().__init__()
+        self.linear, self.then = nn.Linear(8, 16, bias=bias), then
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self, self.linear(x))
+
+
+def keep(value: Callable[[Tensor], Tensor]) -> Callable[[Projection, Tensor], Tensor]:
+    def then(self: Projection, y: Tensor) -> Tensor:
+        self.kept.append(value(y))
+        return y
+
+    return then
+
+
+def keep_what_it_views(self: Projection, y: Tensor) -> Tensor:
+    y = y * 1
+    self.kept.append(y)
+    return y.view(3, 2, 16)
+
+
+# What a projection does, and whether somebody can read its output afterwards.
+PRIVATE: dict[str, Callable[[Projection, Tensor], Tensor]] = {
+    "linear": lambda self, y: y,
+    "scaled": lambda self, y: y * 2,
+    "added": lambda self, y: y + self.linear.weight[:, 0],
+    "gelu": lambda self, y: F.gelu(y),
+    "dropout": lambda self, y: F.dropout(y, 0.0),
+    "norm": lambda self, y: F.layer_norm(y, (16,)),
+    "view": lambda self, y: (y * 1).view(3, 2, 16).view(2, 3, 16),
+}
+SHARED: dict[str, Callable[[Projection, Tensor], Tensor]] = {
+    "tanh": lambda self, y: y.tanh(),
+    "relu": lambda self, y: y.relu(),
+    "sigmoid": lambda self, y: y.sigmoid(),
+    "exp": lambda self, y: y.exp(),
+    "softmax": lambda self, y: y.softmax(-1),
+    "sqrt": lambda self, y: (y.abs() + 1).sqrt(),
+    "tanh_seen_otherwise": lambda self, y: y.tanh().view(6, 16).view(2, 3, 16),
+    "kept": keep(lambda y: y),
+    "kept_detached": keep(lambda y: y.detach()),
+    "kept_row": keep(lambda y: y[0]),
+    "kept_penalty": keep(lambda y: y.square().mean()),
+    "kept_as_an_array": keep(lambda y: y.detach().numpy()),  # type: ignore[arg-type, return-value]
+    "kept_what_it_views": keep_what_it_views,
+}
+
+
+class Unit(nn.Module):
+    def __init__(self, then: Callable[[Projection, Tensor], Tensor], bias: bool = True) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = Projection(then, bias), Projection(then, bias), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def gradients(unit: Unit, x: Tensor) -> dict[str, Tensor]:
+    """Also of what the projections have kept, read after the unit's backward pass."""
+    unit.zero_grad()
+    leaf = x.clone().requires_grad_()
+    unit(leaf).square().sum().backward(retain_graph=False)
+    kept = {
+        f"kept {name} {i}": torch.as_tensor(value).detach() for name in ("gate", "up") for i, value in enumerate(getattr(unit, name).kept)
+    }
+    return {"x": leaf.grad, **{name: p.grad for name, p in unit.named_parameters()}, **kept}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize(
+    ("then", "private"),
+    [*((then, True) for then in PRIVATE.values()), *((then, False) for then in SHARED.values())],
+    ids=[*PRIVATE, *SHARED],
+)
+def test_gradients_are_right_and_gate_and_up_are_written_over_only_where_nobody_reads_them(
+    then: Callable[[Projection, Tensor], Tensor], private: bool, bias: bool
+) -> None:
+    plain = Unit(then, bias)
+    patched = twin(plain)
+    assert liger_hf.apply(nn.Sequential(patched)).replaced == {"swiglu": 1}
+    WRITTEN.clear()
+    x = torch.randn(2, 3, 8) if then is not keep_what_it_views else torch.randn(3, 2, 8)
+    expected, got = gradients(plain, x), gradients(patched, x)
+    torch.testing.assert_close(got, expected)
+    assert len(WRITTEN) == private
+
+
+def test_a_hook_on_what_a_projection_is_made_of_may_keep_its_output() -> None:
+    plain = Unit(PRIVATE["linear"])
+    patched = twin(plain)
+    liger_hf.apply(nn.Sequential(patched))
+    x, seen = torch.randn(2, 3, 8), []
+    for unit in (plain, patched):
+        kept: list[Tensor] = []
+        unit.gate.linear.register_forward_hook(lambda module, args, output, kept=kept: kept.append(output))
+        gradients(unit, x)
+        seen.append(kept[0].detach())
+    torch.testing.assert_close(*seen)
+
+
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 8)], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_the_output_of_a_linear_is_unshared(shape: tuple[int, ...], bias: bool, autocast: bool) -> None:
+    linear, x = nn.Linear(8, 16, bias=bias), torch.randn(shape)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert unshared((linear(x), linear(x)))
+        held = linear(x)
+        assert not unshared((linear(x), held))
+        with torch.no_grad():
+            assert not unshared((linear(x),))
+
+
+def test_one_tensor_as_gate_and_up_is_shared() -> None:
+    linear = nn.Linear(8, 16)
+    parts = (linear(torch.randn(3, 8)),) * 2
+    assert not unshared(parts)
+
+
+def test_the_output_of_an_adapter_is_unshared() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 16)), peft.LoraConfig(r=2, target_modules=["0"]))
+    assert unshared((model(torch.randn(2, 3, 8)),))

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outside the tested versions of Transformers one warning says so."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
+import transformers
+
+import liger_hf
+from hf.tiny_models import make
+from liger_hf.versions import warn_if_untested
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(autouse=True)
+def not_yet_said() -> Iterator[None]:
+    warn_if_untested.cache_clear()
+    yield
+    warn_if_untested.cache_clear()
+
+
+@pytest.fixture
+def tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: ["liger-core==0.1.0", "transformers<5.24,>=5.17", 'torchao; extra == "x"'])
+
+
+@pytest.mark.usefixtures("tested")
+@pytest.mark.parametrize("version", ["5.16.9", "5.24.0", "6.0.0.dev0"])
+def test_a_version_outside_the_metadata_is_named_once(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", version)
+    model = make(num_hidden_layers=1)
+    with pytest.warns(UserWarning, match=f"Liger is tested with transformers<5.24,>=5.17, got {version}") as said:
+        liger_hf.inspect(model)
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        liger_hf.apply(model)
+
+
+@pytest.mark.usefixtures("tested")
+@pytest.mark.parametrize("version", ["5.17.0", "5.23.1", "5.23.2.dev0"])
+def test_a_tested_version_is_not_warned_about(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        liger_hf.inspect(make(num_hidden_layers=1))
+
+
+def test_the_installed_version_is_tested() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        liger_hf.inspect(make(num_hidden_layers=1))
+
+
+def test_without_metadata_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    warn_if_untested()

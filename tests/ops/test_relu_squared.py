@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about relu_squared that its samples do not say."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_core import explain, relu_squared
+from ops.agreement import disagreements, leaf
+
+
+def test_relu_squared_is_the_activation_of_transformers(device: torch.device) -> None:
+    from transformers.activations import ACT2FN
+
+    assert disagreements(relu_squared, lambda x: ACT2FN["relu2"](x), x=leaf(5, 77, device=device)) == []
+
+
+def test_a_nan_stays_one_and_infinities_are_those_of_relu(device: torch.device) -> None:
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0], device=device)
+    y = relu_squared(x)
+    assert y[0].isnan()
+    assert y[1:].tolist() == [float("inf"), 0.0, 0.0]
+
+
+def test_no_gradient_reaches_what_is_not_positive_even_from_an_infinite_one(device: torch.device) -> None:
+    x = torch.tensor([-1.0, 0.0, 2.0], device=device, requires_grad=True)
+    relu_squared(x).backward(torch.tensor([float("inf"), float("inf"), 3.0], device=device))
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0, 0.0, 12.0]
+
+
+def test_nothing_but_the_input_is_kept(device: torch.device) -> None:
+    x = leaf(64, 1024, device=device)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        relu_squared(x)
+    fresh = {t.data_ptr() for t in kept} - {x.data_ptr()}
+    assert len(fresh) <= (1 if explain(relu_squared, x).backend == "reference" else 0)

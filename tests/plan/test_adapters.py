@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters are planned without peft to the byte as with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from liger_core import OptionError
+from liger_core.commands import main
+from liger_train.plan import adapters, step
+from liger_train.plan.advice import _alternative
+from liger_train.plan.step import Prediction, predict
+from liger_train.setup import Setup
+from liger_train.techniques import TECHNIQUES
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "plain": {"liger": "none", "checkpoint": "none"},
+    "Liger": {"precision": "bf16", "checkpoint": "none"},
+    "checkpointing": {"precision": "bf16"},
+    "bfloat16": {"precision": "bf16-pure", "checkpoint": "1"},
+    "4 bits": {"adapter": "qlora", "precision": "bf16"},
+    "ZeRO-3": {"shard": "zero3", "ranks": 2},
+    "FSDP2": {"shard": "fsdp2", "ranks": 2, "precision": "bf16"},
+}
+# Linear layers, packed ones, and the transposed ones of GPT-2.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2, "tie_word_embeddings": False},
+    "phi3": {"pad_token_id": 0},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
+COMMON = {"vocab_size": 2000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered() -> Iterator[None]:
+    step._step.cache_clear()
+    yield
+    step._step.cache_clear()
+
+
+def save(kind: str, fields: dict[str, Any], folder: Path) -> None:
+    AutoConfig.for_model(kind, **{**COMMON, "bos_token_id": None, "eos_token_id": None, **fields}).save_pretrained(folder)
+
+
+def predict_both(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> list[Prediction]:
+    """With peft, and without."""
+    pytest.importorskip("peft")
+    found = [predict(setup)]
+    step._step.cache_clear()
+    without_peft(monkeypatch)
+    return [*found, predict(setup)]
+
+
+def without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    for name in ("peft", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize("changes", SETUPS.values(), ids=SETUPS)
+def test_a_plan_is_that_of_a_model_that_peft_has_adapted(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup("tiny", **({"batch": 2, "sequence": 64, "adapter": "lora", "device": "cuda", "checkpoint": "full"} | changes))
+    with_peft, without = predict_both(setup, monkeypatch)
+    assert without == with_peft
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_same_layers_get_adapters(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(kind, MODELS[kind], tmp_path)
+    setup = Setup(str(tmp_path), batch=2, sequence=64, adapter="lora", device="cuda", checkpoint="none")
+    with_peft, without = predict_both(setup, monkeypatch)
+    assert without == with_peft
+
+
+def test_adapters_beside_experts_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_peft(monkeypatch)
+    save("qwen3_moe", EXPERTS, tmp_path)
+    with pytest.raises(OptionError, match=r"plan: --adapter lora needs peft for a model with experts; pip install peft$"):
+        predict(Setup(str(tmp_path), batch=2, sequence=64, adapter="lora", device="cuda"))
+
+
+def test_an_alternative_that_needs_peft_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_peft(monkeypatch)
+    save("qwen3_moe", EXPERTS, tmp_path)
+    setup = Setup(str(tmp_path), batch=2, sequence=64, adapter="lora", device="cuda")
+    found = _alternative(TECHNIQUES["adapter"]["lora"], setup, predict)
+    assert found.prediction is None
+    assert found.problem == "--adapter lora needs peft for a model with experts; pip install peft"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_plan_needs_no_adapter_library(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    without_peft(monkeypatch)
+    monkeypatch.setattr("sys.argv", ["liger", "plan", "--model", "tiny", "--sequence", "64", "--device", device, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    found = {row["value"]: row["peak_bytes"] for row in json.loads(capsys.readouterr().out)["techniques"]}
+    assert found["lora"]

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CONTRIBUTING's "Add an op", "Add a backend" and "Add a rule" do what they say: their blocks, applied to a copy, pass the suite."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+# What a copy needs: sources, tests, and the files that tests of the architecture read.
+COPIED = ("packages", "tests", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "pyproject.toml", "noxfile.py")
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+
+pytestmark = pytest.mark.cpu
+
+
+def blocks(page: str) -> Iterator[tuple[str, str, str]]:
+    """(language, path, text) of every block that begins with the path of its file."""
+    yield from re.findall(r"^```(\w+)\n# (\S+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+def changed(source: str, diff: str) -> str:
+    """A source with the changes of a diff, each behind the line above it; what a change replaces occurs once."""
+    hunks: list[tuple[list[str], list[str]]] = [([], [])]
+    for line in diff.splitlines():
+        mark, text = line[:1], f"{line[1:]}\n"
+        if mark == " ":
+            hunks.append(([text], [text]))
+        else:
+            hunks[-1][mark == "+"].append(text)
+    for old, new in hunks:
+        if old != new:
+            assert source.count("".join(old)) == 1, old
+            source = source.replace("".join(old), "".join(new))
+    return source
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository with what the page adds to it."""
+    folder = tmp_path_factory.mktemp("repository")
+    for name in COPIED:
+        source, ignored = ROOT / name, shutil.ignore_patterns("__pycache__", "*.egg-info", ".pytest_cache")
+        _ = shutil.copytree(source, folder / name, ignore=ignored) if source.is_dir() else shutil.copy(source, folder / name)
+    for language, path, text in blocks(PAGE):
+        target = folder / path
+        if language == "diff":
+            target.write_text(changed(target.read_text(), text))
+        elif path.startswith(("packages/", "tests/")):
+            target.parent.mkdir(exist_ok=True)
+            target.write_text(f"{target.read_text()}\n\n{text}" if target.exists() else text)
+    return folder
+
+
+def installed(name: str, folder: Path) -> Path:
+    """The package of the page that its pyproject.toml gives this name, as pip would install it."""
+    given = list(blocks(PAGE))
+    project = next(p for p in (tomllib.loads(text) for language, _, text in given if language == "toml") if p["project"]["name"] == name)
+    metadata = folder / f"{name.replace('-', '_')}-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {project['project']['version']}\n")
+    points = "".join(f"{key} = {value}\n" for key, value in project["project"]["entry-points"]["liger"].items())
+    (metadata / "entry_points.txt").write_text(f"[liger]\n{points}")
+    for _, path, text in given:
+        if path.startswith(f"{name.replace('-', '_')}/"):
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_text(text)
+    return folder
+
+
+def run(*arguments: str, inside: Path = ROOT, site: Path | None = None) -> str:
+    """What Python prints in a fresh process, with the sources of a repository and perhaps with a package installed."""
+    sources = [str(path) for path in sorted((inside / "packages").glob("*/src"))]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([*([str(site)] if site else []), *sources]), "TRITON_INTERPRET": "1"}
+    variables.pop("LIGER_BACKEND", None)
+    done = subprocess.run([sys.executable, *arguments], cwd=inside, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def passes(*arguments: str, inside: Path = ROOT, site: Path | None = None) -> int:
+    """The number of tests that pass; none may fail."""
+    printed = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu", *arguments, inside=inside, site=site)
+    return int(re.findall(r"^(\d+) passed", printed, re.MULTILINE)[-1])
+
+
+def test_the_op_of_the_page_passes_the_suite_by_the_reference(copy: Path) -> None:
+    assert passes("tests/conformance", "--backend", "reference", "-k", "cubed and (float32 or derivative or sentence)", inside=copy) > 20
+
+
+def test_the_op_of_the_page_passes_the_suite_by_triton(copy: Path) -> None:
+    pytest.importorskip("triton")
+    chosen = "cubed and float32 and (odd_width or strided_rows or empty)"
+    assert passes("tests/conformance", "--backend", "triton", "-k", chosen, inside=copy) > 20
+
+
+def test_the_op_of_the_page_passes_the_fuzz_tests(copy: Path) -> None:
+    assert passes("tests/fuzz", "--backend", "reference", "-k", "cubed", inside=copy) >= 3
+
+
+def test_nothing_else_is_to_be_done_for_the_op_of_the_page(copy: Path) -> None:
+    chosen = "an_op_is_found or readme or public or file or eager or sentence or columns or absent or without_a_head"
+    assert passes("tests/test_architecture.py", "tests/bench/test_peers.py", "tests/hf/test_sweep.py", "-k", chosen, inside=copy) > 20
+    assert "cubed" in run("-c", "from liger_core.commands import main; main()", "ops", inside=copy)
+
+
+MODEL = """
+import torch
+import liger_hf
+
+class Layer(torch.nn.Module):
+    doubles = True
+
+    def forward(self, x):
+        return FORMULA
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), Layer())
+x = torch.randn(2, 8)
+before = model(x)
+report = liger_hf.apply(model)
+print(report.replaced, report.rows[0].reason)
+torch.testing.assert_close(model(x), before)
+"""
+
+
+def test_the_rule_of_the_page_reaches_a_model(copy: Path) -> None:
+    assert run("-c", MODEL.replace("FORMULA", "x**3"), inside=copy) == "{'cubed': 1} outputs and gradients agree\n"
+    absent = MODEL.replace("report.rows[0].reason", "report.absent['cubed']")
+    assert run("-c", absent.replace("FORMULA", "x**2"), inside=copy) == "{} no module without weights maps x to x³\n"
+
+
+@NEEDS_COMPILER
+def test_the_backend_of_the_page_passes_the_suite(tmp_path: Path) -> None:
+    site = installed("liger-compiled", tmp_path)
+    assert "compiled" in run("-c", "from liger_core.commands import main; main()", "doctor", site=site)
+    (command,) = re.findall(r"^python (-m pytest tests/conformance .*--backend compiled)$", PAGE, re.MULTILINE)
+    chosen = "swiglu and float32 and one_block and (accurate or signature or overwritten)"
+    assert passes(*command.split()[2:], "-k", chosen, site=site) >= 2
+
+
+def test_an_op_and_a_rule_of_another_package_pass_the_suite_and_reach_a_model(tmp_path: Path) -> None:
+    site = installed("liger-doubled", tmp_path)
+    assert passes("tests/conformance", "--backend", "reference", "-k", "doubled", site=site) > 10
+    assert run("-c", MODEL.replace("FORMULA", "2 * x"), site=site) == "{'doubled': 1} outputs and gradients agree\n"

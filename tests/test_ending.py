@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process with a process group ends by itself, before the interpreter takes down what a thread of gloo still uses."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
+]
+
+# What a busy thread of gloo does when the interpreter ends is up to chance; this is certain.
+ABORTING = "import atexit, os; atexit.register(os.abort)\n"
+
+
+def aborting(rank: int) -> None:
+    print("a rank")
+    atexit.register(os.abort)
+
+
+@pytest.mark.slow
+def test_a_rank_of_the_tests_has_ended_before_the_interpreter_does() -> None:
+    from hf.two_ranks import on_two_ranks
+
+    on_two_ranks(aborting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (130, 130)])
+def test_a_rank_of_a_training_has_ended_before_the_interpreter_does(code: int, expected: int, tmp_path: Path) -> None:
+    script = (
+        f"{ABORTING}import torch.distributed as dist\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        f"from liger_train.train.ranks import leave\nprint('all of it', end='')\nleave({code})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (expected, "all of it"), done.stderr
+
+
+def test_a_process_without_others_is_not_ended() -> None:
+    from liger_train.train.ranks import leave
+
+    leave(1)
+
+
+def test_no_test_starts_ranks_that_end_otherwise() -> None:
+    wrong = []
+    for path in Path(__file__).parent.rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute) and node.attr == "spawn"]
+        wrong += [str(path) for _ in calls]
+    assert [Path(path).name for path in wrong] == ["two_ranks.py"]

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of `liger train`, `plan` and `report`: they fit 100 columns, sizes have digits, and a ratio within the spread says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liger_bench.printing import amount, size
+from liger_train.plan import planning
+from liger_train.plan.comparison import Compared
+from liger_train.plan.step import Prediction
+from liger_train.plan.tables import print_compared, print_plan
+from liger_train.row import Row, row_of
+from liger_train.setup import Setup
+from liger_train.train import command, sweep
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+WHERE = {"machine": "Some CPU, 2 threads", "versions": "python 3.11, liger-core 1, torch 9.9, transformers 5", "commit": "abc", "date": ""}
+TINY = Setup("tiny", device="cpu", precision="fp32", checkpoint="none")
+LONG = Setup("llama-3.2-1b", 112, 24576, shard="zero3", offload="parameters", precision="fp16", memory_limit=24 << 30, optimizer="galore")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """What was printed, of which no table is wider than 100 columns, and nothing is cut."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def read() -> str:
+        text = capsys.readouterr().out
+        tables = [line for line in text.splitlines() if line[:1] in "┏┃┡│└█"]
+        assert tables
+        assert max(map(len, tables)) <= 100
+        assert "…" not in text
+        return text
+
+    return read
+
+
+def trained(liger: str, speed: float, spread: float = 10.0, **results: Any) -> Row:
+    figures = {"tokens_per_second": speed, "low_tokens_per_second": speed - spread, "high_tokens_per_second": speed + spread}
+    found: dict[str, Any] = figures | {"peak_bytes": 64 * MIB, "static_bytes": 24 * MIB, "losses": [10.5, 10.25]} | results
+    return row_of(replace(TINY, liger=liger), WHERE, found)
+
+
+def cells(text: str, name: str) -> list[str]:
+    """Of the first line with that cell."""
+    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
+    return next(line for line in lines if name in line)
+
+
+def test_a_ratio_within_the_spread_of_the_steps_is_marked(printed: Callable[[], str]) -> None:
+    sweep.show([trained("none", 1000.0), trained("all-but-loss", 1020.0), trained("all", 1300.0)], ["batch"])
+    text = printed()
+    assert cells(text, "all-but-loss")[3] == "≈ 1.02"
+    assert cells(text, "all")[3] == "1.30"
+    assert cells(text, "none")[3] == "1.00"
+    assert "÷ none  ≈ within the spread of the steps: their 20th to 80th percentiles overlap" in text
+
+
+def test_without_such_a_ratio_nothing_is_explained(printed: Callable[[], str]) -> None:
+    sweep.show([trained("none", 1000.0), trained("all", 1300.0)], ["batch"])
+    assert "≈" not in printed()
+
+
+def test_small_memory_has_digits(printed: Callable[[], str]) -> None:
+    sweep.show([trained("none", 1000.0), trained("all", 1300.0, peak_bytes=17 * MIB // 2)], ["batch"])
+    text = printed()
+    assert "peak MiB" in text
+    assert cells(text, "all")[4:6] == ["8.50", "0.13"]
+
+
+def test_a_run_is_summarized_in_few_lines(printed: Callable[[], str]) -> None:
+    parameters = {"parameters": 2_150_000, "trainable_parameters": 33_792, "step_seconds": 0.1, "replaced": "rope 2, swiglu 2"}
+    command._print(trained("all", 1000.0, **parameters), printed=[])
+    text = printed()
+    assert cells(text, "parameters")[1] == "2.15 M, 33.8 K of them trained"
+    assert cells(text, "peak memory")[1] == "64 MiB, 24 MiB of it between steps"
+    assert text.splitlines()[-1] == "Some CPU, 2 threads; torch 9.9, transformers 5, commit abc"
+    assert len(text.splitlines()) < 12
+
+
+def test_a_plan_fits_a_terminal(printed: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def foresee(setup: Setup) -> Prediction:
+        held = {"weights": 2_500_000_000_000, "logits and loss": 250_000_000_000}
+        return Prediction(setup, sum(held.values()), held, "weight update", 1 << 40, 1_235_814_400, 1_235_814_400)
+
+    monkeypatch.setattr(planning, "predict", foresee)
+    setup = replace(LONG, optimizer="adamw", shard="none", offload="none", ranks=2)
+    found = planning.planned(setup, 24 << 30, techniques=True)
+    print_plan(found)
+    text = printed()
+    assert cells(text, "--optimizer adamw-torchao-4bit")[1:3] == ["2561.14", "+0.00"]
+    assert "1.24 B parameters\n" in text
+    assert "batch · sequence · vocabulary · 4, three copies = 112 · 24576 ·" in text
+    assert "do not fit with any of these techniques" in text
+    offered = [other.technique for other in found.alternatives if other.prediction]
+    assert len(offered) > 10
+    assert all(f"│ --{technique.option} {technique.value} " in text for technique in offered)
+
+
+def test_a_comparison_fits_a_terminal(printed: Callable[[], str]) -> None:
+    print_compared([Compared(LONG, 23 << 30, 20 << 30, 24 << 30, True, True), Compared(LONG, 23 << 30, None, None, True, False)])
+    text = " ".join(printed().replace("│", " ").split())
+    assert "23.00 20.00 +15.0% wrong" in text
+    assert "out of memory" in text
+
+
+def test_rows_of_gpus_fit_a_terminal(printed: Callable[[], str]) -> None:
+    for row in json.loads((RESULTS / "2026-11-21-h200-techniques" / "train.json").read_text()):
+        command._print(row_of(TINY, WHERE, row), printed=[])
+    printed()
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(33_792, "33.8 K"), (2_150_000, "2.15 M"), (1_235_814_400, "1.24 B"), (123_456_789, "123 M"), (7, "7"), (0, "0"), (999, "999")],
+)
+def test_an_amount_has_three_digits(count: int, words: str) -> None:
+    assert amount(count) == words
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(24 << 30, "24 GiB"), (1 << 40, "1,024 GiB"), (67_757_454, "64.62 MiB"), (4096, "4 KiB"), (12, "12 bytes"), (0, "0 bytes")],
+)
+def test_a_size_has_two_decimals(count: int, words: str) -> None:
+    assert size(count) == words

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code that comes with a model runs if --trust-remote-code says so, and never because standard input does."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers.dynamic_module_utils
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.commands import InProcess
+from liger_core.errors import OptionError
+from liger_train.plan.comparison import compared
+from liger_train.report.command import _sizes
+from liger_train.row import row_of
+from liger_train.setup import Setup
+from liger_train.train.data import read
+
+SIZES = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Path({marker!r}).touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "its_own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+REFUSED = "has Python code of its own, which runs only with --trust-remote-code; read the code first"
+COMMANDS = {
+    "train": ("--steps", "1", "--sequence", "16", "--liger", "none", "--data", __file__, "--device", "cpu"),
+    "plan": ("--sequence", "16", "--no-techniques"),
+}
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """A file that is there once the code has run."""
+    return tmp_path / "it-ran"
+
+
+@pytest.fixture
+def model(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model that is code of its own, as many on the hub are."""
+    folder = tmp_path / "own"
+    LlamaForCausalLM(LlamaConfig(**SIZES, bos_token_id=None, eos_token_id=None)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "its_own", "auto_map": {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(CODE.format(marker=str(marker)))
+    # Transformers copies the code there.
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_standard_input_does_not_decide(liger: InProcess, command: str, model: Path, marker: Path) -> None:
+    code, said = liger(command, "--model", str(model), *COMMANDS[command])
+    assert (code, f"--model {model} {REFUSED}" in said) == (2, True), said
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_code_runs_with_the_option(liger: InProcess, command: str, model: Path, marker: Path) -> None:
+    code, said = liger(command, "--model", str(model), *COMMANDS[command], "--trust-remote-code")
+    assert code == 0, said
+    assert marker.exists()
+
+
+def test_the_command_of_a_setup_has_the_option_for_its_code() -> None:
+    assert Setup("own", trust_remote_code=True).command() == "liger train --model own --trust-remote-code"
+
+
+def test_a_tokenizer_with_code_is_refused_and_not_replaced(model: Path, marker: Path) -> None:
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "code.OwnTokenizer"]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(own))
+    with pytest.raises(OptionError, match=REFUSED):
+        read(Setup(str(model), sequence=16, data=__file__), vocabulary=400, own_tokenizer=True)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("look", [lambda row: _sizes(row), lambda row: next(compared([row]))], ids=["report", "plan --compare"])
+def test_rows_of_somebody_else_run_no_code(look: Callable[[dict[str, object]], object], model: Path, marker: Path) -> None:
+    where = dict.fromkeys(("machine", "versions", "commit", "date"), "")
+    row = row_of(Setup(str(model), trust_remote_code=True), where, {"peak_bytes": 1}).columns()
+    with contextlib.suppress(OptionError):
+        look(row)
+    assert not marker.exists()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seals of checkpoints: whatever is wrong with one, the checkpoint before it is taken, and what is of no use does not pile up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liger_core.errors import OptionError
+from liger_train.train import saved
+
+TOLD: dict[str, Any] = {
+    "setup": {"model": "tiny"},
+    "known": {"parameters": 7},
+    "text": "a hash",
+    "losses": [10.5, 10.25],
+    "timed": [0.5],
+    "peak_bytes": None,
+    "peak_reserved_bytes": 1 << 30,
+    "static_bytes": 1 << 20,
+}
+WRONG: tuple[Any, ...] = (None, 1, "words", ["words"], [], {"a": 1}, {})
+SEALED = json.dumps(TOLD | {"files": {}})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two checkpoints that are whole, of steps 2 and 4."""
+    for step in (2, 4):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        saved.begin(checkpoint)
+        (checkpoint / "model.safetensors").write_bytes(b"weights")
+        saved.seal(checkpoint, TOLD)
+    return tmp_path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def resumed(folder: Path) -> tuple[int | None, list[str]]:
+    """The step that a run resumes from, and its notes."""
+    notes: list[str] = []
+    found = saved.newest(folder, notes)
+    return (None if found is None else found.step), notes
+
+
+def test_a_whole_checkpoint_is_taken_without_a_word(folder: Path) -> None:
+    assert resumed(folder) == (4, [])
+    assert names(folder / "checkpoint-4") == ["liger.json", "model.safetensors"]
+
+
+def wrong_seals() -> list[Any]:
+    """Each field of a seal missing, and with values of every type that it cannot have."""
+    kinds = saved.FIELDS | {"files": dict}
+    sealed = json.loads(SEALED)
+    found = [pytest.param({name: sealed[name] for name in sealed if name != lost}, id=f"no {lost}") for lost in sealed]
+    for name, kind in kinds.items():
+        bad = [value for value in WRONG if not isinstance(value, kind)] + ([["words"], [None]] if kind is list else [])
+        found += [pytest.param(sealed | {name: value}, id=f"{name} {value}") for value in bad]
+    found += [pytest.param(sealed | {"files": {"model.safetensors": value}}, id=f"a file {value}") for value in WRONG]
+    return found + [pytest.param(value, id=f"all {value}") for value in WRONG]
+
+
+@pytest.mark.parametrize("content", wrong_seals())
+def test_a_seal_with_anything_else_in_it_costs_one_checkpoint(folder: Path, content: Any) -> None:
+    (folder / "checkpoint-4" / saved.SEAL).write_text(json.dumps(content))
+    step, (note,) = resumed(folder)
+    assert step == 2
+    assert note.startswith("checkpoint-4 was damaged (")
+    assert names(folder) == ["checkpoint-2", "damaged-checkpoint-4"]
+
+
+@pytest.mark.parametrize("length", range(0, len(SEALED), 7))
+def test_a_seal_that_was_cut_costs_one_checkpoint(folder: Path, length: int) -> None:
+    seal = folder / "checkpoint-4" / saved.SEAL
+    seal.write_text(seal.read_text()[:length])
+    assert resumed(folder)[0] == 2
+
+
+def test_a_seal_from_before_there_was_an_option_is_of_a_run_without_it(folder: Path) -> None:
+    found = saved.newest(folder, [])
+    assert found is not None
+    saved.check_same(found, {"model": "tiny", "new_option": False}, "a hash")
+    with pytest.raises(OptionError, match="which had --model tiny;"):
+        saved.check_same(found, {"model": "small", "new_option": False}, "a hash")
+
+
+def test_an_unfinished_checkpoint_is_removed(folder: Path) -> None:
+    saved.begin(folder / "checkpoint-6")
+    (folder / "checkpoint-6" / "model.safetensors").write_bytes(b"wei")
+    note = "checkpoint-6 was not completely written and was removed; resuming from the checkpoint before it."
+    assert resumed(folder) == (4, [note])
+    assert names(folder) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_checkpoint_that_is_rewritten_is_unfinished_meanwhile(folder: Path) -> None:
+    saved.begin(folder / "checkpoint-4")
+    assert resumed(folder)[0] == 2
+
+
+def test_somebody_elses_checkpoint_is_set_aside_and_stays(folder: Path) -> None:
+    for step in (6, 8):
+        (folder / f"checkpoint-{step}").mkdir()
+        assert resumed(folder)[0] == 4
+    assert names(folder) == ["checkpoint-2", "checkpoint-4", "damaged-checkpoint-6", "damaged-checkpoint-8"]
+
+
+def test_of_damaged_checkpoints_the_last_one_stays(folder: Path) -> None:
+    for step in range(6, 12):
+        checkpoint = folder / f"checkpoint-{step}"
+        saved.begin(checkpoint)
+        (checkpoint / "model.safetensors").write_bytes(b"weights")
+        saved.seal(checkpoint, TOLD)
+        (checkpoint / "model.safetensors").write_bytes(b"weighty")
+        assert resumed(folder)[0] == 4
+        assert names(folder) == ["checkpoint-2", "checkpoint-4", f"damaged-checkpoint-{step}"]
