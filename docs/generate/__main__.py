@@ -15,6 +15,8 @@ from pathlib import Path, PurePosixPath
 
 import commands
 import compatibility
+import python
+import vram
 
 import ops
 
@@ -22,13 +24,20 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # Files outside docs/ that are pages of the site.
 FROM_ROOT = {
+    "README.md": "index.md",
     "ARCHITECTURE.md": "project/architecture.md",
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
 }
-# What a link in the repository leads to on the site.
-MOVED = {"README.md": "index.md", "examples/README.md": "how-to/index.md", **FROM_ROOT}
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\[\]]*)\]\(<?(?P<target>[^()\s<>#]+)(?P<anchor>#[^()\s<>]*)?>?\)")
+# Sections of CONTRIBUTING.md that are recipes of their own on the site.
+RECIPES = {"Add an op": "how-to/add-an-op.md", "Add a backend": "how-to/add-a-backend.md", "Add a rule": "how-to/add-a-rule.md"}
+# Where a link in the repository leads on the site.
+MOVED = {
+    "examples/README.md": "how-to/index.md",
+    **FROM_ROOT,
+    **{f"CONTRIBUTING.md#{title.lower().replace(' ', '-')}": page for title, page in RECIPES.items()},
+}
+LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\[\]]*)\]\(<?(?P<target>[^()\s<>#]+)(?P<anchor>#[^()\s<>]*)?>?\)")
 CODE = re.compile(r"(^ *```.*?^ *```$)", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -39,20 +48,41 @@ def main(target: Path) -> None:
     for page, text in pages().items():
         (target / page).parent.mkdir(parents=True, exist_ok=True)
         (target / page).write_text(text)
-    sources = {page: PurePosixPath(source) for source, page in FROM_ROOT.items()}
+    sources = {page: source for source, page in FROM_ROOT.items()} | dict.fromkeys(RECIPES.values(), "CONTRIBUTING.md")
     for path in target.rglob("*.md"):
         page = path.relative_to(target).as_posix()
-        path.write_text(with_links(path.read_text(), sources.get(page, PurePosixPath("docs", page)), page, address))
+        source = PurePosixPath(sources.get(page, f"docs/{page}"))
+        path.write_text(with_links(path.read_text(), source, page, address))
 
 
 def pages() -> dict[str, str]:
     """Path on the site → text of every page that is not in docs/."""
     found = {page: (ROOT / source).read_text() for source, page in FROM_ROOT.items()}
-    found["reference/ops/index.md"] = ops.index()
-    found |= {f"reference/ops/{op.name}.md": ops.page(op) for op in ops.ops()}
+    found[FROM_ROOT["CONTRIBUTING.md"]], recipes = contributing(found[FROM_ROOT["CONTRIBUTING.md"]])
+    found |= recipes
+    found |= {f"reference/ops/{name}.md": text for name, text in ops.pages().items()}
     found |= {f"reference/commands/{name}.md": text for name, text in commands.pages().items()}
-    found["reference/versions.md"] = compatibility.page()
+    found |= {f"reference/python/{name}.md": text for name, text in python.pages().items()}
+    found["start/install.md"] = compatibility.filled((DOCS / "start/install.md").read_text())
+    if (DOCS / vram.RESULTS).exists():
+        found["vram.md"] = vram.page()
     return found
+
+
+def contributing(text: str) -> tuple[str, dict[str, str]]:
+    """CONTRIBUTING.md without its recipes, and page → text of each recipe. The site says everything once, too."""
+    rest, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    found = {}
+    for section in sections:
+        title = section.partition("\n")[0].removeprefix("## ")
+        if title in RECIPES:
+            found[RECIPES[title]] = section.removeprefix("#")
+        else:
+            rest += section
+    missing = sorted(set(RECIPES.values()) - set(found))
+    assert not missing, f"CONTRIBUTING.md must have a section for each of {missing}"
+    links = [f"* [{title}](CONTRIBUTING.md#{title.lower().replace(' ', '-')})" for title in RECIPES]
+    return "\n".join([rest, "## Recipes", "", *links, ""]), found
 
 
 def repository() -> str:
@@ -78,11 +108,14 @@ def link(match: re.Match[str], source: PurePosixPath, page: str, address: str) -
     place = os.path.normpath(source.parent / match["target"])
     if re.match(r"[a-z]+:", match["target"]) or place.startswith("..") or not (ROOT / place).exists():
         return match[0]
-    goal = MOVED.get(place) or (place.removeprefix("docs/") if place.startswith("docs/") else None)
+    anchor = match["anchor"] or ""
+    goal, anchor = (MOVED[place + anchor], "") if place + anchor in MOVED else (MOVED.get(place), anchor)
+    if goal is None and place.startswith("docs/"):
+        goal = place.removeprefix("docs/")
     if goal is not None and not (ROOT / place).is_dir():
-        return f"[{match['text']}]({os.path.relpath(goal, PurePosixPath(page).parent)}{match['anchor'] or ''})"
+        return f"{match['image']}[{match['text']}]({os.path.relpath(goal, PurePosixPath(page).parent)}{anchor})"
     if address:
-        return f"[{match['text']}]({address}/{'tree' if (ROOT / place).is_dir() else 'blob'}/main/{place}{match['anchor'] or ''})"
+        return f"[{match['text']}]({address}/{'tree' if (ROOT / place).is_dir() else 'blob'}/main/{place}{anchor})"
     return match["text"] if "`" in match["text"] or "/" in match["text"] else f"{match['text']} (`{place}`)"
 
 

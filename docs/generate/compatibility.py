@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions page: what the packages require, and what the tests run with, from their own files."""
+"""Tables of the page on installing: what the packages require, and what the tests run with, from their own files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def versions() -> str:
         if not entries and name not in tested:
             continue
         specifiers = ", ".join(dict.fromkeys(words for words, _ in entries)).replace(">=", "≥ ") or "any"
-        users = ", ".join(dict.fromkeys(where for _, where in entries)) or "recipes"
+        users = ", ".join(dict.fromkeys(where for _, where in entries)) or "a recipe"
         rows.append(f"| {name} | {specifiers} | {tested.get(name, '–')} | {users} |")
     return "\n".join(rows)
 
@@ -71,17 +71,8 @@ def python() -> str:
     return required.replace(">=", "≥ ")
 
 
-def page() -> str:
-    return f"""# Versions
-
-Python {python()}. *Allowed* is what the packages' metadata accepts. *Tested* is what the tests run with on the CPU, and what
-`pip install -c constraints.txt` installs.
-
-{versions()}
-
-## Extras
-
-{extras()}
-
-This page is generated from the `pyproject.toml` of each package and from `constraints.txt`.
-"""
+def filled(text: str) -> str:
+    """A page with the tables in the places that it names: `{{ versions }}`, `{{ extras }}`, `{{ python }}`."""
+    for name, made in {"versions": versions, "extras": extras, "python": python}.items():
+        text = text.replace(f"{{{{ {name} }}}}", made())
+    return text

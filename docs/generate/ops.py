@@ -29,6 +29,11 @@ def ops() -> list[Op[..., Any]]:
     return [op for op in registry().ops.values() if op.reference.__module__.startswith("liger_core.")]
 
 
+def pages() -> dict[str, str]:
+    """Name of the page → its text."""
+    return {"index": index(), **{op.name: page(op) for op in ops()}}
+
+
 def index() -> str:
     """The list of ops, and which backend supports which."""
     tables = _tables()

@@ -43,6 +43,19 @@ COLUMNS = {
     "rope": ("rope",),
     "head": ("linear_cross_entropy",),
 }
+# What people call the models, and their model types.
+FAMILIES = {
+    "Llama 1 to 4, and models of their architecture": ("llama", "llama4_text"),
+    "Qwen 2 to 3.5, dense and mixture of experts": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    "Mistral, Ministral, Mixtral": ("mistral", "ministral", "ministral3", "mixtral"),
+    "Gemma 1 to 4": ("gemma", "gemma2", "gemma3_text", "gemma4_text"),
+    "DeepSeek V2 and V3, Kimi": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"),
+    "Phi-3 and Phi-4, Phi MoE": ("phi3", "phimoe"),
+    "GLM 4, gpt-oss, MiniMax": ("glm4", "glm4_moe", "gpt_oss", "minimax", "minimax_m2"),
+    "OLMo 1 to 3, SmolLM 3, Granite, Cohere": ("olmo", "olmo2", "olmo3", "smollm3", "granite", "granitemoe", "cohere", "cohere2"),
+    "Mamba 2, Jamba, Bamba, Nemotron, Falcon H1, LFM 2": ("mamba2", "jamba", "bamba", "nemotron", "nemotron_h", "falcon_h1", "lfm2"),
+    "GPT-2, GPT-NeoX (Pythia), OPT, BLOOM, Falcon, MPT": ("gpt2", "gpt_neox", "opt", "bloom", "falcon", "mpt"),
+}
 CLASSES: dict[str, Any] = {"": AutoModelForCausalLM, "vision": AutoModelForImageTextToText, "seq2seq": AutoModelForSeq2SeqLM}
 SAME, WRONG, UNBUILT = "same", "wrong", "not built"
 SECONDS = 300
@@ -279,6 +292,20 @@ def line(result: Result) -> str:
     return f"| {result.model_type} | {result.model} | {' | '.join(cells)} | {result.verdict} |"
 
 
+def families(results: list[Result]) -> list[str]:
+    """The table of the best-known models."""
+    known = {r.model_type: r for r in results}
+    rows = [f"| models | {' | '.join(COLUMNS)} | not replaced |", f"| --- |{' :---: |' * len(COLUMNS)} --- |"]
+    for name, types in FAMILIES.items():
+        cells, left = [], []
+        for column in COLUMNS:
+            counts = [(t, known[t].columns.get(column, (0, 0))) for t in types if t in known]
+            cells.append("✓" if any(done for _, (done, _) in counts) else "–")
+            left += [f"{column} of {t}" for t, (_, remaining) in counts if remaining]
+        rows.append(f"| {name} | {' | '.join(cells)} | {', '.join(left) or 'nothing'} |")
+    return rows
+
+
 def page(results: list[Result]) -> str:
     parts = [[r for r in results if (":" in r.model_type) == composite] for composite in (False, True)]
     compared = [r for r in results if r.verdict != UNBUILT]
@@ -289,7 +316,16 @@ def page(results: list[Result]) -> str:
         f"| --- | --- | {' | '.join('---' for _ in COLUMNS)} | --- |",
     ]
     lines = [
-        "# Model types",
+        "# Supported models",
+        "",
+        "Liger finds modules by their structure, so a model needs no entry in a list. The best-known ones, and what is replaced in them:",
+        "",
+        *families(results),
+        "",
+        "Vision-language models are supported in the same way, and so are encoder-decoder models: see [below](#models-of-several-parts).",
+        "For your own model, run `liger inspect path/or/name`, which loads no weights.",
+        "",
+        "## Model types",
         "",
         f"Written by `nox -s sweep`: every causal language model type of Transformers {transformers.__version__}, as a tiny random model, plain against",
         "patched: loss, logits and the gradient of every parameter, in training and in evaluation. In float64 both must agree to 1e-9; in",
