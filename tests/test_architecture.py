@@ -230,7 +230,8 @@ def test_every_op_has_a_file_of_its_name_in_core_and_in_every_backend() -> None:
 
 
 def test_the_readme_lists_every_op_and_no_other() -> None:
-    listed = re.findall(r"^\| `(\w+)` \| ✓ \| ✓ \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    page = (ROOT / "packages" / "liger-core" / "README.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| ✓ \| ✓ \|$", page, re.MULTILINE)
     assert sorted(listed) == sorted(op.name for op in CATALOGUE)
 
 

@@ -49,7 +49,7 @@ FAMILIES = {
     "Qwen 2 to 3.5, dense and mixture of experts": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
     "Mistral, Ministral, Mixtral": ("mistral", "ministral", "ministral3", "mixtral"),
     "Gemma 1 to 4": ("gemma", "gemma2", "gemma3_text", "gemma4_text"),
-    "DeepSeek V2 and V3, Kimi": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"),
+    "DeepSeek V2 and V3, Kimi Linear": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"),
     "Phi-3 and Phi-4, Phi MoE": ("phi3", "phimoe"),
     "GLM 4, gpt-oss, MiniMax": ("glm4", "glm4_moe", "gpt_oss", "minimax", "minimax_m2"),
     "OLMo 1 to 3, SmolLM 3, Granite, Cohere": ("olmo", "olmo2", "olmo3", "smollm3", "granite", "granitemoe", "cohere", "cohere2"),
@@ -318,7 +318,7 @@ def page(results: list[Result]) -> str:
     lines = [
         "# Supported models",
         "",
-        "Liger finds modules by their structure, so a model needs no entry in a list. The best-known ones, and what is replaced in them:",
+        "Liger finds modules by their structure, so a model needs no entry in a list. The best-known ones, and what is replaced in them, wherever a model has it:",
         "",
         *families(results),
         "",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from ops.test_cross_entropy import some_targets
 from ops.test_linear_cross_entropy import CHUNKS, head
 from ops.test_linear_cross_entropy_memory import LOGITS_BYTES, ROWS, WEIGHT_BYTES, tensors
 
-README = Path(__file__).parents[2] / "packages" / "liger-core" / "README.md"
+RECIPE = Path(__file__).parents[2] / "docs" / "how-to" / "custom-losses.md"
 
 
 def plain(logits: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -34,10 +35,11 @@ def plain(logits: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Ten
 
 @pytest.fixture
 def documented() -> dict[str, Callable[..., Tensor]]:
-    """The functions of the README's examples, each from its own source there."""
+    """The functions of the recipe, with what it imports."""
     found: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL):
-        exec(block, found)
+    for block in re.findall(r"^```python\n(.*?)^```", RECIPE.read_text(), re.DOTALL | re.MULTILINE):
+        defined = [node for node in ast.parse(block).body if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)]
+        exec(compile(ast.Module(defined, []), str(RECIPE), "exec"), found)
     return found
 
 
@@ -179,10 +181,9 @@ def test_a_second_derivative_is_refused(device: torch.device) -> None:
 @CHUNKS
 def test_dpo_as_documented_has_the_gradients_of_the_plain_computation(chunk: Any, device: torch.device, documented: dict[str, Any]) -> None:
     given, target = answers(device)
-    documented["linear_log_prob"] = lambda *args: linear_log_prob(*args, chunk=chunk)
     frozen = leaf(30, 20, device=device, scale=0.3)
-    reference = documented["summed_log_prob"](given["hidden"], frozen, target)
-    assert not reference.requires_grad
+    with torch.no_grad():
+        reference = linear_log_prob(given["hidden"], frozen, target, chunk=chunk).sum(-1)
 
     def formula(hidden: Tensor, weight: Tensor) -> Tensor:
         ours, theirs = (plain(hidden.detach() @ frozen.to(hidden).t() if w is None else hidden @ w.t(), target)[0] for w in (weight, None))
@@ -190,7 +191,7 @@ def test_dpo_as_documented_has_the_gradients_of_the_plain_computation(chunk: Any
         return -torch.log(torch.sigmoid(0.1 * (chosen - rejected))).mean()
 
     def call(hidden: Tensor, weight: Tensor) -> Tensor:
-        return documented["dpo_loss"](hidden, weight, target, reference)
+        return documented["dpo_loss"](linear_log_prob(hidden, weight, target, chunk=chunk).sum(-1), reference)
 
     assert disagreements(call, formula, **given) == []
 
@@ -215,7 +216,7 @@ def test_grpo_as_documented_has_the_gradients_of_the_plain_computation(
         return -(torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.01 * entropy[rows, columns]).mean()
 
     def call(hidden: Tensor, weight: Tensor) -> Tensor:
-        return documented["grpo_loss"](hidden, weight, target, old, advantage, temperature=0.7)
+        return documented["grpo_loss"](hidden, weight, target, old, advantage, temperature=0.7, bonus=0.01)
 
     assert disagreements(call, formula, **given) == []
 
