@@ -23,12 +23,13 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train")]
 CONSTRAINTS = ROOT / "constraints.txt"
-# The packages and what they require; the same and what tests need besides; the newest versions, installed as README says.
-SHARED, TESTS, LATEST = (ROOT / ".nox" / name for name in ("shared", "tests", "latest"))
+# The packages and what they require; the same and what tests need besides; the newest versions, installed as README says; what the site needs.
+SHARED, TESTS, LATEST, SITE = (ROOT / ".nox" / name for name in ("shared", "tests", "latest", "site"))
 EDITABLE = [part for package in PACKAGES for part in ("-e", str(package))]
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 RUNNERS = ["pytest", "pytest-xdist", "hypothesis"]
-TOOLS = [*RUNNERS, "peft", "trl", "mypy"]
+TOOLS = [*RUNNERS, "peft", "trl", "mypy", "sybil"]
+SITE_TOOLS = ["mkdocs-material", "mkdocstrings-python"]
 # Optional libraries of training runs, without which their tests are skipped. They build and install in seconds, on Linux.
 EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"] if sys.platform == "linux" else []
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))
@@ -80,7 +81,7 @@ RECORDED = [[*ORIGINAL, "--sweep", "batch=4,8", "--strategies", "none,all"], [*O
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 # parity repeats a part of tests, of sweep and techniques the tests take a part; bench, gpu and sanitize need or measure the machine.
-nox.options.sessions = ["lint", "types", "tests", "mutants", "demo", "build"]
+nox.options.sessions = ["lint", "types", "tests", "docs", "mutants", "demo", "build"]
 
 
 @nox.session
@@ -104,6 +105,15 @@ def tests(session: nox.Session) -> None:
     if sys.platform == "linux":
         halves.append(("Triton's interpreter", ["tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton"], INTERPRETED))
     every_part(session, full(session), halves)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """The documentation site, in site/; warnings are errors. -- serve shows it at http://127.0.0.1:8000."""
+    shared(session)
+    executable = environment(session, SITE, *SITE_TOOLS, over=SHARED)
+    session.run(executable, "docs/generate", "build/docs", external=True)
+    session.run(executable, "-m", "mkdocs", *(session.posargs or ["build"]), external=True)
 
 
 @nox.session(venv_backend="none")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from docs.pages import Run
-from liger_core import selection
 
 
 def model(run: Run, namespace: dict[str, Any]) -> None:
@@ -60,16 +58,4 @@ def deepspeed_on_the_cpu(run: Run, namespace: dict[str, Any]) -> None:
         run.monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
-def installed(run: Run, namespace: dict[str, Any]) -> None:
-    """The package whose pyproject.toml the page has made, as pip would install it."""
-    project = tomllib.loads((run.folder / "pyproject.toml").read_text())["project"]
-    metadata = run.folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    points = "\n".join(f"{name} = {module}" for name, module in project["entry-points"]["liger"].items())
-    (metadata / "entry_points.txt").write_text(f"[liger]\n{points}\n")
-    run.monkeypatch.syspath_prepend(run.folder)
-    selection.reset()
-
-
-SETUPS = {function.__name__: function for function in (model, batch, tensors, float32_on_the_cpu, quick_compiler, deepspeed_on_the_cpu, installed)}
+SETUPS = {function.__name__: function for function in (model, batch, tensors, float32_on_the_cpu, quick_compiler, deepspeed_on_the_cpu)}

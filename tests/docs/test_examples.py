@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("sybil", reason="needs sybil, which `nox -s tests` installs")
+
 from docs import hub, pages
 from docs.setups import SETUPS
-
-pytestmark = pytest.mark.slow
 
 
 def name(path: Path) -> str:
@@ -43,6 +43,7 @@ def run(
 WITH_CODE = [path for path in pages.pages() if any(block.runs for block in pages.blocks(path))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", WITH_CODE, ids=name)
 def test_the_code_of_a_page_runs(path: Path, run: pages.Run) -> None:
     pages.run(path, run)

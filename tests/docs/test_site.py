@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source of the site, as docs/generate makes it, and pages that state facts about the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import liger_core
+import liger_hf
+from liger_core.builtin import CATALOGUE
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ("add-an-op", "add-a-backend", "add-a-rule")
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site") / "docs"
+    done = subprocess.run([sys.executable, "docs/generate", str(folder)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_every_op_has_a_page_with_its_arguments_and_every_tested_call(site: Path) -> None:
+    for op in CATALOGUE:
+        page = (site / "reference" / "ops" / f"{op.name}.md").read_text()
+        for name in op.signature.parameters:
+            assert f"`{name}`" in page, f"{op.name}: {name}"
+        for sample in op.samples(torch.device("cpu"), torch.float32):
+            assert f"| `{sample.name}` |" in page, f"{op.name}: {sample.name}"
+
+
+@pytest.mark.parametrize("package", [liger_core, liger_hf], ids=lambda package: str(package.__name__))
+def test_every_public_function_and_class_has_a_place_in_the_reference(site: Path, package: object) -> None:
+    page = (site / "reference" / "python" / f"{package.__name__}.md").read_text()  # type: ignore[attr-defined]
+    ops = {op.name for op in CATALOGUE}
+    # A marker of pluggy, which the recipes show.
+    expected = {name for name in package.__all__ if name not in ops} - {"hookimpl"}  # type: ignore[attr-defined]
+    assert {path.split(".")[-1] for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE)} == expected
+
+
+def test_the_recipes_of_contributing_are_pages_of_their_own_and_said_once(site: Path) -> None:
+    rest = (site / "project" / "contributing.md").read_text()
+    for name in RECIPES:
+        text = (site / "how-to" / f"{name}.md").read_text()
+        assert text.startswith(f"# {name.replace('-', ' ').capitalize()}\n")
+        assert text.partition("\n")[2].strip()[:200] not in rest
+        assert f"(../how-to/{name}.md)" in rest
+
+
+def test_a_link_between_pages_of_the_repository_leads_to_their_pages_on_the_site(site: Path) -> None:
+    home = (site / "index.md").read_text()
+    assert "![Peak memory of a training run, with and without Liger](images/memory.png)" in home
+    assert "[architecture](project/architecture.md)" in home
+    assert "(../CONTRIBUTING.md" not in (site / "concepts.md").read_text()
+    assert "[ops](how-to/add-an-op.md)" in (site / "concepts.md").read_text()
+
+
+def test_no_table_is_missing(site: Path) -> None:
+    assert [str(path) for path in site.rglob("*.md") if re.search(r"\{\{ \w+ \}\}", path.read_text())] == []
+
+
+def test_every_error_of_troubleshooting_has_the_words_of_the_code() -> None:
+    """An example below a heading raises it in test_examples.py; for all of them, the code has the words between the values."""
+    sources = "".join(path.read_text() for path in sorted(ROOT.glob("packages/*/src/**/*.py")))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    headings = re.findall(r"^### `(\w+Error): (.*)`$", page, re.MULTILINE)
+    assert len(headings) >= 10
+    for kind, sentence in headings:
+        assert f"class {kind}" in sources
+        words = max(re.split(r"…|'[^']*'|torch\.\w+|[\[\d(]+|: |, got |; ", sentence), key=len).strip()
+        assert words in sources, f"{kind}: {words}"
