@@ -37,7 +37,9 @@ def _public(module: ModuleType) -> list[str]:
     """`__all__`, or the public functions and classes that the module itself defines, in order."""
     if hasattr(module, "__all__"):
         return list(module.__all__)
-    return [name for name, value in vars(module).items() if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__]
+    return [
+        name for name, value in vars(module).items() if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    ]
 
 
 def _path(value: Any) -> str | None:

@@ -46,7 +46,15 @@ COLUMNS = {
 # What people call the models, and their model types.
 FAMILIES = {
     "Llama 1 to 4, and models of their architecture": ("llama", "llama4_text"),
-    "Qwen 2 to 3.5, dense and mixture of experts": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    "Qwen 2 to 3.5, dense and mixture of experts": (
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    ),
     "Mistral, Ministral, Mixtral": ("mistral", "ministral", "ministral3", "mixtral"),
     "Gemma 1 to 4": ("gemma", "gemma2", "gemma3_text", "gemma4_text"),
     "DeepSeek V2 and V3, Kimi Linear": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"),
