@@ -28,6 +28,7 @@ FROM_ROOT = {
     "ARCHITECTURE.md": "project/architecture.md",
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
+    **{f"packages/{path.parent.name}/README.md": f"packages/{path.parent.name}.md" for path in sorted(ROOT.glob("packages/*/README.md"))},
 }
 # Sections of CONTRIBUTING.md that are recipes of their own on the site.
 RECIPES = {"Add an op": "how-to/add-an-op.md", "Add a backend": "how-to/add-a-backend.md", "Add a rule": "how-to/add-a-rule.md"}
