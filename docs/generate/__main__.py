@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import commands
-import compatibility
 import python
 import vram
 
@@ -64,7 +63,6 @@ def pages() -> dict[str, str]:
     found |= {f"reference/ops/{name}.md": text for name, text in ops.pages().items()}
     found |= {f"reference/commands/{name}.md": text for name, text in commands.pages().items()}
     found |= {f"reference/python/{name}.md": text for name, text in python.pages().items()}
-    found["start/install.md"] = compatibility.filled((DOCS / "start/install.md").read_text())
     if (DOCS / vram.RESULTS).exists():
         found["vram.md"] = vram.page()
     return found
