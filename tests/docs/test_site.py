@@ -4,18 +4,27 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
+import typer.main
 
 import liger_core
 import liger_hf
+from liger_core import commands
 from liger_core.builtin import CATALOGUE
+from liger_core.plugins import registry
 
 ROOT = Path(__file__).parents[2]
+# A command line in a block; `…` stands for more options, and is not parsed.
+COMMAND = re.compile(r"^ {0,4}(?:torchrun .* -m liger_core|liger) ([a-z][^#\n…]*)(?:#.*)?$", re.MULTILINE)
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
 RECIPES = ("add-an-op", "add-a-backend", "add-a-rule")
 
 pytestmark = pytest.mark.cpu
@@ -72,6 +81,24 @@ def test_the_tables_of_versions_are_those_of_the_metadata() -> None:
         text=True,
     )
     assert made.stdout.strip() == "True", f"run python docs/generate/compatibility.py\n{made.stderr}"
+
+
+def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> None:
+    context = command.make_context(name, list(arguments), parent=parent)
+    rest = [*getattr(context, "_protected_args", []), *context.args]
+    if rest and hasattr(command, "get_command"):
+        parse(command.get_command(context, rest[0]), rest[0], rest[1:], context)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if COMMAND.search(page.read_text())], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_command_on_a_page_has_options_that_exist(page: Path) -> None:
+    """Those that are not run, too: they are parsed, and nothing more."""
+    app = typer.Typer()
+    app.callback()(commands._options)
+    commands._add_commands(app, registry())
+    for line in COMMAND.findall(page.read_text()):
+        for single in line.split("&& liger "):
+            parse(typer.main.get_command(app), "liger", shlex.split(single.partition("&&")[0]))
 
 
 def test_every_error_of_troubleshooting_has_the_words_of_the_code() -> None:
