@@ -152,6 +152,12 @@ def sweep(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def vram(session: nox.Session) -> None:
+    """The memory that each preset needs, by `liger plan`; writes docs/vram.md. A second start resumes."""
+    python(session, "docs/generate/vram.py")
+
+
+@nox.session(venv_backend="none")
 def techniques(session: nox.Session) -> None:
     """Training runs on the CPU with techniques whose libraries first compile for half a minute."""
     python(session, "-m", "pytest", "--device", "cpu", "tests/train/techniques_that_compile.py", *session.posargs)

@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 
 import commands
 import python
-import vram
 
 import ops
 
@@ -43,7 +42,7 @@ CODE = re.compile(r"(^ *```.*?^ *```$)", flags=re.DOTALL | re.MULTILINE)
 
 def main(target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(DOCS, target, ignore=shutil.ignore_patterns("generate", "*.json", "__pycache__"))
+    shutil.copytree(DOCS, target, ignore=shutil.ignore_patterns("generate", "__pycache__"))
     address = repository()
     for page, text in pages().items():
         (target / page).parent.mkdir(parents=True, exist_ok=True)
@@ -63,8 +62,6 @@ def pages() -> dict[str, str]:
     found |= {f"reference/ops/{name}.md": text for name, text in ops.pages().items()}
     found |= {f"reference/commands/{name}.md": text for name, text in commands.pages().items()}
     found |= {f"reference/python/{name}.md": text for name, text in python.pages().items()}
-    if (DOCS / vram.RESULTS).exists():
-        found["vram.md"] = vram.page()
     return found
 
 

@@ -80,8 +80,8 @@ class Run:
 
 
 def pages() -> list[Path]:
-    """Every page with code for readers, the README of the repository among them."""
-    return [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md"))]
+    """Every page with code for readers. tests/test_contributing.py applies the code of CONTRIBUTING.md."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
 
 
 def blocks(path: Path) -> list[Block]:

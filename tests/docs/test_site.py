@@ -90,7 +90,9 @@ def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> 
         parse(command.get_command(context, rest[0]), rest[0], rest[1:], context)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if COMMAND.search(page.read_text())], ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if COMMAND.search(page.read_text())], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_every_command_on_a_page_has_options_that_exist(page: Path) -> None:
     """Those that are not run, too: they are parsed, and nothing more."""
     app = typer.Typer()
