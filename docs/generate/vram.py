@@ -1,32 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The VRAM table: `python docs/generate/vram.py` predicts the memory of every model × way to train by `liger plan`, and writes docs/vram.md.
+"""The VRAM table: `nox -s vram` predicts the memory of every model × way to train, as `liger plan` does, and writes docs/vram.md.
 
-It needs neither a GPU nor a network: the models are the presets, whose configs are in liger_hf. It keeps what it has found in .sweep/vram.json, and a second start
-resumes.
+It needs neither a GPU nor a network: the configs are those of the presets and of models.toml. It keeps what it has found in .sweep/vram.json, writes the page
+after each model, and resumes when it is started again.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from liger_hf.presets import LARGE
+from liger_train.plan.planning import planned
+from liger_train.setup import Setup
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "vram.md"
 RESULTS = ROOT / ".sweep" / "vram.json"
+MODELS = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
 SEQUENCE = 2048
 GIB = 2**30
 # GB of a card as it is sold → GiB that PyTorch can allocate on it: without half a GiB for CUDA, and at 48 GB without what error correction takes.
 CARDS = {24: 23.0, 48: 44.0, 80: 78.0, 141: 139.0}
-WAYS = {
-    "full": ["--precision", "bf16"],
-    "full, bf16 weights": ["--precision", "bf16-pure"],
-    "LoRA": ["--precision", "bf16", "--adapter", "lora"],
-    "QLoRA": ["--precision", "bf16", "--adapter", "qlora"],
+WAYS: dict[str, dict[str, str]] = {
+    "full": {},
+    "full, bf16 weights": {"precision": "bf16-pure"},
+    "LoRA": {"adapter": "lora"},
+    "QLoRA": {"adapter": "qlora"},
 }
 
 
@@ -34,25 +36,36 @@ def main() -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     rows: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     known = {(row["model"], row["way"]) for row in rows}
-    for model in LARGE:
+    for model in (*LARGE, *sorted(MODELS, key=lambda name: float(MODELS[name]["billions"]))):
         for way, options in WAYS.items():
             if (model, way) not in known:
                 rows.append({"model": model, "way": way, **_predicted(model, options)})
                 RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
                 print(model, way, f"{rows[-1]['peak_bytes'] / GIB:.1f} GiB", flush=True)
-    PAGE.write_text(page(rows))
+        PAGE.write_text(page(rows))
 
 
-def _predicted(model: str, options: list[str]) -> dict[str, Any]:
-    command = ["plan", "--model", model, "--batch", "1", "--sequence", str(SEQUENCE), *options, "--no-techniques", "--json"]
-    done = subprocess.run([sys.executable, "-m", "liger_core", *command], capture_output=True, text=True, check=True)
-    prediction = json.loads(done.stdout)["prediction"]
-    return {"peak_bytes": prediction["peak_bytes"], "parameters": prediction["parameters"], "command": " ".join(["liger", *command[:-2]])}
+def _predicted(model: str, options: dict[str, str]) -> dict[str, Any]:
+    prediction = planned(Setup(str(_folder(model)) if model in MODELS else model, sequence=SEQUENCE, **options), None, False).prediction  # type: ignore[arg-type]
+    billions = MODELS.get(model, {}).get("billions")
+    assert billions is None or abs(prediction.parameters / billions / 1e9 - 1) < 0.005, f"{model} has {prediction.parameters} parameters"
+    return {"peak_bytes": prediction.peak_bytes, "parameters": prediction.parameters}
+
+
+def _folder(model: str) -> Path:
+    """A folder with the config, as on the hub."""
+    from transformers import AutoConfig
+
+    folder = RESULTS.parent / "configs" / model
+    tokens = {"bos_token_id": None, "eos_token_id": None}
+    AutoConfig.for_model(MODELS[model]["model_type"], **(tokens | MODELS[model]["config"])).save_pretrained(folder)
+    return folder
 
 
 def page(rows: list[dict[str, Any]]) -> str:
     found = {(row["model"], row["way"]): row for row in rows}
     models = list(dict.fromkeys(row["model"] for row in rows))
+    models.sort(key=lambda model: next(int(row["parameters"]) for row in rows if row["model"] == model))
     lines = [f"| model | parameters | {' | '.join(WAYS)} |", "| --- | ---: |" + " ---: |" * len(WAYS)]
     for model in models:
         peaks = [found.get((model, way)) for way in WAYS]
@@ -73,11 +86,11 @@ the smallest card of {", ".join(map(str, CARDS))} GB that it fits on.
 * More sequences need more. For your batch, sequence length, sharding and offloading, run `liger plan`, which also finds a setup that fits:
 
 ```bash
-{rows[0]["command"]}
+liger plan --model llama-3-8b --sequence {SEQUENCE} --adapter lora --memory-limit 24GiB
 ```
 
-The figures are predictions of `liger plan` ([how accurate they are](planning.md#accuracy)), made without a GPU by `nox -s vram`. The models are the
-presets of `liger plan`; any other model on the hub works the same way: `liger plan --model Qwen/Qwen3-8B`.
+The figures are predictions ([how accurate they are](planning.md#accuracy)) by `nox -s vram`. Names without a slash are presets of `liger plan`; for the others,
+the table uses the fields of their configs that matter for memory.
 """
 
 
