@@ -87,7 +87,9 @@ def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> 
     context = command.make_context(name, list(arguments), parent=parent)
     rest = [*getattr(context, "_protected_args", []), *context.args]
     if rest and hasattr(command, "get_command"):
-        parse(command.get_command(context, rest[0]), rest[0], rest[1:], context)
+        inner = command.get_command(context, rest[0])
+        assert inner is not None, f"no command {rest[0]}"
+        parse(inner, rest[0], rest[1:], context)
 
 
 @pytest.mark.parametrize(
