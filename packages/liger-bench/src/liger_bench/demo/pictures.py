@@ -12,6 +12,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from liger_hf.presets import preset_name
+
 PLAIN, LIGER, OTHER = "#6b7280", "#d97706", "#9ca3af"
 
 
@@ -25,7 +27,7 @@ def _loss(result: dict[str, Any], path: Path) -> None:
     plain, liger = result["losses_hf"], result["losses_liger"]
     steps = range(1, len(plain) + 1)
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 2), layout="constrained")
-    figure.suptitle(f"The same training, plain and with Liger\n{_setting(result)}", fontsize=10)
+    figure.suptitle(f"Loss with and without Liger, same data and seed\n{_setting(result)}", fontsize=10)
     top.plot(steps, plain, color=PLAIN, linewidth=5, alpha=0.5, label="Transformers")
     top.plot(steps, liger, color=LIGER, linewidth=1.6, marker="o", markersize=3, label="with Liger")
     top.set_ylabel("loss (nats per token)")
@@ -33,11 +35,16 @@ def _loss(result: dict[str, Any], path: Path) -> None:
     bottom.plot(steps, _differences(plain, liger), color=LIGER, marker="o", markersize=3, label="with Liger")
     if result["losses_reordered"]:
         bottom.plot(
-            steps, _differences(plain, result["losses_reordered"]), color=OTHER, marker="s", markersize=3, label="plain, sums reordered"
+            steps,
+            _differences(plain, result["losses_reordered"]),
+            color=OTHER,
+            marker="s",
+            markersize=3,
+            label="Transformers, sums reordered",
         )
     bottom.axhline(result["loss_difference_bound"], color="black", linestyle="--", linewidth=1, label="allowed")
     bottom.set_yscale("log")
-    bottom.set_ylabel("|loss − plain loss|")
+    bottom.set_ylabel("|difference from Transformers|")
     bottom.set_xlabel("step")
     bottom.xaxis.get_major_locator().set_params(integer=True)
     bottom.legend()
@@ -51,22 +58,39 @@ def _differences(one: list[float], other: list[float]) -> list[float]:
 
 def _memory(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    axes.set_title(f"Peak memory, plain and with Liger\n{_setting(result)}", fontsize=10)
-    groups = {"head and loss alone": "peak_loss_memory", "whole training step": "peak_memory"}
-    for offset, key, color, label in ((-0.19, "hf", PLAIN, "Transformers"), (0.19, "liger", LIGER, "with Liger")):
-        values = [result[f"{name}_{key}_bytes"] / 2**20 for name in groups.values()]
+    figure.suptitle(f"Peak memory with and without Liger\n{_setting(result)}", fontsize=10)
+    groups = {"LM head and loss only": "peak_loss_memory", "whole training step": "peak_memory"}
+    hf, liger = ([result[f"{name}_{key}_bytes"] / 2**30 for name in groups.values()] for key in ("hf", "liger"))
+    saved = [f"{_size(value)}\n{_change(before, value)}" for before, value in zip(hf, liger, strict=True)]
+    for offset, values, color, label, words in (
+        (-0.19, hf, PLAIN, "Transformers", [_size(value) for value in hf]),
+        (0.19, liger, LIGER, "with Liger", saved),
+    ):
         bars = axes.bar([place + offset for place in range(len(groups))], values, 0.36, color=color, label=label)
-        axes.bar_label(bars, fmt="{:,.0f} MiB", padding=2, fontsize=9)
+        axes.bar_label(bars, words, padding=2, fontsize=10, fontweight="bold")
     axes.set_xticks(range(len(groups)), list(groups))
-    axes.set_ylabel("peak memory (MiB)")
-    axes.margins(y=0.12)
-    axes.legend()
+    axes.set_ylabel("peak memory (GiB)")
+    axes.margins(y=0.15)
+    # Outside of the axes, where it covers no bar.
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     _finish(figure, (axes,), path)
 
 
+def _size(gib: float) -> str:
+    return f"{gib:,.1f} GiB" if gib >= 1 else f"{gib:.2f} GiB"
+
+
+def _change(before: float, after: float) -> str:
+    """With a minus sign, and without a sign where nothing changes."""
+    percent = round(100 * (after / before - 1))
+    return f"{'−' if percent < 0 else '+' if percent else ''}{abs(percent)} %"
+
+
 def _setting(result: dict[str, Any]) -> str:
-    size = f"{result['parameters'] / 1e6:,.0f} M parameters"
-    return f"Llama of {size}, {result['batch']} × {result['sequence']} tokens a step, {result['dtype']}, {result['device']}"
+    name, millions = preset_name(result["model"]), result["parameters"] / 1e6
+    size = f"{millions / 1000:.2f} B parameters" if millions >= 1000 else f"{millions:,.0f} M parameters"
+    where = result["machine"].split(";")[0].split(",")[0]
+    return f"{name} ({size}), {result['batch']} × {result['sequence']} tokens a step, {result['dtype']}, {where}"
 
 
 def _finish(figure: Any, axes: tuple[Any, ...], path: Path) -> None:
