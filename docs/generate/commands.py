@@ -65,8 +65,11 @@ def _row(names: str, meaning: str) -> str:
     option = OPTION.match(names)
     assert option is not None
     ending = ENDING.search(meaning)
-    default = "" if ending is None else "required" if ending["required"] else f"`{ending['default']}`"
-    kind = f" {_escaped(option['kind'])}" if option["kind"] else ""
+    # The default of a number is followed by its range: `1; x>=1`.
+    value, _, bounds = (ending["default"] or "").partition("; ") if ending is not None else ("", "", "")
+    default = "" if ending is None else "required" if ending["required"] else f"`{value}`"
+    kind = (option["kind"] or "").strip("<>").removesuffix(" range")
+    kind = f" {_escaped(f'{kind}, {bounds}' if bounds else kind)}" if kind else ""
     return f"| `{option['names']}`{kind} | {default} | {cell(_escaped(ENDING.sub('', meaning)))} |"
 
 
