@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings as Markdown: the aligned rows *name  meaning* become tables; formulas stay code.
-
-Also the Griffe extension that does this to every docstring of the API reference.
-"""
+"""Docstrings as Markdown: the aligned rows *name  meaning* become tables; formulas stay code."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
-
-import griffe
+from typing import NamedTuple
 
 # `name`, or `name, name`, then at least two spaces. A name that is known needs one space only.
 NAMES = r"[A-Za-z_]\w*(?:, [A-Za-z_]\w*)*"
@@ -89,13 +84,3 @@ def _entry(line: str, known: Collection[str], after: str) -> Entry | None:
         # `returns (…)`; a sentence that begins with the name of an argument is none.
         return Entry(tuple(names[0].split(", ")), rest.strip()) if rest.startswith(" (") else None
     return Entry(tuple(names[0].split(", ")), "") if after.startswith("  ") else None
-
-
-class AlignedRows(griffe.Extension):
-    """Every docstring of the API reference, made Markdown."""
-
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring is None:
-            return
-        known = [parameter.name for parameter in obj.parameters] if isinstance(obj, griffe.Function) else list(obj.members)
-        obj.docstring.value = markdown(obj.docstring.value, known)
