@@ -71,6 +71,13 @@ def seed(pytestconfig: pytest.Config) -> int:
     return value
 
 
+@pytest.fixture(autouse=True)
+def no_profiler_is_left_running() -> Iterator[None]:
+    """One that a test leaves records every later op of the process, until its memory is full."""
+    yield
+    assert not torch.autograd._profiler_enabled(), "a profiler is still running"
+
+
 @pytest.fixture
 def fresh_selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No selection, no loaded plugin and no LIGER variable, before and after."""

@@ -94,7 +94,7 @@ def _launch(op: Op[..., Any], sample: Sample) -> None:
     trained = differentiable(arguments, sample)
     given = {n: v.detach().requires_grad_(n in trained) if isinstance(v, Tensor) else v for n, v in arguments.items()}
     try:
-        outputs = [o for o in leaves(TABLE[op](**given)).values() if o.requires_grad]
+        outputs = [o for o in leaves(TABLE[op].function(**given)).values() if o.requires_grad]
     except Unsupported:
         return
     if outputs:
@@ -113,7 +113,7 @@ def test_every_kernel_that_a_sample_launches_compiles(op: Op[..., Any], kernels:
 @pytest.mark.parametrize(("width", "warps"), [(16384, 8), (14336, 32)], ids=["whole_block", "masked"])
 def test_long_rows_of_layer_norm_get_the_warps_that_were_measured(width: int, warps: int, kernels: Kernels) -> None:
     x, weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((1, width), (width,), (width,)))
-    y = TABLE[layer_norm](x, weight, bias)
+    y = TABLE[layer_norm].function(x, weight, bias)
     torch.autograd.grad(y, [x, weight, bias], torch.ones_like(y))
     (name,) = (name for name in kernels if name.startswith("row_backward_kernel"))
     assert f"'num_warps': {warps}" in name

@@ -27,7 +27,7 @@ class Mutant:
 ACCURACY = "tests/conformance/test_accuracy.py"
 DEFINITION = "tests/conformance/test_definition.py"
 TRACING = "tests/conformance/test_tracing.py"
-FAKE = "        outputs = self.allocate(*(args if self.groups is None else _grouped(self.groups, args)))"
+FAKE = "        outputs = self.allocate(*self.grouped(args))"
 SMALL = "float32 and (one_block or odd_width)"
 # Rows in tiles of several, rows of one block, and rows that are walked in tiles.
 NORMS = "sliced and rms_norm and (one_block or whole_row or wide)"

@@ -36,7 +36,11 @@ def peak_bytes(function: Callable[[], object], device: torch.device, *, collect:
     if device.type == "cpu":
         recording = CpuAllocations()
         recording.start()
-        function()
+        try:
+            function()
+        except BaseException:
+            recording.cancel()
+            raise
         return peak_of(recording.stop())
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -118,13 +118,16 @@ class Kernel:
 
     def execute(self, args: tuple[Any, ...], allocate: Callable[..., Outputs]) -> Outputs:
         """Allocate and launch; backends override this to put a device guard around it."""
-        if self.groups is not None:
-            args = _grouped(self.groups, args)
+        args = self.grouped(args)
         outputs = allocate(*args)
         if not isinstance(outputs, tuple) or len(outputs) != self.count:
             self._refuse_outputs(outputs)
         self.launch(*(outputs if self.output_groups is None else _grouped(self.output_groups, outputs)), *args)
         return outputs
+
+    def grouped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The flat arguments of the custom op as allocate, recycle and launch take them."""
+        return args if self.groups is None else _grouped(self.groups, args)
 
     def _refuse_outputs(self, outputs: Any) -> NoReturn:
         wanted = ", ".join(r.name for r in self.schema.returns)
@@ -141,7 +144,7 @@ class Kernel:
         return outputs[0] if self.single else tuple(outputs)
 
     def _fake(self, *args: Any) -> Any:
-        outputs = self.allocate(*(args if self.groups is None else _grouped(self.groups, args)))
+        outputs = self.allocate(*self.grouped(args))
         if not isinstance(outputs, tuple) or len(outputs) != self.count:
             self._refuse_outputs(outputs)
         return outputs[0] if self.single else tuple(outputs)

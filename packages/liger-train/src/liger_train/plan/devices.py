@@ -104,7 +104,7 @@ def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) ->
     if kernel is None:
         return args[0] if func is torch.ops.aten.add.Tensor and _is_added_to(args[0]) else NotImplemented
     backward = torch._C._current_graph_task_id() != -1
-    outputs = kernel.recycle(*args) if kernel.recycle is not None and backward else _allocated(device, kernel, args)
+    outputs = kernel.recycle(*kernel.grouped(args)) if kernel.recycle is not None and backward else _allocated(device, kernel, args)
     return outputs[0] if kernel.single else outputs
 
 
@@ -122,10 +122,10 @@ def _is_added_to(total: Tensor) -> bool:
 def _allocated(device: str, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
     """The outputs of a kernel. Chunk sizes depend on the device: meta tensors get those of a GPU."""
     if device == "cpu":
-        return kernel.allocate(*args)
+        return kernel.allocate(*kernel.grouped(args))
     with unset_fake_temporarily():
         meta = tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args)
-        outputs = kernel.allocate(*meta)
+        outputs = kernel.allocate(*kernel.grouped(meta))
     return tuple(None if o is None else torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device="cpu") for o in outputs)
 
 
@@ -150,7 +150,7 @@ def _chunks(device: str, given: Arguments) -> int:
     options = {name: given[name] for name in ("chunk", "budget", "accumulate_dtype")}
     length, dtype = chunking(rows, width, weight.shape[0], hidden.dtype, device, trained=needs[1], **options)
     size = min(length, rows) * weight.shape[0] * hidden.itemsize + 8 * rows
-    if "lse" in given and needs[1] and dtype != weight.dtype:
+    if "statistics" in given and needs[1] and dtype != weight.dtype:
         # The backward pass of the per-row loss allocates its own accumulator; for the summed loss, it is an output.
         size += weight.numel() * dtype.itemsize
     if device == "cpu":
