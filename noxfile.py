@@ -113,7 +113,8 @@ def docs(session: nox.Session) -> None:
     shared(session)
     executable = environment(session, SITE, *SITE_TOOLS, over=SHARED)
     session.run(executable, "docs/generate", "build/docs", external=True)
-    session.run(executable, "-m", "mkdocs", *(session.posargs or ["build"]), external=True)
+    # mkdocs-material prints a notice about MkDocs 2 at every start.
+    session.run(executable, "-m", "mkdocs", *(session.posargs or ["build"]), env={"NO_MKDOCS_2_WARNING": "1"}, external=True)
 
 
 @nox.session(venv_backend="none")
