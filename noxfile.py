@@ -154,7 +154,7 @@ def sweep(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def vram(session: nox.Session) -> None:
-    """The memory that each preset needs, by `liger plan`; writes docs/vram.md. A second start resumes."""
+    """The memory that common models need, as `liger plan` predicts it; writes docs/vram.md. A second start resumes."""
     python(session, "docs/generate/vram.py")
 
 
