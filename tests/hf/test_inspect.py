@@ -145,7 +145,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], type[LigerError], str]] = {
 def test_a_mistake_is_told_in_a_sentence(
     arguments: tuple[str, ...], error: type[LigerError], message: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("liger_hf.configs.hub_is_reachable", lambda: False)
+    monkeypatch.setattr("liger_hf.hub.hub_is_reachable", lambda: False)
     result = command(*(argument.format(folder=folder) for argument in arguments))
     assert isinstance(result.exception, error)
     with pytest.raises(error, match=message):

@@ -218,7 +218,7 @@ def test_the_error_of_a_technique_for_gpus_has_the_reason() -> None:
 
 @pytest.mark.parametrize("name", ["llama-3.2-1", ""], ids=["a name on the hub", "a folder without a model"])
 def test_a_model_that_cannot_be_found_is_a_sentence(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("liger_train.configs.hub_is_reachable", lambda: False)
+    monkeypatch.setattr("liger_hf.hub.hub_is_reachable", lambda: False)
     with pytest.raises(OptionError, match="train: --model must be tiny, ") as raised:
         config_of(Setup(name or str(tmp_path)))
     assert ("Did you mean 'llama-3.2-1b'?" in str(raised.value)) == bool(name)

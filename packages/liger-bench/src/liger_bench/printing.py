@@ -6,16 +6,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
-
-from liger_core.tables import output
 
 AllColumns = Annotated[bool, typer.Option("--all-columns", help="Print every column, even if the table gets wider than 100 characters.")]
-
-
-def wide_console() -> Console:
-    """Standard output."""
-    return output()
 
 
 def ratio(value: float | None, base: float | None) -> str:

@@ -24,7 +24,15 @@ def fail(error: type[LigerError], op: str, sentence: str) -> NoReturn:
 
 def tensor(op: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
-        fail(DtypeError, op, f"{name} must be a tensor, got {type(value).__name__}")
+        _no_tensor(op, name, value)
+
+
+def _no_tensor(op: str, name: str, value: Any) -> NoReturn:
+    fail(DtypeError, op, f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def _elsewhere(op: str, name: str, value: Tensor, first: str, device: torch.device) -> NoReturn:
+    fail(DeviceError, op, f"{name} must be on {device} like {first}, got {value.device}")
 
 
 def floating(op: str, required: int = 1, /, **tensors: Tensor | None) -> None:
@@ -35,13 +43,13 @@ def floating(op: str, required: int = 1, /, **tensors: Tensor | None) -> None:
             continue
         required -= 1
         if not isinstance(value, Tensor):
-            fail(DtypeError, op, f"{name} must be a tensor, got {type(value).__name__}")
+            _no_tensor(op, name, value)
         if not value.is_floating_point():
             fail(DtypeError, op, f"{name} must have a floating dtype, got {value.dtype}")
         if device is None:
             first, device = name, value.device
         elif value.device != device:
-            fail(DeviceError, op, f"{name} must be on {device} like {first}, got {value.device}")
+            _elsewhere(op, name, value, first, device)
 
 
 def same_device(op: str, first: str, anchor: Tensor, **optional: Tensor | None) -> None:
@@ -51,7 +59,7 @@ def same_device(op: str, first: str, anchor: Tensor, **optional: Tensor | None) 
             continue
         tensor(op, name, value)
         if value.device != anchor.device:
-            fail(DeviceError, op, f"{name} must be on {anchor.device} like {first}, got {value.device}")
+            _elsewhere(op, name, value, first, anchor.device)
 
 
 def same_dtype(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) -> None:

@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_core.errors import nearest
 from liger_hf.errors import ModelError
-from liger_hf.hub import hub_is_reachable
+from liger_hf.hub import UNREACHABLE, is_local
 from liger_hf.presets import NAMES, PRESETS, preset, preset_name
 
 # Among hundreds of model types one is always somewhat like a name: "notamodel" is no misspelt "EvollaModel".
@@ -27,14 +27,12 @@ def config_of(source: str) -> PretrainedConfig:
         return preset(source)
     if not is_here and source in CONFIG_MAPPING:
         return AutoConfig.for_model(source)
-    # Without a hub what an earlier download has left; else the libraries retry for most of a minute.
-    is_alone = is_here or not hub_is_reachable()
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=is_alone)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=is_local(source))
     except Exception as problem:
         reason = f"{type(problem).__name__}: {problem}".strip().split("\n")[0].rstrip(".")
-        if is_alone and not is_here:
-            reason = "no such folder, and the hub cannot be reached"
+        if not is_here and is_local(source):
+            reason = UNREACHABLE
         raise ModelError(
             f"liger inspect: the model must be {NAMES}, a folder with a config.json, a model type of Transformers or a name on the hub, "
             f"got {source!r}: {reason}.{nearest(source, [*PRESETS, *CONFIG_MAPPING], LIKENESS)}"

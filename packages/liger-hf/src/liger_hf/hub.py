@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from threading import Thread
 
 # For an answer; a name server that does not answer is not waited for any longer either.
 SECONDS = 3.0
+UNREACHABLE = "no such folder, and the hub cannot be reached"
+
+
+def is_local(name: str) -> bool:
+    """Whether only local files can be loaded: a folder, or what an earlier download has left. Else the libraries retry for most of a minute."""
+    return Path(name).exists() or not hub_is_reachable()
 
 
 @cache

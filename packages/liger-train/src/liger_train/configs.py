@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_core.errors import OptionError
-from liger_hf.hub import hub_is_reachable
+from liger_hf.hub import UNREACHABLE, is_local
 from liger_hf.presets import NAMES, PRESETS, did_you_mean, preset
 from liger_train.setup import Setup
 
@@ -25,12 +25,9 @@ def config_of(setup: Setup) -> Any:
 
 
 def loading_options(setup: Setup) -> dict[str, Any]:
-    """Where a model's files may come from, and whether code among them may run: without a value, Transformers asks on standard input.
-
-    If the hub is unreachable, only the local cache is used; otherwise the libraries would retry many times.
-    """
+    """Where a model's files may come from, and whether code among them may run: without a value, Transformers asks on standard input."""
     return {
-        "local_files_only": Path(setup.model).exists() or not hub_is_reachable(),
+        "local_files_only": is_local(setup.model),
         "trust_remote_code": setup.trust_remote_code,
     }
 
@@ -46,8 +43,8 @@ def not_found(name: str, problem: Exception) -> OptionError:
     if (refused := has_code_of_its_own(name, problem)) is not None:
         return refused
     reason = str(problem).strip().split("\n")[0].rstrip(".")
-    if not Path(name).exists() and not hub_is_reachable():
-        reason = "no such folder, and the hub cannot be reached"
+    if not Path(name).exists() and is_local(name):
+        reason = UNREACHABLE
     elif (Path(name) / "config.json").is_file():
         reason += "; --random-weights takes only its config"
     return OptionError(

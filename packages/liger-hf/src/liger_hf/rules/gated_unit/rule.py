@@ -135,28 +135,11 @@ def _installed(module: nn.Module, function: Callable[..., Any], original: Callab
 
 
 def _forward(unit: Unit, original: Callable[..., Any], argument: str, inputs: tuple[str, ...], rest: tuple[str, ...]) -> Callable[..., Any]:
-    if len(inputs) == 1:
-        (packed,) = inputs
-
-        def forward_packed(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
-            if not may_pass(self):
-                return original(self, *args, **named)
-            (x,) = args or (named.pop(argument),)
-            parts = (getattr(self, packed)(x),)
-            y = unit(self, parts, unshared(parts))
-            del parts
-            for name in rest:
-                y = getattr(self, name)(y)
-            return y
-
-        return forward_packed
-    gate, up = inputs
-
     def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
         if not may_pass(self):
             return original(self, *args, **named)
         (x,) = args or (named.pop(argument),)
-        parts = (getattr(self, gate)(x), getattr(self, up)(x))
+        parts = tuple([getattr(self, name)(x) for name in inputs])
         y = unit(self, parts, unshared(parts))
         # Not held while the rest runs.
         del parts
