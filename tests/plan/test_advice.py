@@ -91,7 +91,20 @@ def test_the_largest_batch_fits_and_one_more_does_not(static: int, slope: int, b
     assert size(replace(Setup("tiny"), batch=found + 1)) > limit
 
 
-def test_the_largest_batch_takes_few_predictions() -> None:
+@given(st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 10**12))
+def test_the_largest_batch_takes_few_predictions(static: int, slope: int, bend: int, steeper: int, limit: int) -> None:
+    asked: list[int] = []
+
+    def size(setup: Setup) -> int:
+        asked.append(setup.batch)
+        return static + slope * setup.batch + steeper * max(0, setup.batch - bend)
+
+    largest_batch(Setup("tiny"), limit, predicting(size))
+    # Bisection alone takes 20; two of three may go to lines that meet far from the bend.
+    assert len(asked) <= 60
+
+
+def test_the_largest_batch_on_a_straight_line_takes_four_predictions() -> None:
     asked: list[int] = []
 
     def size(setup: Setup) -> int:
@@ -99,7 +112,7 @@ def test_the_largest_batch_takes_few_predictions() -> None:
         return 1000 + 3 * setup.batch
 
     assert largest_batch(Setup("tiny"), 4001, predicting(size)) == 1000
-    assert len(asked) < 16
+    assert asked == [1, 2, 1001, 1000]
 
 
 def test_an_alternative_changes_one_option() -> None:

@@ -124,24 +124,26 @@ def largest_batch(setup: Setup, limit: int, foresee: Predict = predict) -> int:
 
     Memory grows piecewise linearly with the batch, and never more slowly for larger batches.
     """
-    low, high = 0, 1
-    sizes: dict[int, int] = {0: 0}
-    while True:
-        sizes[high] = foresee(replace(setup, batch=high)).peak_bytes
-        if sizes[high] > limit:
-            break
-        low, high = high, 2 * high
-        if low >= LARGEST_BATCH:
-            return low
+    low, high, batch = 0, LARGEST_BATCH + 1, 1
+    sizes: dict[int, int] = {}
+    # Between low and high, after each prediction.
+    widths: list[int] = []
     while high - low > 1:
-        slope = (sizes[high] - sizes[low]) / (high - low)
-        guess = low + int((limit - sizes[low]) / slope) if low else (low + high) // 2
-        middle = min(max(guess, low + 1), high - 1)
-        # On a straight line, the next batch confirms at once that this one is the largest.
-        for batch in (middle, middle + 1):
-            if low < batch < high:
-                sizes[batch] = foresee(replace(setup, batch=batch)).peak_bytes
-                low, high = (batch, high) if sizes[batch] <= limit else (low, batch)
+        sizes[batch] = foresee(replace(setup, batch=batch)).peak_bytes
+        if sizes[batch] <= limit:
+            # On along the line through the last two that fit, memory passes the limit here, or before.
+            slope = (sizes[batch] - sizes[low]) / (batch - low) if low else 0
+            guess = batch + int((limit - sizes[batch]) / slope) + 1 if slope else 2 * batch
+            low = batch
+        else:
+            # Below the line between the two, memory still fits here.
+            high = batch
+            guess = low + (limit - sizes[low]) * (high - low) // (sizes[high] - sizes[low]) if low else 0
+        widths.append(high - low)
+        if high in sizes and len(widths) > 2 and widths[-1] > widths[-3] // 2:
+            # The lines meet far from where memory bends.
+            guess = (low + high) // 2
+        batch = min(max(guess, low + 1), high - 1)
     return low
 
 
