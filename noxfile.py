@@ -29,7 +29,7 @@ EDITABLE = [part for package in PACKAGES for part in ("-e", str(package))]
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 RUNNERS = ["pytest", "pytest-xdist", "hypothesis"]
 TOOLS = [*RUNNERS, "peft", "trl", "mypy", "sybil"]
-SITE_TOOLS = ["mkdocs-material", "mkdocstrings-python"]
+SITE_TOOLS = ["mkdocs-material", "mkdocstrings-python", "ruff"]
 # Optional libraries of training runs, without which their tests are skipped. They build and install in seconds, on Linux.
 EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"] if sys.platform == "linux" else []
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))

@@ -87,7 +87,7 @@ the smallest card of {", ".join(map(str, CARDS))} GB that it fits on.
 * More sequences need more. For your batch, sequence length, sharding and offloading, run `liger plan`, which also finds a setup that fits:
 
 ```bash
-liger plan --model llama-3-8b --sequence {SEQUENCE} --adapter lora --memory-limit 24GiB
+liger plan --model Qwen/Qwen3-8B --batch 4 --sequence {SEQUENCE} --adapter lora --memory-limit 24GiB --no-techniques
 ```
 
 The figures are predictions ([how accurate they are](planning.md#accuracy)) by `nox -s vram`. Names without a slash are presets of `liger plan`; for the others,

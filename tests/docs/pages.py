@@ -18,7 +18,9 @@ Sybil parses a page. A `python` block runs in the namespace of its page, a `bash
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -38,12 +40,10 @@ FENCE = re.compile(r"[ \t]*(?P<language>[\w+-]*)(?P<attributes>[^\n]*)$\n", re.M
 ABOUT_BLOCKS = ("gpu", "gpus", "raises", "not run")
 DIRECTIVES = ("setup", "needs", "hidden", *ABOUT_BLOCKS)
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+# Commands that run in this process, where what they import is imported already. Every other line is a shell's.
+HERE = {"accelerate": "accelerate.commands.accelerate_cli:main", "liger": "liger_core.commands:main"}
 # Commands of pages → modules of this Python, wherever its scripts are.
-COMMANDS = {
-    "accelerate": "accelerate.commands.accelerate_cli",
-    "liger": "liger_core",
-    "torchrun": "torch.distributed.run",
-}
+COMMANDS = {"torchrun": "torch.distributed.run"}
 SECONDS = 300
 # Holds what every Python that a page starts imports first.
 STARTING = Path(__file__).with_name("starting")
@@ -158,20 +158,38 @@ def _python(example: Example, source: Any) -> None:
 
 def _bash(block: Block, run: Run) -> None:
     environment = {
-        **os.environ,
         "PATH": os.pathsep.join([str(_commands(run.folder)), os.environ.get("PATH", "")]),
         "PYTHONPATH": os.pathsep.join([str(STARTING), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "120",
         **({"CUDA_VISIBLE_DEVICES": ""} if run.device == "cpu" else {}),
     }
+    lines = [words for line in block.source.splitlines() if (words := shlex.split(line, comments=True))]
+    if all(words[0] in HERE for words in lines):
+        with run.monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            for words in lines:
+                patch.setattr(sys, "argv", words)
+                _here(words)
+        return
     command = ["bash", "-euo", "pipefail", "-c", block.source]
-    done = subprocess.run(command, cwd=run.folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, cwd=run.folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, f"{block.source}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
+def _here(words: list[str]) -> None:
+    """Run one command line in this process."""
+    code = None
+    try:
+        pkgutil.resolve_name(HERE[words[0]])()
+    except SystemExit as ended:
+        code = ended.code
+    assert not code, f"{shlex.join(words)} ended with {code}"
+
+
 def _commands(folder: Path) -> Path:
-    """A folder with the commands that pages use."""
+    """A folder with the other commands that pages use."""
     home = folder / ".bin"
     home.mkdir(exist_ok=True)
     for name, call in {"python": "", **{name: f"-m {module}" for name, module in COMMANDS.items()}}.items():

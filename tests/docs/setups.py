@@ -23,6 +23,11 @@ def batch(run: Run, namespace: dict[str, Any]) -> None:
     namespace["batch"] = {"input_ids": ids, "labels": ids.clone()}
 
 
+def book(run: Run, namespace: dict[str, Any]) -> None:
+    """A text to train on, in the file book.txt."""
+    (run.folder / "book.txt").write_text("The logits of a batch need not exist.\n" * 100)
+
+
 def tensors(run: Run, namespace: dict[str, Any]) -> None:
     """Rows and a weight, and what a head and its loss take."""
     rows, width, classes = 12, 32, 50
@@ -48,7 +53,8 @@ def float32_on_the_cpu(run: Run, namespace: dict[str, Any]) -> None:
 
 
 def quick_compiler(run: Run, namespace: dict[str, Any]) -> None:
-    """On the CPU, graphs are traced and run eagerly: Inductor would compile C++ for a minute."""
+    """On the CPU, graphs are traced and run eagerly: Inductor would compile C++ for a minute. Graph breaks are counted from here."""
+    torch._dynamo.utils.counters.clear()
     if run.device == "cpu":
         run.monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
@@ -58,4 +64,6 @@ def deepspeed_on_the_cpu(run: Run, namespace: dict[str, Any]) -> None:
         run.monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
-SETUPS = {function.__name__: function for function in (model, batch, tensors, float32_on_the_cpu, quick_compiler, deepspeed_on_the_cpu)}
+SETUPS = {
+    function.__name__: function for function in (model, batch, book, tensors, float32_on_the_cpu, quick_compiler, deepspeed_on_the_cpu)
+}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,8 @@ def name(path: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hub")
-    hub.make(folder)
-    return folder
+def hub_folder(made_once: Callable[..., Path]) -> Path:
+    return made_once("hub", hub.make)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site") / "docs"
+def site(made_once: Callable[..., Path]) -> Path:
+    return made_once("site", generate)
+
+
+def generate(folder: Path) -> None:
     done = subprocess.run([sys.executable, "docs/generate", str(folder)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return folder
 
 
 def test_every_op_has_a_page_with_its_arguments_and_every_tested_call(site: Path) -> None:
