@@ -99,9 +99,11 @@ def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bo
 
 
 def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
-    """The results of Liger's kernels and of gradient accumulation, as on the device; NotImplemented for everything else."""
+    """The results of Liger's kernels and of what fake tensors do differently from the device; NotImplemented for everything else."""
     kernel = KERNELS.get(func)
     if kernel is None:
+        if func is torch.ops.aten._grouped_mm.default:
+            return _grouped_matmul(**_named(func, args, kwargs))
         return args[0] if func is torch.ops.aten.add.Tensor and _is_added_to(args[0]) else NotImplemented
     backward = torch._C._current_graph_task_id() != -1
     outputs = kernel.recycle(*kernel.grouped(args)) if kernel.recycle is not None and backward else _allocated(device, kernel, args)
@@ -117,6 +119,17 @@ def _is_added_to(total: Tensor) -> bool:
         return False
     # One use is by autograd, the other by the Python object of this call.
     return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2
+
+
+def _grouped_matmul(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **rest: Any) -> Any:
+    """The result for dtypes other than bfloat16, which kernels support and the meta function (torch/_meta_registrations.py) rejects."""
+    if self.dtype == torch.bfloat16:
+        return NotImplemented
+    # Groups of rows of one matrix and matrices of the other, or groups of the dimension that is summed, or batches.
+    groups = [] if self.dim() != mat2.dim() else [len(self)] if offs is None else [len(offs)]
+    # Rows begin at multiples of 16 bytes.
+    columns, aligned = mat2.shape[-1], 16 // self.itemsize
+    return self.new_empty(*groups, self.shape[-2], -(-columns // aligned) * aligned)[..., :columns]
 
 
 def _allocated(device: str, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Tensor | None, ...]:

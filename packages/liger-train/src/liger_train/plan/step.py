@@ -13,10 +13,11 @@ from unittest import mock
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from liger_bench.checkpointing import layers
+from liger_core.errors import OptionError
 from liger_train import model as train_model
 from liger_train.configs import config_of
 from liger_train.model import LOW, build, weights_dtype
@@ -75,7 +76,7 @@ class Step:
 def predict(setup: Setup) -> Prediction:
     """Predict the memory of a run: the actual model of the setup takes a step on fake tensors.
 
-    Raises OptionError for unknown values.
+    Raises OptionError for unknown values, and for a model whose forward pass depends on the values of tensors.
     """
     chosen(setup)
     kind = OPTIMIZERS[setup.optimizer]
@@ -123,7 +124,13 @@ def _ledger_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: FakeTe
     ledger = Ledger(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model))
     written_out = devices.attention_is_written_out(setup.device, LOW.get(setup.precision, torch.float32), model.config.get_text_config())
     with mode, devices.as_on(setup.device, sharded=sharding.gathers, written_out=written_out) as notes, ledger:
-        step(setup, model, ledger, sharding)
+        try:
+            step(setup, model, ledger, sharding)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise OptionError(
+                f"plan: a model must not read values of tensors, but {type(model).__name__} does ({error.func}); "
+                "to measure its memory, run `liger train`"
+            ) from None
     ledger.notes.extend(notes if setup.liger != "none" else [])
     return ledger
 
