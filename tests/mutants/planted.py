@@ -108,8 +108,8 @@ MUTANTS = (
     loss(
         "gradient buffer for a frozen weight",
         "_chunked_loss.py",
-        "dtype=chunks.chunking(hidden, weight, needs[1]).dtype, device=device) if needs[1] else None",
-        "dtype=chunks.chunking(hidden, weight, needs[1]).dtype, device=device)",
+        "dtype=chunks.chunking(hidden, weight).dtype, device=device) if needs[1] else None",
+        "dtype=chunks.chunking(hidden, weight).dtype, device=device)",
         "tests/ops/test_linear_cross_entropy_memory.py",
         "test_a_frozen_weight_gets_no_gradient_buffer",
     ),

@@ -43,10 +43,10 @@ def chunking(
     chunk: int = 0,
     budget: int = 0,
     accumulate_dtype: torch.dtype | None = None,
-    trained: bool = True,
 ) -> Chunking:
     """Chunks of `chunk` rows, by the report's formula for -1, or for 0 those that fit a budget in bytes beyond inputs and gradients.
 
+    What requires a gradient does not matter: matmuls of other sizes round differently, and recomputed logits must match their statistics.
     A single chunk writes dW in its own dtype, which is exact and takes least. With several, dW is summed in float32 where the budget
     holds that sum beside a long chunk, else in its own dtype (in float32 always for float16, which overflows before it is scaled).
     """
@@ -72,7 +72,7 @@ def chunking(
         length = max(1, CPU_BYTES // row) if device == "cpu" else _power_below(CHUNK_BYTES // row)
     else:
         # The sum lives beside the chunks, and at the end beside the gradient that is made of it.
-        beside = classes * width * (wide.itemsize - dtype.itemsize) if trained else 0
+        beside = classes * width * (wide.itemsize - dtype.itemsize)
         if accumulate_dtype is None and dtype != torch.float16 and budget < max(beside + LONG_CHUNK * row, classes * width * wide.itemsize):
             wide, beside = once, 0
         length = _power_below((budget - beside) // row)
@@ -117,14 +117,13 @@ class ChunkOptions(NamedTuple):
         """From the options of an op."""
         return cls(accumulate_dtype, 0 if chunk is None else -1 if chunk == "report" else chunk, budget or 0, pack, main_grad)
 
-    def chunking(self, hidden: Tensor, weight: Tensor, trained: bool) -> Chunking:
+    def chunking(self, hidden: Tensor, weight: Tensor) -> Chunking:
         """For rows that are there."""
         return chunking(
             *(*hidden.shape, weight.shape[0], hidden.dtype, hidden.device.type),
             chunk=self.chunk,
             budget=self.budget,
             accumulate_dtype=self.accumulate_dtype,
-            trained=trained,
         )
 
 
@@ -191,7 +190,7 @@ class Loop:
             *row_results(hidden, asked)[1:],
             torch.empty((), dtype=wide, device=device) if _divides_late(hidden, divide) else None,
             torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if needs[0] else None,
-            torch.empty(weight.shape, dtype=chunks.chunking(hidden, weight, needs[1]).dtype, device=device) if needs[1] else None,
+            torch.empty(weight.shape, dtype=chunks.chunking(hidden, weight).dtype, device=device) if needs[1] else None,
             torch.empty(weight.shape[0], dtype=wide, device=device) if needs[2] else None,
         )
 
@@ -200,7 +199,7 @@ class Loop:
         options: RowOptions, chunks: ChunkOptions, asked: Asked, needs: list[bool],
     ) -> None:  # fmt: skip
         counted = _Counted(head, options.ignore_index, chunks.pack)
-        rows = chunks.chunking(head.hidden, head.weight, needs[1]).rows
+        rows = chunks.chunking(head.hidden, head.weight).rows
         gradient = any(needs)
         inverse = None if divide is None else divide.reciprocal()
         factors = token_weight
@@ -255,8 +254,7 @@ class Loop:
 
     def _launch_per_row(self, results: RowResults, /, head: Head, options: RowOptions, chunks: ChunkOptions, asked: Asked) -> None:
         counted = _Counted(head, options.ignore_index, chunks.pack)
-        # As long as those of the backward pass: matmuls of other sizes round otherwise, and recomputed logits must have these statistics.
-        rows = chunks.chunking(head.hidden, head.weight, True).rows
+        rows = chunks.chunking(head.hidden, head.weight).rows
         packed = _Packed(head, counted.index())
         inner = packed.results(results)
         for part, logits in _logits(packed.head, rows):
@@ -292,7 +290,7 @@ class Loop:
         factor, by_entropy = (None if g is None else packed.take(g / largest) for g in upstream)
         factor = packed.head.hidden.new_zeros(packed.head.hidden.shape[0], dtype=wide) if factor is None else factor
         statistics, entropy = packed.take(statistics), packed.take(entropy)
-        rows, dtype = chunks.chunking(head.hidden, weight, True)
+        rows, dtype = chunks.chunking(head.hidden, weight)
         sums = Sums(
             packed.like(gradients.grad_hidden),
             None if not needs[1] else _in_dtype(gradients.grad_weight, weight, dtype),

@@ -161,15 +161,18 @@ def _chunks(device: str, given: Arguments) -> int:
     rows, width = hidden.shape
     needs = given.get("needs", (False, False))
     options = {name: given[name] for name in ("chunk", "budget", "accumulate_dtype")}
-    length, dtype = chunking(rows, width, weight.shape[0], hidden.dtype, device, trained=needs[1], **options)
-    size = min(length, rows) * weight.shape[0] * hidden.itemsize + 8 * rows
+    length, dtype = chunking(rows, width, weight.shape[0], hidden.dtype, device, **options)
+    logits = min(length, rows) * weight.shape[0]
+    size = logits * hidden.itemsize + 8 * rows
     if "statistics" in given and needs[1] and dtype != weight.dtype:
         # The backward pass of the per-row loss allocates its own accumulator; for the summed loss, it is an output.
         size += weight.numel() * dtype.itemsize
     if device == "cpu":
         # The row passes of the reference allocate two float32 blocks, and a copy of the logits of one if they have another dtype.
-        block = min(min(length, rows) * weight.shape[0], REFERENCE_BLOCK)
-        size += 4 * block * (2 if hidden.itemsize == 4 else 3)
+        passes = 4 * min(logits, REFERENCE_BLOCK) * (2 if hidden.itemsize == 4 else 3)
+        # A matmul that is summed in another dtype copies what it multiplies.
+        copies = 4 * (logits + min(length, rows) * width) if needs[1] and dtype != hidden.dtype else 0
+        size += max(passes, copies)
     return int(size)
 
 
