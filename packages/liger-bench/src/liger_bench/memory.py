@@ -10,7 +10,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,14 +34,9 @@ def peak_bytes(function: Callable[[], object], device: torch.device, *, collect:
     if collect:
         gc.collect()
     if device.type == "cpu":
-        recording = CpuAllocations()
-        recording.start()
-        try:
+        with CpuAllocations() as recording:
             function()
-        except BaseException:
-            recording.cancel()
-            raise
-        return peak_of(recording.stop())
+        return peak_of(recording.events())
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -87,21 +82,20 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
 
 
 class CpuAllocations:
-    """What the allocator of the CPU gives and takes back, from start() to stop(), by PyTorch's profiler, of which one may run at a time."""
+    """A context in which PyTorch's profiler, of which one may run at a time, records what the allocator of the CPU gives and takes back."""
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         # Without this the profiler writes about its own start and end to the terminal.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
+        return self
 
-    def cancel(self) -> None:
-        """End without a result."""
+    def __exit__(self, *error: object) -> None:
         self._profile.__exit__(None, None, None)
 
-    def stop(self) -> list[tuple[float, int, int]]:
+    def events(self) -> list[tuple[float, int, int]]:
         """(microseconds, address, bytes) in order of time; bytes are negative where the address is released."""
-        self.cancel()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -24,15 +25,14 @@ class CpuMemory:
         self._step = 0
         self._before = 0
         self._allocations: CpuAllocations | None = None
+        self._recording = ExitStack()
 
     def __enter__(self) -> CpuMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop the profiler where the watched step failed: it would go on recording for as long as the process lives."""
-        if self._allocations is not None:
-            self._allocations.cancel()
-            self._allocations = None
+        self._recording.close()
 
     def begin_training(self, state: TrainerState) -> None:
         self._step = min(state.global_step + WARM_UP, state.max_steps)
@@ -40,12 +40,12 @@ class CpuMemory:
     def begin_step(self, state: TrainerState, model: nn.Module, optimizer: Any) -> None:
         if state.global_step + 1 == self._step:
             self._before = _held(model, optimizer)
-            self._allocations = CpuAllocations()
-            self._allocations.start()
+            self._allocations = self._recording.enter_context(CpuAllocations())
 
     def end_step(self, model: nn.Module, optimizer: Any) -> None:
         if self._allocations is not None:
-            self.peak = self._before + peak_of(self._allocations.stop())
+            self._recording.close()
+            self.peak = self._before + peak_of(self._allocations.events())
             self.static = _held(model, optimizer)
             self._allocations = None
 

@@ -7,9 +7,10 @@ import json
 import pickle
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import TrainerCallback
@@ -39,6 +40,7 @@ class Snapshot(TrainerCallback):
         self.tags: list[Tag] = []
         self.starts: list[float] = []
         self._recorder: _Cpu | _Gpu | None = None
+        self._recording = ExitStack()
         self._recorded: _Recorded | None = None
         self._handles: list[Any] = []
         self._updates: list[list[float]] = []
@@ -66,9 +68,9 @@ class Snapshot(TrainerCallback):
         held |= self._tag(WEIGHTS, model.buffers())
         held |= self._tag(GRADIENTS, (p.grad for p in model.parameters()))
         held |= self._tag(OPTIMIZER, _state(optimizer))
-        self._recorder = _Gpu() if self.setup.device == "cuda" else _Cpu(held)
         self._hook(model)
-        self._recorder.start()
+        self._recorder = _Gpu() if self.setup.device == "cuda" else _Cpu(held)
+        self._recording.enter_context(self._recorder)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._recorder is not None:
@@ -125,7 +127,8 @@ class Snapshot(TrainerCallback):
 
     def _stop(self) -> None:
         if self._recorder is not None:
-            self._recorded = self._recorder.stop()
+            self._recording.close()
+            self._recorded = self._recorder.recorded()
             self._recorder = None
         for handle in self._handles:
             handle.remove()
@@ -182,15 +185,18 @@ class _Recorded:
 
 
 class _Gpu:
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         # Not the stacks of releases: recording them loses the exception by which a checkpoint stops early (https://github.com/pytorch/pytorch/issues/179536).
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
+        return self
 
-    def stop(self) -> _Recorded:
+    def __exit__(self, *error: object) -> None:
         torch.cuda.synchronize()
-        snapshot = torch.cuda.memory._snapshot()
+        self._snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
-        return from_snapshot(snapshot, torch.cuda.current_device())
+
+    def recorded(self) -> _Recorded:
+        return from_snapshot(self._snapshot, torch.cuda.current_device())
 
 
 def from_snapshot(snapshot: dict[str, Any], device: int) -> _Recorded:
@@ -218,15 +224,12 @@ def from_snapshot(snapshot: dict[str, Any], device: int) -> _Recorded:
     return _Recorded(held, events, None if failed is None else failed["size"], snapshot)
 
 
-class _Cpu:
+class _Cpu(CpuAllocations):
     def __init__(self, held: dict[int, int]) -> None:
-        self.held, self.allocations = held, CpuAllocations()
+        self.held = held
 
-    def start(self) -> None:
-        self.allocations.start()
-
-    def stop(self) -> _Recorded:
-        return _Recorded(self.held, [Event(*event) for event in self.allocations.stop()])
+    def recorded(self) -> _Recorded:
+        return _Recorded(self.held, [Event(*event) for event in self.events()])
 
 
 def _state(optimizer: Any) -> list[Any]:
