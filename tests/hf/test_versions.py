@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 
 import pytest
-import transformers
 
 import liger_hf
 from hf.tiny_models import make
-from liger_hf.versions import warn_if_untested
+from liger_core.versions import warn_if_untested
 
 pytestmark = pytest.mark.cpu
 
@@ -29,10 +28,16 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "requires", lambda name: ["liger-core==0.1.0", "transformers<5.24,>=5.17", 'torchao; extra == "x"'])
 
 
-@pytest.mark.usefixtures("tested")
+@pytest.fixture
+def installed(tested: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """installed(version): this is the version of Transformers."""
+    real = metadata.version
+    return lambda version: monkeypatch.setattr(metadata, "version", lambda name: version if name == "transformers" else real(name))
+
+
 @pytest.mark.parametrize("version", ["5.16.9", "5.24.0", "6.0.0.dev0"])
-def test_a_version_outside_the_metadata_is_named_once(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+def test_a_version_outside_the_metadata_is_named_once(version: str, installed: Callable[[str], None]) -> None:
+    installed(version)
     model = make(num_hidden_layers=1)
     with pytest.warns(UserWarning, match=f"Liger is tested with transformers<5.24,>=5.17, got {version}") as said:
         liger_hf.inspect(model)
@@ -42,10 +47,9 @@ def test_a_version_outside_the_metadata_is_named_once(version: str, monkeypatch:
         liger_hf.apply(model)
 
 
-@pytest.mark.usefixtures("tested")
 @pytest.mark.parametrize("version", ["5.17.0", "5.23.1", "5.23.2.dev0"])
-def test_a_tested_version_is_not_warned_about(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+def test_a_tested_version_is_not_warned_about(version: str, installed: Callable[[str], None]) -> None:
+    installed(version)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         liger_hf.inspect(make(num_hidden_layers=1))
@@ -62,4 +66,4 @@ def test_without_metadata_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> N
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", missing)
-    warn_if_untested()
+    warn_if_untested("liger-hf")

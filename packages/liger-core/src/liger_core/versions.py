@@ -13,11 +13,11 @@ from packaging.requirements import Requirement
 DEPENDED_ON = {"liger-core": "torch", "liger-triton": "triton", "liger-hf": "transformers"}
 
 
-def complaint(distribution: str, installed: str | None = None) -> str | None:
+def complaint(distribution: str) -> str | None:
     """A sentence if the library that a package of Liger depends on is not of a tested version, else None."""
     name = DEPENDED_ON[distribution]
     try:
-        version = installed or metadata.version(name)
+        version = metadata.version(name)
         required = [Requirement(line) for line in metadata.requires(distribution) or ()]
     except metadata.PackageNotFoundError:
         return None
@@ -31,11 +31,11 @@ def complaint(distribution: str, installed: str | None = None) -> str | None:
 
 
 @cache
-def warn_if_untested(distribution: str) -> None:
-    """Once in a process."""
+def warn_if_untested(distribution: str, stacklevel: int = 1) -> None:
+    """Once in a process, at the caller, or as many calls above it as `stacklevel` says."""
     said = complaint(distribution)
     if said:
-        warnings.warn(f"{said}; install a tested version, or run the tests of Liger with this one", stacklevel=2)
+        warnings.warn(f"{said}; install a tested version, or compare a few steps with and without Liger", stacklevel=stacklevel + 1)
 
 
 def complaints() -> list[str]:

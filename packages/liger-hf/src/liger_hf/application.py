@@ -15,6 +15,7 @@ from liger_core import Op, OptionError
 from liger_core.errors import nearest
 from liger_core.plugins import registry
 from liger_core.selection import AUTO, automatic, selected
+from liger_core.versions import warn_if_untested
 from liger_hf import causal_mask
 from liger_hf.discovery import replaceable_ops, rules
 from liger_hf.errors import ModelError
@@ -23,7 +24,6 @@ from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
 from liger_hf.rule import Found, Rule
 from liger_hf.verification import Decision, decide
-from liger_hf.versions import warn_if_untested
 
 Names = Iterable[Op[..., Any] | str] | None
 
@@ -75,7 +75,8 @@ def survey(
     """What `apply` would do, and the patches that do it. `device`: where to check, instead of where the weights are."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
-    warn_if_untested()
+    # At the caller of `apply` or `inspect`.
+    warn_if_untested("liger-hf", stacklevel=3)
     wanted = _names(caller, "only", only, replaceable_ops()) - _names(caller, "exclude", exclude, ())
     report = Report(type(model).__name__, notes=_notes(model))
     looked = [
