@@ -20,6 +20,8 @@ from plan.measuring import measured_bytes, tiny
 
 # The number of tokens that their attention selects is a value, which fake tensors do not have.
 READS_VALUES = ("qwen4_exp", "qwen4_exp_text")
+# A type of Transformers 5.23 whose parts must agree in sizes that tiny_config chooses one by one.
+NOT_BUILT = ("dots3_note",)
 
 
 def has_experts(model_type: str) -> bool:
@@ -28,7 +30,7 @@ def has_experts(model_type: str) -> bool:
     return source.exists() and "@use_experts_implementation" in source.read_text()
 
 
-@pytest.mark.parametrize("model_type", [t for t in TYPES if has_experts(t) and t not in READS_VALUES])
+@pytest.mark.parametrize("model_type", [t for t in TYPES if has_experts(t) and t not in READS_VALUES + NOT_BUILT])
 def test_mixed_precision_can_be_planned_for_every_model_with_experts(model_type: str, tmp_path: Path) -> None:
     tiny_config(model_type).save_pretrained(tmp_path)
     setup = replace(tiny(batch=1, sequence=8, liger="none", precision="bf16"), model=str(tmp_path))

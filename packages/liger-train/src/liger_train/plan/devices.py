@@ -94,7 +94,8 @@ def standing_in(device: str, place: str) -> Iterator[list[str]]:
 
 def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bool:
     """On a GPU only FlashAttention supports grouped queries, and it does not support float32 (scaled_dot_product_attention, enable_gqa)."""
-    shared = getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None))
+    layers = config.per_layer_config if config.is_heterogeneous else [config]
+    shared = any(getattr(c, "num_key_value_heads", None) not in (None, getattr(c, "num_attention_heads", None)) for c in layers)
     return device == "cuda" and dtype == torch.float32 and shared
 
 
