@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liger's operators: interfaces, pure-PyTorch references, and the choice of a backend for each."""
 
-from liger_core import builtin, plugins
+from liger_core import builtin, losses, plugins
 from liger_core.backend import Backend, Implementation
 from liger_core.errors import (
     BackendError,
@@ -49,6 +49,7 @@ __all__ = [
     "Workload",
     "explain",
     "hookimpl",
+    "losses",
     "op",
     "use",
 ]
