@@ -68,7 +68,7 @@ def kto(
     tokens = tokens_of(name, policy, mask)
     _check_desirable(name, desirable, tokens.log_prob)
     ratio = log_ratio(name, tokens, reference)
-    z = torch.as_tensor(baseline, dtype=ratio.dtype, device=ratio.device).detach().clamp(min=0.0)
+    z = (baseline.detach().to(ratio) if isinstance(baseline, Tensor) else ratio.new_full((), baseline)).clamp(min=0.0)
     # 1 − σ(x) = σ(−x)
     gains = desirable_weight * torch.sigmoid(beta * (z - ratio))
     pains = undesirable_weight * torch.sigmoid(beta * (ratio - z))

@@ -7,6 +7,7 @@ chosen, rejected (pairs,) are what the policy prefers each answer by: log π(y|x
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -45,8 +46,8 @@ def exo(chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float = 
     """KL(p ‖ (1 − ε, ε)) with p = (σ(βΔ), σ(−βΔ)). Ji et al. 2024, arXiv:2402.00856."""
     # The bounds keep 0 · log 0 away; at them the loss has reached its limits.
     x = (beta * (chosen - rejected)).clamp(-80.0, 80.0)
-    right = torch.sigmoid(x) * (F.logsigmoid(x) - torch.log1p(x.new_tensor(-label_smoothing)))
-    return right + torch.sigmoid(-x) * (F.logsigmoid(-x) - x.new_tensor(label_smoothing).log())
+    right = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-label_smoothing))
+    return right + torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(label_smoothing))
 
 
 def nca(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:

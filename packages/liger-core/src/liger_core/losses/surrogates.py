@@ -112,7 +112,7 @@ class Sapo:
         checks.positive("losses.Sapo", "negative", self.negative)
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, tokens: Tokens) -> Gain:
-        tau = torch.where(advantage > 0.0, self.positive, self.negative)
+        tau = _either(advantage > 0.0, self.positive, self.negative, advantage)
         value = 4.0 / tau * torch.sigmoid(tau * (ratio_of(log_ratio) - 1.0)) * advantage
         nowhere = torch.zeros_like(log_ratio, dtype=torch.bool)
         return Gain(value, nowhere, nowhere)
@@ -143,11 +143,16 @@ class Vespo:
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, tokens: Tokens) -> Gain:
         log_w = bounded(log_ratio.detach().sum(-1, keepdim=True))
-        c1, c2 = (torch.where(advantage >= 0.0, a, b) for a, b in zip(self.positive, self.negative, strict=True))
+        c1, c2 = (_either(advantage >= 0.0, a, b, advantage) for a, b in zip(self.positive, self.negative, strict=True))
         # In logarithms: W alone overflows long before the product vanishes.
         phi = (c1 * log_w + c2 * (1.0 - log_w.exp())).exp()
         nowhere = torch.zeros_like(log_ratio, dtype=torch.bool)
         return Gain(advantage * weighted(phi, tokens.log_prob), nowhere, nowhere)
+
+
+def _either(condition: Tensor, a: float, b: float, like: Tensor) -> Tensor:
+    """torch.where of two numbers would have the default dtype."""
+    return torch.where(condition, like.new_full((), a), like.new_full((), b))
 
 
 Surrogate: TypeAlias = Clip | Cispo | Sapo | Vespo
