@@ -146,9 +146,7 @@ def policy_cases() -> list[Case]:
     return [
         named("grpo", lambda b: papers.per_sequence(gains(b))),
         named("token_advantages", lambda b: papers.per_sequence(gains(b)), per_token=True),
-        named(
-            "dr-grpo", lambda b: papers.constant_length(gains(b), 17), variant="dr-grpo", averaging=Averaging("constant", length=17)
-        ),
+        named("dr-grpo", lambda b: papers.constant_length(gains(b), 17), variant="dr-grpo", averaging=Averaging("constant", length=17)),
         named("dapo", lambda b: papers.per_token(gains(b, high=0.28)), variant="dapo"),
         named(
             "dapo_groups", lambda b: papers.per_group(gains(b, high=0.28), 2), variant="dapo", averaging=Averaging("group", group_size=2)
