@@ -165,7 +165,8 @@ def policy_cases() -> list[Case]:
         *(penalized(estimator, unbiased) for estimator in ("k1", "k2", "k3") for unbiased in (False, True)),
         entropy_bonus(),
         *(corrected(mode, level) for mode in ("truncate", "mask") for level in ("token", "sequence")),
-        sequences_masked(),
+        sequences_masked(0.01),
+        sequences_masked(0.1),
         Case(
             "ppo",
             lambda policy, given, **mask: ppo(policy, given.old, given.advantages, **mask),
@@ -218,16 +219,16 @@ def corrected(mode: str, level: str) -> Case:
     return Case(f"grpo_{mode}_{level}", ours, paper)
 
 
-def sequences_masked() -> Case:
+def sequences_masked(threshold: float) -> Case:
     def ours(policy: Any, given: Given, **mask: Tensor) -> Any:
-        return grpo(policy, given.old, given.advantage, off_policy=OffPolicy(given.sampling, weight=None, threshold=0.1), **mask)
+        return grpo(policy, given.old, given.advantage, off_policy=OffPolicy(given.sampling, weight=None, threshold=threshold), **mask)
 
     def paper(given: Given) -> Tensor:
         batch = given.batch()
-        rows = zip(papers.token_gains(batch, 0.2, 0.2), papers.sequence_mask(batch, 0.1), strict=True)
+        rows = zip(papers.token_gains(batch, 0.2, 0.2), papers.sequence_mask(batch, threshold), strict=True)
         return papers.per_sequence([-gain * kept for gain, kept in rows])
 
-    return Case("grpo_sequence_mask", ours, paper)
+    return Case(f"grpo_sequence_mask_{threshold}", ours, paper)
 
 
 CASES = [

@@ -16,7 +16,7 @@ Answers = Sequence[Tensor]
 
 
 def sigma(x: Tensor) -> Tensor:
-    return 1.0 / (1.0 + torch.exp(-x))
+    return torch.exp(log_sigma(x))
 
 
 def log_sigma(x: Tensor) -> Tensor:

@@ -42,6 +42,16 @@ def test_an_empty_batch_has_the_mean_zero(rule: dict[str, object]) -> None:
     assert float(Averaging(**rule)(torch.ones(0, 9), torch.ones(0, 9, dtype=torch.bool))) == 0.0
 
 
+@pytest.mark.parametrize("count", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_a_share_of_the_count_may_be_below_one(count: float) -> None:
+    assert float(Averaging("sequence", count=count)(torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))) == 2.0
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0)], ids=["number", "tensor"])
+def test_a_count_of_nothing_makes_zero(count: int) -> None:
+    assert float(Averaging("token", count=count)(torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool))) == 0.0
+
+
 def test_an_answer_without_tokens_still_counts_as_an_answer() -> None:
     mask = torch.tensor([[True, True], [False, False]])
     assert float(Averaging("sequence")(torch.ones(2, 2), mask)) == 0.5

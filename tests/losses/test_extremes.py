@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from liger_core.losses import Clip, dpo, grpo, orpo, ppo
+from liger_core.losses import Clip, dpo, grpo, orpo, pairs, ppo
+from losses import papers
 from losses.cases import CASES, Case
 from losses.test_papers import from_tensors, in_dtype, random_batch
 
@@ -35,6 +38,19 @@ def test_an_infinite_loss_still_has_finite_gradients(case: Case) -> None:
     loss, gradients = from_tensors(case, batch)
     assert bool(loss.isinf())
     assert all(bool(g.isfinite().all()) for g in gradients.values())
+
+
+@pytest.mark.parametrize("difference", [-100.0, 100.0])
+@pytest.mark.parametrize("variant", pairs.VARIANTS)
+def test_rewards_a_hundred_nats_apart_are_those_of_the_paper(variant: str, difference: float) -> None:
+    def result(loss: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        answers = torch.tensor([0.6 * difference, -0.4 * difference], dtype=dtype, requires_grad=True)
+        smoothing = (0.1,) if variant in pairs.SMOOTHED or dtype == torch.float64 else ()
+        value = loss(*answers, 1.0, *smoothing)
+        return [value.detach().double(), torch.autograd.grad(value, answers)[0].double()]
+
+    ours, paper = result(pairs.VARIANTS[variant], torch.float32), result(papers.PAIRS[variant], torch.float64)
+    torch.testing.assert_close(ours, paper, rtol=1e-5, atol=1e-7)
 
 
 def test_certain_answers_have_finite_odds() -> None:

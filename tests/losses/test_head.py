@@ -127,3 +127,9 @@ def test_kto_takes_no_baseline_below_zero() -> None:
     policy, reference, desirable = head(), torch.randn(4, 5), torch.tensor([True, False, True, False])
     negative, zero = (kto(policy, reference, desirable, baseline=z)[0] for z in (torch.tensor(-1.0), 0.0))
     torch.testing.assert_close(negative, zero, rtol=0, atol=0)
+
+
+def test_the_loss_has_the_dtype_of_the_policy_whatever_the_reference_has() -> None:
+    policy = head()
+    for reference in (torch.zeros(4, 5, dtype=torch.float64), torch.zeros(4, dtype=torch.float64), torch.zeros(4, 5, dtype=torch.bfloat16)):
+        assert dpo(policy, reference)[0].dtype == torch.float32

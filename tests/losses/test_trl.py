@@ -163,7 +163,7 @@ def test_difference_trl_averages_the_likelihood_over_all_tokens_of_the_batch() -
     sft, _ = trl_dpo(answers, "sft", 0.1)
     means = [tokens[counted].mean() for tokens, counted in zip(answers.policy[:2], answers.mask[:2], strict=True)]
     assert float(metrics.nll) == pytest.approx(-float(torch.stack(means).mean().detach()))
-    assert float(sft) == pytest.approx(-float(answers.policy.detach()[:2][answers.mask[:2]].mean()))
+    assert float(sft.detach()) == pytest.approx(-float((answers.policy[:2][answers.mask[:2]]).mean().detach()))
 
 
 @pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])
@@ -452,3 +452,18 @@ def test_difference_the_floor_of_vespos_weights_shows_nowhere() -> None:
     expected, _ = trl_grpo(answers, "vespo")
     loss, _ = grpo(answers.policy, answers.old, answers.advantage, mask=answers.mask, variant="vespo")
     assert float((loss - expected).abs().detach()) < 1e-13
+
+
+def test_difference_token_weights_of_gspo_weigh_the_gradients_of_their_tokens() -> None:
+    answers = Answers()
+    off_policy = OffPolicy(answers.sampling)
+    weights = off_policy.weights(answers.old, answers.sampling)
+    theirs = {"use_vllm": True, "vllm_importance_sampling_correction": True, **SEQUENCE}
+    expected, _ = trl_grpo(answers, "grpo", {"importance_sampling_ratio": weights}, **theirs)
+    clip = Clip(level="sequence")
+    loss, _ = grpo(answers.policy, answers.old, answers.advantage, mask=answers.mask, variant=clip, off_policy=off_policy)
+    torch.testing.assert_close(loss, expected)
+    ours, shared = (torch.autograd.grad(x, answers.leaf)[0] for x in (loss, expected))
+    # The sum over an answer is the same; TRL shares it equally.
+    torch.testing.assert_close(ours.sum(-1), shared.sum(-1))
+    assert float((ours - shared).abs().max()) > 1e-4

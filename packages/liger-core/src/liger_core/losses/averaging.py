@@ -28,7 +28,8 @@ class Averaging:
     length      for "constant": the longest that a sequence can get, in tokens
     count       divides the outer sum in the place of this batch's own number of tokens ("token"), sequences ("sequence", "constant")
                 or groups ("group"): a number, or a tensor on the device. With the number of the whole optimizer step, losses of
-                micro-batches and ranks add up to that of the undivided batch
+                micro-batches and ranks add up to that of the undivided batch. DDP and FSDP average gradients over ranks, which
+                takes that number divided by the number of ranks
 
     A sequence without a counted token adds 0 and is part of B. Without any counted token the result is 0, with zero gradients.
     """
@@ -53,15 +54,17 @@ class Averaging:
     def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
         x = masked(x, mask)
         if self.over == "token":
-            return x.sum() / self._count(mask.sum())
+            return x.sum() / self._count(mask.sum().clamp(min=1))
         if self.over == "group":
             x, mask = self._groups(x), self._groups(mask)
         each = x.sum(-1) / (self.length or mask.sum(-1).clamp(min=1))
-        return each.sum() / self._count(each.shape[0])
+        return each.sum() / self._count(max(each.shape[0], 1))
 
     def _count(self, own: Tensor | int) -> Tensor | float:
-        count = own if self.count is None else self.count
-        return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+        if self.count is None:
+            return own
+        # Of nothing: the sum is 0 then, and so shall be the mean.
+        return torch.where(self.count > 0, self.count, 1) if isinstance(self.count, Tensor) else self.count or 1
 
     def _groups(self, x: Tensor) -> Tensor:
         (sequences, tokens), size = x.shape, self.group_size or 1

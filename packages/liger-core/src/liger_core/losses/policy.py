@@ -25,7 +25,7 @@ class PolicyMetrics(NamedTuple):
     surrogate                 what the surrogate alone adds to the loss, averaged as the loss is
     ratio                     π/π_old
     drift                     KL(π_old ‖ π), by k3: how far the policy is from π_old
-    clipped_low, clipped_high shares of tokens that the bounds left without a gradient
+    clipped_low, clipped_high shares of tokens whose ratio the bounds cut: below with A < 0, above with A > 0
     kl                        KL(π ‖ π_ref), by the estimator of the penalty
     entropy                   in nats
     weight                    ρ of the off-policy correction

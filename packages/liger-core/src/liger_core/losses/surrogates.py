@@ -22,7 +22,7 @@ LEVELS = ("token", "sequence")
 
 
 class Gain(NamedTuple):
-    """What a token adds to the objective, and where the bounds took its gradient away."""
+    """What a token adds to the objective, and where the bounds cut its ratio."""
 
     value: Tensor
     low: Tensor

@@ -55,7 +55,7 @@ def constants_of(name: str, argument: str, given: LogProbs, tokens: Tokens) -> T
         checks.fail(
             ShapeError, name, f"{argument} must have the shape of policy {checks.shape(tokens.log_prob)}, got {checks.shape(given)}"
         )
-    return masked(wide(given.detach()), tokens.mask)
+    return masked(given.detach().to(tokens.log_prob.dtype), tokens.mask)
 
 
 def log_ratio(name: str, tokens: Tokens, reference: LogProbs) -> Tensor:
