@@ -78,6 +78,10 @@ def in_dtype(batch: Given, dtype: torch.dtype) -> Given:
     return replace(batch, **{name: x.to(dtype) for name, x in vars(batch).items() if x.is_floating_point()})
 
 
+def on(batch: Given, device: torch.device) -> Given:
+    return Given(**{name: x.to(device) for name, x in vars(batch).items()})
+
+
 def from_tensors(case: Case, batch: Given) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of log-probabilities, and of entropies where they are part of the loss."""
     leaves = {"policy": batch.policy.clone().requires_grad_()}
@@ -96,10 +100,10 @@ def from_paper(case: Case, batch: Given) -> tuple[Tensor, dict[str, Tensor]]:
 
 def assert_equal(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]], rtol: float, atol: float) -> None:
     """Gradients within atol of the largest one of their tensor; where all have vanished, a sigmoid rounds them as if they were SMALL."""
-    torch.testing.assert_close(got[0].double(), want[0], rtol=rtol, atol=atol)
+    torch.testing.assert_close(got[0].double().cpu(), want[0], rtol=rtol, atol=atol)
     for name, expected in want[1].items():
         largest = max(float(expected.abs().max()), SMALL)
-        torch.testing.assert_close(got[1][name].double(), expected, rtol=rtol, atol=atol * largest, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(got[1][name].double().cpu(), expected, rtol=rtol, atol=atol * largest, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @EACH
@@ -111,12 +115,12 @@ def test_a_loss_in_float64_is_the_formula_of_its_paper(case: Case, batch: Callab
 
 @EACH
 @BATCHES
-def test_a_loss_in_float32_is_the_formula_of_its_paper(case: Case, batch: Callable[[], Given]) -> None:
+def test_a_loss_in_float32_is_the_formula_of_its_paper(case: Case, batch: Callable[[], Given], device: torch.device) -> None:
     drawn = in_dtype(batch(), torch.float32)
     loss, gradients = from_paper(case, drawn)
     if float(loss.detach().abs()) > 0.01 * torch.finfo(torch.float32).max:
         pytest.skip("the formula, or a sum on the way to it, is above the range of float32")
-    assert_equal(from_tensors(case, drawn), (loss, gradients), **ROUNDED)
+    assert_equal(from_tensors(case, on(drawn, device)), (loss, gradients), **ROUNDED)
 
 
 @EACH
@@ -150,10 +154,10 @@ def head_batch() -> tuple[Given, dict[str, Tensor], Tensor]:
 
 
 @EACH
-def test_a_loss_of_a_head_is_the_formula_of_its_paper(case: Case) -> None:
+def test_a_loss_of_a_head_is_the_formula_of_its_paper(case: Case, device: torch.device) -> None:
     batch, leaves, target = head_batch()
-    ours = {name: x.clone().requires_grad_() for name, x in leaves.items()}
-    loss, _ = case.ours(Head(ours["hidden"], ours["weight"], target, bias=ours["bias"], chunk=5), batch)
+    ours = {name: x.to(device, copy=True).requires_grad_() for name, x in leaves.items()}
+    loss, _ = case.ours(Head(ours["hidden"], ours["weight"], target.to(device), bias=ours["bias"]), on(batch, device))
     got = loss, dict(zip(ours, torch.autograd.grad(loss, list(ours.values())), strict=True))
 
     exact = {name: x.double().requires_grad_() for name, x in leaves.items()}
