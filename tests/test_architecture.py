@@ -46,6 +46,7 @@ PUBLIC = {
         "Workload",
         "explain",
         "hookimpl",
+        "losses",
         "op",
         "use",
     ],

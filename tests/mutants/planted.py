@@ -55,6 +55,12 @@ def loss(name: str, file: str, old: str, new: str, test: str, seen: str) -> Muta
     return Mutant(name, f"{CORE}/ops/{file}", old, new, (test,), seen)
 
 
+def formula(name: str, file: str, old: str, new: str, which: str, test: str = "", seen: str = "") -> Mutant:
+    """A bug in a preference or policy loss. By default the papers' formulas show it, in the cases `which`."""
+    selected = (f"tests/losses/{test or 'test_papers.py'}", "-k", which if test else f"float32 and random and ({which})")
+    return Mutant(f"losses: {name}", f"{CORE}/losses/{file}", old, new, selected, seen or "test_a_loss_in_float32_is_the_formula")
+
+
 MUTANTS = (
     # The definitions.
     loss(
@@ -667,5 +673,145 @@ MUTANTS = (
         "tl.store(gradient + column, total.to(gradient.dtype.element_ty))",
         f"rms_norm and {SMALL}",
         "rms_norm_backward wrote outside its tensors: grad_weight (100,)",
+    ),
+    # The losses on log-probabilities.
+    formula(
+        "label smoothing forgotten",
+        "pairs.py",
+        "_smoothed(1.0 - label_smoothing, label_smoothing, x)",
+        "_smoothed(1.0, 0.0, x)",
+        "smoothing",
+    ),
+    formula("SPPO pulls both answers up", "pairs.py", "(rejected + 0.5 / beta)", "(rejected - 0.5 / beta)", "sppo"),
+    formula(
+        "an exponential that overflows where its weight is 0",
+        "pairs.py",
+        "(F.logsigmoid(bounded / tau) - bounded).exp()",
+        "torch.sigmoid(x / tau) * (-x).exp()",
+        "hundred_nats and discopop",
+        "test_extremes.py",
+        "test_rewards_a_hundred_nats_apart_are_those_of_the_paper",
+    ),
+    formula("the margin of SimPO in units of log-probabilities", "preference.py", "chosen - gamma / beta", "chosen - gamma", "simpo"),
+    formula("ORPO without the probability of the rest", "preference.py", "log_p - (-torch.expm1(log_p)).log()", "log_p", "orpo"),
+    formula(
+        "pairs of padding count in the mean",
+        "preference.py",
+        "counted = tokens.mask.any(-1).view(2, pairs).any(0)",
+        "counted = tokens.mask.any(-1).view(2, pairs).any(0) | True",
+        "padding",
+        "test_averaging.py",
+        "test_pairs_of_padding_change_nothing",
+    ),
+    formula(
+        "desirable answers weighed as undesirable",
+        "kto.py",
+        "desirable_weight * torch.sigmoid(beta * (z - ratio))",
+        "undesirable_weight * torch.sigmoid(beta * (z - ratio))",
+        "kto",
+    ),
+    formula(
+        "sums before the difference",
+        "tokens.py",
+        'return (tokens.log_prob - constants_of(name, "reference", reference, tokens)).sum(-1)',
+        'return tokens.log_prob.sum(-1) - constants_of(name, "reference", reference, tokens).sum(-1)',
+        "digits",
+        "test_extremes.py",
+        "test_log_ratios_of_long_answers_keep_their_digits",
+    ),
+    formula("a mask by multiplication", "tokens.py", "return torch.where(mask, x, 0.0)", "return mask * x", "sigmoid"),
+    formula(
+        "other policies get a gradient",
+        "tokens.py",
+        "masked(given.detach().to(tokens.log_prob.dtype), tokens.mask)",
+        "masked(given.to(tokens.log_prob.dtype), tokens.mask)",
+        "gets_a_gradient",
+        "test_head.py",
+        "test_nothing_but_the_policy_gets_a_gradient",
+    ),
+    formula(
+        "a reference head keeps its gradients",
+        "tokens.py",
+        "        with torch.no_grad():\n            given, _ = given.log_prob(tokens.mask)",
+        "        given, _ = given.log_prob(tokens.mask)",
+        "reference_head",
+        "test_head.py",
+        "test_a_reference_head_is_computed_without_gradients",
+    ),
+    formula(
+        "tokens outside the mask are computed",
+        "head.py",
+        "target = self.target if mask is None else torch.where(mask, self.target, self._ignore_index)",
+        "target = self.target",
+        "cost_nothing",
+        "test_head.py",
+        "test_a_mask_leaves_out_more_tokens_and_they_cost_nothing",
+    ),
+    formula("a mean over padding", "averaging.py", "mask.sum(-1).clamp(min=1))\n", "mask.shape[-1])\n", "grpo_grpo"),
+    formula(
+        "a loss that waits for the device",
+        "averaging.py",
+        "        x = masked(x, mask)\n        if self.over",
+        "        x = masked(x, mask) if mask.any() else 0.0 * x\n        if self.over",
+        "reads_no_values and dapo",
+        "test_compile.py",
+        "test_a_loss_reads_no_values",
+    ),
+    formula(
+        "the larger of both surrogates", "surrogates.py", "torch.minimum(ratio * advantage", "torch.maximum(ratio * advantage", "grpo_grpo"
+    ),
+    formula("two-sided clipping forgotten", "surrogates.py", "ratio = ratio.clamp(max=self.delta)", "pass", "two_sided or dual"),
+    formula(
+        "the ratio of a sequence is a product",
+        "surrogates.py",
+        "mean = (log_ratio.sum(-1) / lengths(tokens))",
+        "mean = log_ratio.sum(-1)",
+        "gspo",
+    ),
+    formula(
+        "a gradient through the weights of CISPO",
+        "surrogates.py",
+        "ratio = ratio_of(log_ratio.detach())",
+        "ratio = ratio_of(log_ratio)",
+        "cispo",
+    ),
+    formula(
+        "SAPO with one temperature",
+        "surrogates.py",
+        "advantage > 0.0, self.positive, self.negative",
+        "advantage > 0.0, self.positive, self.positive",
+        "sapo",
+    ),
+    formula("VESPO without its exponential", "surrogates.py", "c1 * log_w + c2 * (1.0 - log_w.exp())", "c1 * log_w", "vespo"),
+    formula(
+        "the divergence the wrong way round",
+        "penalty.py",
+        "divergence(self.estimator, reference - log_prob)",
+        "divergence(self.estimator, log_prob - reference)",
+        "k3",
+    ),
+    formula(
+        "importance weights out of bounds are kept",
+        "off_policy.py",
+        "return torch.where((rho >= low) & (rho <= high), rho, 0.0)",
+        "return rho",
+        "grpo_mask",
+    ),
+    formula(
+        "sequences that drifted towards the policy are left out",
+        "off_policy.py",
+        "sampling - tokens.log_prob.detach()",
+        "tokens.log_prob.detach() - sampling",
+        "sequence_mask",
+    ),
+    formula("DFT with a gradient of its weights", "dft.py", "p = tokens.log_prob.detach().exp()", "p = tokens.log_prob.exp()", "dft"),
+    formula(
+        "ratios that overflow",
+        "numerics.py",
+        "return bounded(log_ratio).exp()",
+        "return log_ratio.exp()",
+        "clipped_ratio",
+        "test_extremes.py",
+        "test_a_clipped_ratio_has_no_gradient_however_far_it_is",
     ),
 )

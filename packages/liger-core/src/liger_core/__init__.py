@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liger's operators: interfaces, pure-PyTorch references, and the choice of a backend for each."""
 
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from liger_core import builtin, plugins
 from liger_core.backend import Backend, Implementation
 from liger_core.errors import (
@@ -22,9 +28,20 @@ from liger_core.ops import *  # noqa: F403
 from liger_core.ops._softmax_loss import LossMetrics
 from liger_core.selection import use
 
+if TYPE_CHECKING:
+    from liger_core import losses
+
 __version__ = "0.1.0"
 
 plugins.offer(builtin)
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The losses are imported where they are first used: most who import this package need none."""
+    if name == "losses":
+        return importlib.import_module("liger_core.losses")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     *(op.name for op in builtin.CATALOGUE),
@@ -49,6 +66,7 @@ __all__ = [
     "Workload",
     "explain",
     "hookimpl",
+    "losses",
     "op",
     "use",
 ]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preference, policy and fine-tuning losses: formulas on log-probabilities, which a Head computes without holding the logits."""
+
+from liger_core.losses.averaging import Averaging
+from liger_core.losses.dft import DFTMetrics, dft
+from liger_core.losses.head import Head
+from liger_core.losses.kto import KTOMetrics, kto, kto_baseline
+from liger_core.losses.off_policy import OffPolicy
+from liger_core.losses.penalty import Penalty
+from liger_core.losses.policy import PolicyMetrics, grpo, ppo
+from liger_core.losses.preference import PreferenceMetrics, cpo, dpo, orpo, simpo
+from liger_core.losses.surrogates import Cispo, Clip, Sapo, Vespo
+
+__all__ = [
+    "Averaging",
+    "Cispo",
+    "Clip",
+    "DFTMetrics",
+    "Head",
+    "KTOMetrics",
+    "OffPolicy",
+    "Penalty",
+    "PolicyMetrics",
+    "PreferenceMetrics",
+    "Sapo",
+    "Vespo",
+    "cpo",
+    "dft",
+    "dpo",
+    "grpo",
+    "kto",
+    "kto_baseline",
+    "orpo",
+    "ppo",
+    "simpo",
+]

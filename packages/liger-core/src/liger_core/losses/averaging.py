@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How per-token terms become one number: the averaging rules of all losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import OptionError, ShapeError
+from liger_core.losses.tokens import masked
+
+RULES = ("token", "sequence", "group", "constant")
+
+
+@dataclass(frozen=True, eq=False)
+class Averaging:
+    """The mean of x (B, T) over the tokens that count, |oᵢ| of them in sequence i.
+
+        token      Σᵢ Σₜ xᵢₜ / Σᵢ |oᵢ|                     every token weighs the same (DAPO as implemented)
+        sequence   1/B · Σᵢ Σₜ xᵢₜ / |oᵢ|                  every sequence weighs the same (GRPO)
+        group      mean over groups of the token mean      a group is group_size consecutive sequences (DAPO as printed)
+        constant   1/B · Σᵢ Σₜ xᵢₜ / length                long sequences weigh more (Dr. GRPO; length 1: sums)
+
+    group_size  sequences in a group, for "group"
+    length      for "constant": the longest that a sequence can get, in tokens
+    count       divides the outer sum in the place of this batch's own number of tokens ("token"), sequences ("sequence", "constant")
+                or groups ("group"): a number, or a tensor on the device. With the number of the whole optimizer step, losses of
+                micro-batches and ranks add up to that of the undivided batch. DDP and FSDP average gradients over ranks, which
+                takes that number divided by the number of ranks
+
+    A sequence without a counted token adds 0 and is part of B. Without any counted token the result is 0, with zero gradients.
+    """
+
+    over: str = "token"
+    group_size: int | None = None
+    length: int | None = None
+    count: Tensor | float | None = None
+
+    def __post_init__(self) -> None:
+        name = "losses.Averaging"
+        checks.choice(name, "over", self.over, RULES)
+        for option, value, rule in (("group_size", self.group_size, "group"), ("length", self.length, "constant")):
+            if (value is not None) != (self.over == rule):
+                checks.fail(
+                    OptionError, name, f"{option} must be given with over={rule!r}, and only there, got {value!r} with over={self.over!r}"
+                )
+            if value is not None:
+                checks.integer(name, option, value)
+                checks.positive(name, option, value)
+
+    def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = masked(x, mask)
+        if self.over == "token":
+            return x.sum() / self._count(mask.sum().clamp(min=1))
+        if self.over == "group":
+            x, mask = self._groups(x), self._groups(mask)
+        each = x.sum(-1) / (self.length or mask.sum(-1).clamp(min=1))
+        return each.sum() / self._count(max(each.shape[0], 1))
+
+    def _count(self, own: Tensor | int) -> Tensor | float:
+        if self.count is None:
+            return own
+        # Of nothing: the sum is 0 then, and so shall be the mean.
+        return torch.where(self.count > 0, self.count, 1) if isinstance(self.count, Tensor) else self.count or 1
+
+    def _groups(self, x: Tensor) -> Tensor:
+        (sequences, tokens), size = x.shape, self.group_size or 1
+        if sequences % size:
+            checks.fail(ShapeError, "losses.Averaging", f"sequences must come in groups of group_size={size}, got {sequences} sequences")
+        return x.reshape(sequences // size, size * tokens)
+
+
+TOKEN = Averaging("token")
+SEQUENCE = Averaging("sequence")
+
+
+def mean_of(x: Tensor, counted: Tensor) -> Tensor:
+    """The mean where counted, 0 if that is nowhere."""
+    return torch.where(counted, x, 0.0).sum() / counted.sum().clamp(min=1)

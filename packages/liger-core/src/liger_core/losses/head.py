@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Head: log-probabilities that a loss computes itself, without holding the logits."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from liger_core.ops.linear_log_prob import linear_log_prob
+
+
+class Head:
+    """Hidden states, the output projection and targets, in the place of log-probabilities.
+
+    hidden     (sequences, tokens, H)
+    weight     (V, H)
+    target     (sequences, tokens)   the token after each position, ignore_index for prompt and padding
+    options    those of linear_log_prob: bias, temperature, softcap, logit_scale, ignore_index, return_entropy, budget, …
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> None:
+        self.hidden, self.weight, self.target, self.options = hidden, weight, target, options
+
+    @property
+    def mask(self) -> Tensor:
+        """Which tokens count: all whose target is not the ignore_index."""
+        return self.target != self._ignore_index
+
+    def log_prob(self, mask: Tensor | None = None, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of every target, and its distribution's entropy if asked for; tokens outside `mask` cost nothing and get 0."""
+        target = self.target if mask is None else torch.where(mask, self.target, self._ignore_index)
+        options = {**self.options, "return_entropy": entropy or self.options.get("return_entropy", False)}
+        result = linear_log_prob(self.hidden, self.weight, target, **options)
+        return result if options["return_entropy"] else (result, None)
+
+    @property
+    def _ignore_index(self) -> int:
+        return int(self.options.get("ignore_index", -100))
+
+
+LogProbs: TypeAlias = Tensor | Head
+# linear_log_prob(…, return_entropy=True) returns this pair.
+LogProbsAndEntropy: TypeAlias = LogProbs | tuple[Tensor, Tensor]

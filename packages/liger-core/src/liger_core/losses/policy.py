@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policy losses on sampled answers: GRPO and its descendants, and PPO."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import OptionError, ShapeError
+from liger_core.losses.averaging import TOKEN, Averaging, mean_of
+from liger_core.losses.head import LogProbs, LogProbsAndEntropy
+from liger_core.losses.numerics import ratio_of
+from liger_core.losses.off_policy import OffPolicy
+from liger_core.losses.penalty import Penalty, divergence
+from liger_core.losses.surrogates import VARIANTS, Clip, Surrogate, Vespo
+from liger_core.losses.tokens import Tokens, constants_of, masked, tokens_of
+
+
+class PolicyMetrics(NamedTuple):
+    """Means over the counted tokens, detached; None for what the loss did not compute.
+
+    surrogate                 what the surrogate alone adds to the loss, averaged as the loss is
+    ratio                     π/π_old
+    drift                     KL(π_old ‖ π), by k3: how far the policy is from π_old
+    clipped_low, clipped_high shares of tokens whose ratio the bounds cut: below with A < 0, above with A > 0
+    kl                        KL(π ‖ π_ref), by the estimator of the penalty
+    entropy                   in nats
+    weight                    ρ of the off-policy correction
+    kept                      share of tokens that the off-policy threshold left
+    """
+
+    surrogate: Tensor
+    ratio: Tensor
+    drift: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    kl: Tensor | None
+    entropy: Tensor | None
+    weight: Tensor | None
+    kept: Tensor | None
+
+
+Result = tuple[Tensor, PolicyMetrics]
+NONE = Penalty()
+
+
+def grpo(
+    policy: LogProbsAndEntropy,
+    old: LogProbs | None,
+    advantages: Tensor,
+    *,
+    mask: Tensor | None = None,
+    variant: str | Surrogate = "grpo",
+    averaging: Averaging | None = None,
+    penalty: Penalty = NONE,
+    off_policy: OffPolicy | None = None,
+) -> Result:
+    """Group relative policy optimization, and its descendants.
+
+        r    = π/π_old of a token
+        loss = −mean of ( min(r·A, clip(r, 1 − ε, 1 + ε)·A) − β · KL(π ‖ π_ref) + c · H(π) )
+
+    policy      (B, T) log-probabilities of the tokens, the pair of them and their entropies, or a Head. `temperature` of the Head is that of
+                the sampling
+    old         (B, T) log-probabilities at the time of sampling, no gradient; None for those of the policy itself, where r is 1
+    advantages  (B,), or (B, T) for each token, no gradient. GRPO's are rewards less the mean of their group, divided by its deviation
+    mask        (B, T) True where a token counts; from the targets of a Head by default, and to be given with log-probabilities
+    variant     name       surrogate                            averaging   source
+                "grpo"     Clip(0.2, 0.2)                       sequence    arXiv:2402.03300
+                "dr-grpo"  Clip(0.2, 0.2)                       constant    arXiv:2503.20783
+                "dapo"     Clip(0.2, 0.28)                      token       arXiv:2503.14476
+                "gspo"     Clip(3e-4, 4e-4, level="sequence")   sequence    arXiv:2507.18071
+                "luspo"    Clip(2e-3, 2.5e-3, level="sequence") sums        arXiv:2602.05261
+                "cispo"    Cispo(0, 5)                          token       arXiv:2506.13585
+                "sapo"     Sapo(1, 1.05)                        sequence    arXiv:2511.20347
+                "vespo"    Vespo((2, 3), (3, 2))                token       arXiv:2602.10693
+                or a surrogate with constants of your own: Clip, Cispo, Sapo, Vespo
+    averaging   that of the variant by default; "dr-grpo" needs Averaging("constant", length=…), the longest answer that can be sampled
+    penalty     divergence from a reference, and entropy bonus: Penalty
+    off_policy  correction for the engine that sampled: OffPolicy; weights and masks are for the surrogate only
+    returns     (loss, PolicyMetrics)
+
+    log r counts as 80 at most: where A < 0 the clipped surrogate has no bound without delta, and float32 has. Without a counted token the
+    loss is 0, with zero gradients. Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    Shao et al. 2024, arXiv:2402.03300.
+    """
+    name = "losses.grpo"
+    if isinstance(variant, str):
+        checks.choice(name, "variant", variant, tuple(VARIANTS))
+        surrogate, usual = VARIANTS[variant]
+    else:
+        surrogate, usual = variant, variant.averaging
+    averaging = averaging or usual
+    if averaging is None:
+        sentence = (
+            'averaging must be Averaging("constant", length=…) with variant="dr-grpo", the longest answer that can be sampled, got None'
+        )
+        checks.fail(OptionError, name, sentence)
+    if off_policy is not None and off_policy.weight is not None and isinstance(surrogate, Vespo):
+        sentence = "off_policy must have weight=None with vespo, which corrects by itself: pass the log-probabilities of the sampler as old"
+        checks.fail(OptionError, name, sentence)
+    return _loss(name, _batch(name, policy, old, advantages, mask, penalty), surrogate, averaging, penalty, off_policy)
+
+
+def ppo(
+    policy: LogProbsAndEntropy,
+    old: LogProbs | None,
+    advantages: Tensor,
+    *,
+    mask: Tensor | None = None,
+    clip: Clip | None = None,
+    averaging: Averaging = TOKEN,
+    penalty: Penalty = NONE,
+    off_policy: OffPolicy | None = None,
+) -> Result:
+    """Proximal policy optimization's clipped surrogate.
+
+        loss = −mean over tokens of ( min(r·A, clip(r, 1 − ε, 1 + ε)·A) + c · H(π) ),   r = π/π_old
+
+    advantages  (B, T), one for each token
+    clip        Clip() by default: ε = 0.2; Clip(delta=…) is the dual clip
+
+    The other arguments are those of grpo. The value function has its own loss, which needs no head.
+    Schulman et al. 2017, arXiv:1707.06347.
+    """
+    name = "losses.ppo"
+    batch = _batch(name, policy, old, advantages, mask, penalty)
+    return _loss(name, batch, clip or Clip(), averaging, penalty, off_policy)
+
+
+class _Batch(NamedTuple):
+    tokens: Tokens
+    old: Tensor
+    advantage: Tensor  # (B, 1) or (B, T)
+
+
+def _batch(
+    name: str, policy: LogProbsAndEntropy, old: LogProbs | None, advantages: Tensor, mask: Tensor | None, penalty: Penalty
+) -> _Batch:
+    tokens = tokens_of(name, policy, mask, entropy=penalty.entropy != 0.0)
+    shape = tokens.log_prob.shape
+    checks.floating(name, policy=tokens.log_prob, advantages=advantages)
+    if advantages.shape not in (shape, shape[:1]):
+        sentence = f"advantages must be ({shape[0]},) or {tuple(shape)} to match policy, got {checks.shape(advantages)}"
+        checks.fail(ShapeError, name, sentence)
+    advantage = advantages.detach().to(tokens.log_prob.dtype)
+    # What stands at tokens that do not count may be NaN.
+    advantage = masked(advantage, tokens.mask) if advantages.dim() == 2 else masked(advantage, tokens.mask.any(-1))[:, None]
+    return _Batch(tokens, tokens.log_prob.detach() if old is None else constants_of(name, "old", old, tokens), advantage)
+
+
+def _loss(name: str, batch: _Batch, surrogate: Surrogate, averaging: Averaging, penalty: Penalty, off_policy: OffPolicy | None) -> Result:
+    tokens, old, advantage = batch
+    log_ratio = tokens.log_prob - old
+    gain = surrogate(log_ratio, advantage, tokens)
+    weight, kept, kl = None, None, None
+    value = gain.value
+    if off_policy is not None:
+        sampling = constants_of(name, "sampling", off_policy.sampling, tokens)
+        weight, kept = off_policy.weights(old, sampling), off_policy.kept(tokens, sampling, advantage)
+        value = value if weight is None else weight * value
+        value = value if kept is None else torch.where(kept, value, 0.0)
+    loss = surrogate_loss = averaging(-value.expand_as(log_ratio), tokens.mask)
+    if penalty.reference is not None:
+        kl = penalty.divergence(tokens.log_prob, constants_of(name, "reference", penalty.reference, tokens), log_ratio)
+        loss = loss + penalty.beta * averaging(kl, tokens.mask)
+    if penalty.entropy and tokens.entropy is not None:
+        loss = loss - penalty.entropy * averaging(tokens.entropy, tokens.mask)
+
+    def mean(x: Tensor | None) -> Tensor | None:
+        return None if x is None else mean_of(x.detach().to(log_ratio.dtype).expand_as(log_ratio), tokens.mask)
+
+    with torch.no_grad():
+        moved = log_ratio.detach()
+        always = (mean(x) for x in (ratio_of(moved), divergence("k3", moved), gain.low, gain.high))
+        sometimes = (mean(x) for x in (kl, tokens.entropy, weight, kept))
+        return loss, PolicyMetrics._make((surrogate_loss.detach(), *always, *sometimes))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the arguments of a loss become log-probabilities of the tokens that count."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DtypeError, OptionError, ShapeError
+from liger_core.losses.head import Head, LogProbs, LogProbsAndEntropy
+from liger_core.ops._inputs import accumulator
+
+
+class Tokens(NamedTuple):
+    """What a policy gives the tokens: (sequences, tokens) each, 0 where not counted."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    mask: Tensor
+
+
+def tokens_of(name: str, policy: LogProbsAndEntropy, mask: Tensor | None, entropy: bool = False) -> Tokens:
+    """The policy's log-probabilities in float32 (float64 for float64), with the mask that every later step uses."""
+    if isinstance(policy, Head):
+        _check_mask(name, mask, policy.target)
+        mask = policy.mask if mask is None else policy.mask & mask.bool()
+        log_prob, entropies = policy.log_prob(mask, entropy)
+    else:
+        log_prob, entropies = policy if isinstance(policy, tuple) else (policy, None)
+        checks.floating(name, policy=log_prob, entropy=entropies)
+        if mask is None:
+            checks.fail(
+                OptionError, name, "mask must be given with log-probabilities: True for the tokens that count; only a Head has its own"
+            )
+        _check_mask(name, mask, log_prob)
+        mask = mask.bool()
+    if log_prob.dim() != 2:
+        checks.fail(ShapeError, name, f"policy must be (sequences, tokens), got {checks.shape(log_prob)}")
+    if entropy and entropies is None:
+        sentence = "policy must bring its entropy: pass a Head, or the pair that linear_log_prob(…, return_entropy=True) returns, got log-probabilities"
+        checks.fail(OptionError, name, sentence)
+    return Tokens(masked(wide(log_prob), mask), None if entropies is None else masked(wide(entropies), mask), mask)
+
+
+def constants_of(name: str, argument: str, given: LogProbs, tokens: Tokens) -> Tensor:
+    """The log-probabilities of another policy for the same tokens, which get no gradient."""
+    if isinstance(given, Head):
+        with torch.no_grad():
+            given, _ = given.log_prob(tokens.mask)
+    checks.floating(name, 2, policy=tokens.log_prob, **{argument: given})
+    if given.shape != tokens.log_prob.shape:
+        checks.fail(
+            ShapeError, name, f"{argument} must have the shape of policy {checks.shape(tokens.log_prob)}, got {checks.shape(given)}"
+        )
+    return masked(given.detach().to(tokens.log_prob.dtype), tokens.mask)
+
+
+def log_ratio(name: str, tokens: Tokens, reference: LogProbs) -> Tensor:
+    """log π(y|x) / π_ref(y|x) of whole answers; the reference may also bring its sums."""
+    if isinstance(reference, Tensor) and reference.dim() == 1:
+        checks.floating(name, policy=tokens.log_prob, reference=reference)
+        if reference.shape != tokens.log_prob.shape[:1]:
+            sentence = f"reference must be (sequences, tokens) or (sequences,) like policy {checks.shape(tokens.log_prob)}, got {checks.shape(reference)}"
+            checks.fail(ShapeError, name, sentence)
+        # In float64 where the reference is: that is what it was cached for.
+        reference = wide(reference.detach())
+        return (tokens.log_prob.sum(-1, dtype=reference.dtype) - reference).to(tokens.log_prob.dtype)
+    # Differences first: two sums of thousands of tokens would cancel.
+    return (tokens.log_prob - constants_of(name, "reference", reference, tokens)).sum(-1)
+
+
+def lengths(tokens: Tokens) -> Tensor:
+    """The number of counted tokens, at least 1."""
+    return tokens.mask.sum(-1).clamp(min=1)
+
+
+def wide(x: Tensor) -> Tensor:
+    """In the dtype that losses are computed in."""
+    return x.to(accumulator(x.dtype))
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """0 where not counted, whatever stands there: a product would keep NaN."""
+    return torch.where(mask, x, 0.0)
+
+
+def _check_mask(name: str, mask: Tensor | None, like: Tensor) -> None:
+    if mask is None:
+        return
+    checks.same_device(name, "policy", like, mask=mask)
+    if mask.is_floating_point():
+        checks.fail(DtypeError, name, f"mask must be bool or an integer, got {mask.dtype}")
+    if mask.shape != like.shape:
+        checks.fail(ShapeError, name, f"mask must have the shape of policy {checks.shape(like)}, got {checks.shape(mask)}")

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The averaging rules: what they count, and that parts of a batch add up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from liger_core.losses import Averaging, dpo, grpo, kto
+from losses.test_papers import random_batch
+
+RULES = {
+    "token": {"over": "token"},
+    "sequence": {"over": "sequence"},
+    "group": {"over": "group", "group_size": 2},
+    "constant": {"over": "constant", "length": 9},
+}
+EACH = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+
+
+@EACH
+@pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
+def test_micro_batches_with_the_count_of_all_add_up_to_the_whole(rule: dict[str, object], on_device: bool) -> None:
+    batch = random_batch()
+    whole = {"token": batch.mask.sum().item(), "sequence": 4, "group": 2, "constant": 4}[str(rule["over"])]
+    averaging = Averaging(**rule, count=torch.tensor(whole) if on_device else whole)
+
+    def loss(rows: slice, averaging: Averaging) -> torch.Tensor:
+        return grpo(batch.policy[rows], batch.old[rows], batch.advantage[rows], mask=batch.mask[rows], averaging=averaging)[0]
+
+    parts = loss(slice(0, 2), averaging) + loss(slice(2, 4), averaging)
+    torch.testing.assert_close(parts, loss(slice(0, 4), Averaging(**rule)))
+
+
+@EACH
+def test_the_mean_of_ones_over_full_answers_is_one(rule: dict[str, object]) -> None:
+    assert float(Averaging(**rule)(torch.ones(4, 9), torch.ones(4, 9, dtype=torch.bool))) == pytest.approx(1.0)
+
+
+@EACH
+def test_an_empty_batch_has_the_mean_zero(rule: dict[str, object]) -> None:
+    assert float(Averaging(**rule)(torch.ones(0, 9), torch.ones(0, 9, dtype=torch.bool))) == 0.0
+
+
+@pytest.mark.parametrize("count", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_a_share_of_the_count_may_be_below_one(count: float) -> None:
+    assert float(Averaging("sequence", count=count)(torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))) == 2.0
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0)], ids=["number", "tensor"])
+def test_a_count_of_nothing_makes_zero(count: int) -> None:
+    assert float(Averaging("token", count=count)(torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool))) == 0.0
+
+
+def test_an_answer_without_tokens_still_counts_as_an_answer() -> None:
+    mask = torch.tensor([[True, True], [False, False]])
+    assert float(Averaging("sequence")(torch.ones(2, 2), mask)) == 0.5
+
+
+def test_pairs_of_padding_change_nothing() -> None:
+    batch = random_batch()
+    rows = [0, 1, 0, 2, 3, 0]
+    padded = batch.mask[rows].clone()
+    padded[[2, 5]] = False
+    more = dpo(batch.policy[rows], batch.reference[rows], mask=padded, nll_weight=0.0)
+    plain = dpo(batch.policy, batch.reference, mask=batch.mask)
+    for a, b in ((more[0], plain[0]), (more[1].accuracy, plain[1].accuracy), (more[1].margin, plain[1].margin)):
+        torch.testing.assert_close(a, b)
+
+
+def test_single_answers_of_padding_change_nothing() -> None:
+    batch = random_batch()
+    rows = [0, 1, 2, 3, 0]
+    padded = batch.mask[rows].clone()
+    padded[4] = False
+    more = kto(batch.policy[rows], batch.reference[rows], batch.desirable[rows], mask=padded)
+    plain = kto(batch.policy, batch.reference, batch.desirable, mask=batch.mask)
+    torch.testing.assert_close(more, plain)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page about the losses: its examples run, and it names everything."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from liger_core import losses
+from liger_core.losses import pairs, surrogates
+
+PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+
+
+@pytest.fixture
+def ran() -> dict[str, Any]:
+    """What the examples leave, run one after the other as a reader would."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block, names)
+    return names
+
+
+def test_the_examples_run(ran: dict[str, Any]) -> None:
+    assert bool(ran["loss"].isfinite())
+    assert bool(ran["hidden"].grad.any())
+    assert ran["metrics"].kept is not None
+
+
+def test_a_head_and_log_probabilities_give_the_same_loss_as_the_page_says(ran: dict[str, Any]) -> None:
+    expected, _ = losses.dpo(ran["policy"], ran["reference"])
+    torch.testing.assert_close(ran["same"], expected)
+
+
+def test_the_page_names_everything_public() -> None:
+    assert [name for name in losses.__all__ if name not in PAGE and not name.endswith("Metrics")] == []
+
+
+def test_the_page_names_every_variant() -> None:
+    assert [name for name in (*pairs.VARIANTS, *surrogates.VARIANTS) if f'"{name}"' not in PAGE and name != "sigmoid"] == []
+
+
+def test_the_page_has_the_constants_of_every_variant() -> None:
+    """Clip(0.2, 0.28) and the like, as the tables write them."""
+    written = re.sub(r"\s", "", PAGE)
+    for surrogate, _ in surrogates.VARIANTS.values():
+        constants = [value for value in vars(surrogate).values() if isinstance(value, (float, tuple))]
+        start = f"{type(surrogate).__name__}({','.join(in_table(value) for value in constants)}"
+        assert start in written, start
+
+
+def in_table(value: float | tuple[float, ...]) -> str:
+    if isinstance(value, tuple):
+        return f"({','.join(map(in_table, value))})"
+    mantissa, exponent = f"{value:e}".split("e")
+    return f"{value:g}" if int(exponent) > -3 else f"{float(mantissa):g}e{int(exponent)}"
+
+
+def test_every_paper_of_the_code_is_on_the_page() -> None:
+    sources = "".join(path.read_text() for path in Path(losses.__file__).parent.glob("*.py"))
+    cited = set(re.findall(r"arXiv:(\d{4}\.\d{5})", sources))
+    assert cited - set(re.findall(r"\d{4}\.\d{5}", PAGE)) == {"2305.10425", "2510.13786"}
