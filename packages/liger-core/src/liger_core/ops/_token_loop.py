@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of the ops with a result for each token: tiles of rows and classes, and the matmuls around a backend's row passes.
+
+The upstream gradient of a token arrives in the backward pass. If all logits fit the budget they are kept until then, and their
+gradient overwrites them: three matmuls. Otherwise they are recomputed tile by tile: four. Tiles take all rows and a block of classes:
+the gradient of weight is then one matmul a block, rounded once, and what is summed over the blocks in float32 is the gradient of hidden,
+which is small. Only if that sum does not fit are rows cut, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.ops._chunked_loss import CHUNK_BYTES, CPU_BYTES, ChunkOptions, Counted, Head, Packed, accumulate, chunking
+from liger_core.ops._inputs import accumulator
+from liger_core.ops._token_passes import MOMENTS, AskedOfTokens, LogitOptions, Slopes, Sums, TokenPasses
+
+# Classes of the narrowest block, and what its length is a multiple of.
+NARROW, MULTIPLE = 1024, 128
+# Blocks of the gradient of logits that are kept and must stay.
+KEPT_BLOCKS = 8
+
+
+class TokenHead(NamedTuple):
+    """Rows (N, H), what makes logits of them, and the classes (N, K) whose log-probabilities are asked for."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    chosen: Tensor
+
+
+class TokenOptions(NamedTuple):
+    """wide   the matmul writes logits in float32"""
+
+    ignore_index: int
+    logit_scale: float
+    softcap: float | None
+    inverse_temperature: Tensor | None
+    class_weight: Tensor | None
+    wide: bool
+
+    def logits_dtype(self, hidden: Tensor) -> torch.dtype:
+        return accumulator(hidden.dtype) if self.wide else hidden.dtype
+
+    def logits(self, rows: slice, classes: slice) -> LogitOptions:
+        """What the passes need of them for these rows and classes."""
+        temperature = None if self.inverse_temperature is None else self.inverse_temperature[rows]
+        weight = None if self.class_weight is None else self.class_weight[classes]
+        return LogitOptions(self.logit_scale, self.softcap, temperature, weight)
+
+
+class TokenResults(NamedTuple):
+    """Log-probabilities (N, K); for each row what is asked for, its moments (N, 6), and the logits if they are kept."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    log_normalizer: Tensor | None
+    mean_log_prob: Tensor | None
+    collision: Tensor | None
+    prediction: Tensor | None
+    moments: Tensor
+    kept: Tensor | None
+
+
+class Upstream(NamedTuple):
+    """The gradients that arrive."""
+
+    grad_log_prob: Tensor | None
+    grad_entropy: Tensor | None
+    grad_log_normalizer: Tensor | None
+    grad_mean_log_prob: Tensor | None
+    grad_collision: Tensor | None
+
+
+class Found(NamedTuple):
+    """What the backward pass needs of the results."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    collision: Tensor | None
+    moments: Tensor
+    kept: Tensor | None
+
+
+class TokenGradients(NamedTuple):
+    """The gradients over a head, and the kept logits where that of the logits may overwrite them."""
+
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+    scratch: Tensor | None
+
+
+class Tiling(NamedTuple):
+    """Rows and classes of a tile, whether logits are kept for the backward pass, and the dtype in which gradients of weight are summed."""
+
+    rows: int
+    classes: int
+    kept: bool
+    dtype: torch.dtype
+
+
+def tiling(
+    rows: int, width: int, classes: int, dtype: torch.dtype, device: str, wide: bool, *,
+    chunk: int = 0, budget: int = 0, accumulate_dtype: torch.dtype | None = None,
+) -> Tiling:  # fmt: skip
+    """The tiles for a budget in bytes beyond inputs and gradients, or chunks of rows with all classes where they are asked for."""
+    total, once = accumulator(dtype), accumulate_dtype or dtype
+    if chunk:
+        length, summed = chunking(rows, width, classes, dtype, device, chunk=chunk, accumulate_dtype=accumulate_dtype)
+        return Tiling(min(length, max(rows, 1)), classes, False, summed)
+    held = budget or (CPU_BYTES if device == "cpu" else CHUNK_BYTES)
+    # Logits in float32 are not overwritten by a gradient in another dtype.
+    item = total.itemsize + dtype.itemsize if wide and total != dtype else dtype.itemsize
+    count = max(rows, 1)
+    if count * classes * item <= held:
+        return Tiling(count, classes, True, once)
+    beside = width * total.itemsize if total != dtype else 0
+    narrow = min(classes, NARROW)
+    length = count
+    if count * (beside + narrow * item) > held:
+        length = _rounded(held // (beside + narrow * item), count)
+    block = _rounded((held - length * beside) // (length * item), classes)
+    summed = once if length >= count else accumulate_dtype or (total if held >= 4 * classes * width * total.itemsize else once)
+    if dtype == torch.float16 and length < count:
+        summed = accumulate_dtype or total
+    return Tiling(length, block, False, summed)
+
+
+class TokenLoop:
+    """The kernels for a backend's row passes: `tokens(head, options, chunks, asked)` gives the public part of TokenResults."""
+
+    def __init__(self, passes: TokenPasses, make_kernel: Callable[..., Kernel]) -> None:
+        self.passes = passes
+        self.tokens = differentiable(
+            make_kernel("linear_tokens", self._allocate, self._launch),
+            make_kernel("linear_tokens_backward", self._allocate_backward, self._launch_backward, self._recycle_backward),
+            public=7,
+        )
+
+    def _allocate(self, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, asked: AskedOfTokens, needs: list[bool]) -> Outputs:
+        hidden, weight = head.hidden, head.weight
+        rows, dtype, device = hidden.shape[0], accumulator(hidden.dtype), hidden.device
+        keeps = any(needs) and _tiling(head, options, chunks).kept
+        return TokenResults._make(
+            (
+                torch.empty(head.chosen.shape, dtype=dtype, device=device),
+                *(torch.empty(rows, dtype=dtype, device=device) if asks else None for asks in asked[:4]),
+                torch.empty(rows, dtype=torch.int64, device=device) if asked.with_prediction else None,
+                torch.empty(rows, MOMENTS, dtype=dtype, device=device),
+                torch.empty(rows, weight.shape[0], dtype=options.logits_dtype(hidden), device=device) if keeps else None,
+            )
+        )
+
+    def _launch(
+        self, results: TokenResults, /, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, asked: AskedOfTokens,
+        needs: list[bool],
+    ) -> None:  # fmt: skip
+        tiles = _tiling(head, options, chunks)
+        packed, options = _packed(head, options, chunks)
+        index, counted = packed.take(head.chosen), packed.head.target
+        inner = TokenResults._make((*map(packed.like, results[:-1]), results.kept))
+        memory = results.kept
+        if memory is None:
+            memory = torch.empty(_size(packed.head, tiles), dtype=options.logits_dtype(head.hidden), device=head.hidden.device)
+        for part, block, logits in _tiles(packed.head, tiles, memory):
+            _multiply(packed.head, part, block, logits)
+            sums = Sums(inner.moments[part], None if inner.prediction is None else inner.prediction[part], asked)
+            given = options.logits(part, block)
+            self.passes.statistics(logits, counted[part], given, sums, block.start)
+            self.passes.selected(logits, index[part], given, inner.log_prob[part], block.start)
+        if results.kept is not None:
+            results.kept[counted.shape[0] :].zero_()
+        _finish(inner, index, counted, head.weight.shape[0], options)
+        packed.scatter(inner._replace(kept=None), results._replace(kept=None))
+
+    def _allocate_backward(
+        self, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, found: Found, needs: list[bool]
+    ) -> Outputs:
+        given = (head.hidden, head.weight if chunks.main_grad is None else None, head.bias)
+        made = [
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
+            for need, t in zip(needs, given, strict=True)
+        ]
+        return TokenGradients._make((*made, None))
+
+    def _recycle_backward(
+        self, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, found: Found, needs: list[bool]
+    ) -> Outputs:
+        """The same, and the kept logits if their gradient has their dtype."""
+        fresh = self._allocate_backward(upstream, head, options, chunks, found, needs)
+        return fresh if options.wide else (*fresh[:-1], found.kept)
+
+    def _launch_backward(
+        self, gradients: TokenGradients, /, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, found: Found,
+        needs: list[bool],
+    ) -> None:  # fmt: skip
+        tiles, kept, scratch = _tiling(head, options, chunks), found.kept, gradients.scratch
+        if kept is not None and scratch is None and not options.wide:
+            # The kept logits, which must stay, already take the budget.
+            tiles = tiles._replace(classes=_rounded(-(-tiles.classes // KEPT_BLOCKS), tiles.classes))
+        packed, options = _packed(head, options, chunks)
+        chosen = packed.take(head.chosen)
+        upstream, found = Upstream(*map(packed.take, upstream)), Found._make((*map(packed.take, found[:4]), kept))
+        slopes, largest = _slopes(upstream, found, chosen, packed.head.target, head.weight, options)
+        totals = _Totals(packed, gradients, chunks.main_grad if needs[1] else None, tiles, largest)
+        if scratch is None:
+            scratch = torch.empty(_size(packed.head, tiles), dtype=head.hidden.dtype, device=head.hidden.device)
+        recomputed = torch.empty_like(scratch, dtype=options.logits_dtype(head.hidden)) if options.wide and kept is None else scratch
+        for part, block, slope in _tiles(packed.head, tiles, scratch):
+            if kept is not None:
+                logits = kept[part, block]
+            else:
+                logits = _view(recomputed, slope.shape)
+                _multiply(packed.head, part, block, logits)
+            self.passes.derivative(logits, slopes.of(part), options.logits(part, block), slope, block.start)
+            totals.add(part, block, slope)
+        totals.finish()
+
+
+@functools.cache
+def token_loop(passes: TokenPasses, make_kernel: Callable[..., Kernel]) -> TokenLoop:
+    """The loop of a backend, which its ops share."""
+    return TokenLoop(passes, make_kernel)
+
+
+def _tiling(head: TokenHead, options: TokenOptions, chunks: ChunkOptions) -> Tiling:
+    hidden, (classes, _) = head.hidden, head.weight.shape
+    return tiling(
+        *(*hidden.shape, classes, hidden.dtype, hidden.device.type, options.wide),
+        chunk=chunks.chunk, budget=chunks.budget, accumulate_dtype=chunks.accumulate_dtype,
+    )  # fmt: skip
+
+
+def _rounded(classes: int, most: int) -> int:
+    """Classes of a block, in whole tiles of a matmul where there are as many."""
+    return min(most, max(1, classes // MULTIPLE * MULTIPLE or classes))
+
+
+def _packed(head: TokenHead, options: TokenOptions, chunks: ChunkOptions) -> tuple[Packed, TokenOptions]:
+    """The rows of which some class counts, with that as their target, and the options for them."""
+    counted = head.chosen != options.ignore_index
+    rows = Head(head.hidden, head.weight, counted[:, 0] if counted.shape[1] == 1 else counted.any(-1), head.bias)
+    packed = Packed(rows, Counted(rows, 0, chunks.pack).index())
+    return packed, options._replace(inverse_temperature=packed.take(options.inverse_temperature))
+
+
+def _size(head: Head, tiles: Tiling) -> tuple[int, int]:
+    return min(tiles.rows, head.hidden.shape[0]), tiles.classes
+
+
+def _view(memory: Tensor, shape: Sequence[int]) -> Tensor:
+    """The beginning of the memory as a dense matrix."""
+    return memory.view(-1)[: shape[0] * shape[1]].view(*shape)
+
+
+def _tiles(head: Head, tiles: Tiling, memory: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, classes, their place in the reused memory) tile by tile."""
+    count, classes = head.hidden.shape[0], head.weight.shape[0]
+    for start in range(0, count, tiles.rows):
+        part = slice(start, min(start + tiles.rows, count))
+        for first in range(0, classes, tiles.classes):
+            block = slice(first, min(first + tiles.classes, classes))
+            yield part, block, _view(memory, (part.stop - part.start, block.stop - block.start))
+
+
+def _multiply(head: Head, part: slice, block: slice, logits: Tensor) -> None:
+    """The logits of a tile."""
+    rows, classes = head.hidden[part], head.weight[block].t()
+    bias = None if head.bias is None else head.bias[block]
+    if logits.dtype == rows.dtype:
+        _ = torch.mm(rows, classes, out=logits) if bias is None else torch.addmm(bias, rows, classes, out=logits)
+        return
+    accumulate(logits, rows, classes, first=True)
+    if bias is not None:
+        logits.add_(bias)
+
+
+def _finish(results: TokenResults, index: Tensor, counted: Tensor, classes: int, options: TokenOptions) -> None:
+    """The results from the moments of rows; log_prob holds x of the chosen classes until then."""
+    top, total, distance, weighted, squares, anchor = results.moments.unbind(-1)
+    log_total = total.log()
+    log_prob = (results.log_prob - top[:, None]) - log_total[:, None]
+    log_prob = torch.where((index < 0) | (index >= classes), float("nan"), log_prob)
+    results.log_prob.copy_(torch.where((index != options.ignore_index) & counted[:, None], log_prob, 0.0))
+
+    def store(out: Tensor | None, value: Tensor) -> None:
+        if out is not None:
+            out.copy_(torch.where(counted, value, 0.0))
+
+    if results.entropy is not None:
+        store(results.entropy, log_total - distance / total)
+    if results.log_normalizer is not None:
+        store(results.log_normalizer, top + log_total)
+    if results.mean_log_prob is not None:
+        below = (anchor - top) - log_total
+        store(results.mean_log_prob, weighted / classes + below * _mean_weight(options, classes))
+    if results.collision is not None:
+        store(results.collision, squares / total.square())
+    if results.prediction is not None:
+        results.prediction.masked_fill_(~counted, -1)
+
+
+def _mean_weight(options: TokenOptions, classes: int) -> Tensor | float:
+    """Σ w / V."""
+    weight = options.class_weight
+    return 1.0 if weight is None else weight.sum(dtype=accumulator(weight.dtype)) / classes
+
+
+def _slopes(
+    upstream: Upstream, found: Found, index: Tensor, counted: Tensor, weight: Tensor, options: TokenOptions
+) -> tuple[Slopes, Tensor | None]:
+    """What the gradient of logits is made of, and in float16 the power of two that it was divided by."""
+    classes = weight.shape[0]
+    of_chosen, of_entropy, of_normalizer, of_mean, of_collision = upstream
+    # The gradient at an ignored row may be infinite, as that of a ratio to a probability of 0; it counts for nothing.
+    if of_chosen is None:
+        given = torch.zeros_like(found.log_prob)
+    else:
+        given = torch.where((index != options.ignore_index) & counted[:, None], of_chosen, 0.0)
+    # Where a class is out of range its log-probability is NaN, and so is the gradient of the row.
+    given = torch.where(found.log_prob.isnan() & ((index < 0) | (index >= classes)), float("nan"), given)
+    a = -given.sum(-1)
+    b = q = c = torch.zeros_like(a)
+    if of_entropy is not None and found.entropy is not None:
+        b = torch.where(counted, -of_entropy, 0.0)
+        a = a + b * found.entropy
+    if of_normalizer is not None:
+        a = a + torch.where(counted, of_normalizer, 0.0)
+    if of_mean is not None:
+        mean = torch.where(counted, of_mean, 0.0)
+        a, c = a - mean * _mean_weight(options, classes), mean / classes
+    if of_collision is not None and found.collision is not None:
+        q = torch.where(counted, 2.0 * of_collision, 0.0)
+        a = a - q * found.collision
+    terms = torch.stack((a, b, q, c), -1)
+    # An ignored class may be one that exists.
+    slopes = Slopes(counted, found.moments, terms, torch.where(index == options.ignore_index, -1, index), found.log_prob, given)
+    if weight.dtype != torch.float16 or not terms.numel():
+        return slopes, None
+    # p · grad underflows where grad is 1/tokens, so a power of two is factored out and put back at the end. Where the gradient is large,
+    # as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows from underflow.
+    largest = torch.maximum(terms.abs().amax(), given.abs().amax())
+    largest = torch.ldexp(torch.ones_like(largest), torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
+    largest = largest / largest.clamp(1.0, 16384.0)
+    return slopes._replace(terms=terms / largest, gradient=given / largest), largest
+
+
+class _Totals:
+    """The gradients over a head while the tiles go by."""
+
+    def __init__(self, packed: Packed, gradients: TokenGradients, main_grad: Tensor | None, tiles: Tiling, largest: Tensor | None) -> None:
+        self.packed, self.gradients, self.tiles, self.largest = packed, gradients, tiles, largest
+        self.main_grad = None if main_grad is None else main_grad.data
+        hidden, weight = packed.head.hidden, packed.head.weight
+        wide, count = accumulator(hidden.dtype), hidden.shape[0]
+        self.hidden = packed.like(gradients.grad_hidden)
+        # A gradient that several tiles add to is summed in float32 before it is rounded.
+        blocks, groups = tiles.classes < weight.shape[0], tiles.rows < count
+        self.hidden_sum = hidden.new_empty(min(tiles.rows, count), hidden.shape[1], dtype=wide) if blocks and hidden.dtype != wide else None
+        self.weight_sum = None
+        if groups and gradients.grad_weight is not None and tiles.dtype != weight.dtype:
+            self.weight_sum = torch.empty(weight.shape, dtype=tiles.dtype, device=weight.device)
+        self.bias_sum = None if gradients.grad_bias is None else weight.new_zeros(weight.shape[0], dtype=wide)
+
+    def add(self, part: slice, block: slice, slope: Tensor) -> None:
+        """Take in the gradient of a tile of logits."""
+        head = self.packed.head
+        if self.hidden is not None:
+            out = self.hidden[part] if self.hidden_sum is None else self.hidden_sum[: part.stop - part.start]
+            accumulate(out, slope, head.weight[block], first=block.start == 0)
+            if self.hidden_sum is not None and block.stop == head.weight.shape[0]:
+                self.hidden[part] = out
+        of_weight = self.gradients.grad_weight if self.weight_sum is None else self.weight_sum
+        if of_weight is not None:
+            accumulate(of_weight[block], slope.t(), head.hidden[part], first=part.start == 0)
+        if self.main_grad is not None:
+            out = self.main_grad[block] if self.largest is None else torch.empty_like(self.main_grad[block])
+            accumulate(out, slope.t(), head.hidden[part], first=self.largest is not None)
+            if self.largest is not None:
+                self.main_grad[block].addcmul_(out, self.largest)
+        if self.bias_sum is not None:
+            self.bias_sum[block] += slope.sum(0, dtype=self.bias_sum.dtype)
+
+    def finish(self) -> None:
+        """Round what was summed; without any tile the sums are zero."""
+        of_weight, of_bias = self.gradients.grad_weight, self.gradients.grad_bias
+        if of_weight is not None and not self.packed.head.hidden.shape[0]:
+            of_weight.zero_()
+        elif of_weight is not None and self.weight_sum is not None:
+            of_weight.copy_(self.weight_sum if self.largest is None else self.weight_sum.mul_(self.largest))
+        elif of_weight is not None and self.largest is not None:
+            of_weight.mul_(self.largest)
+        if self.hidden is not None and self.largest is not None:
+            self.hidden.mul_(self.largest)
+        if of_bias is not None and self.bias_sum is not None:
+            of_bias.copy_(self.bias_sum if self.largest is None else self.bias_sum.mul_(self.largest))
+        self.packed.scatter_rows(self.hidden, self.gradients.grad_hidden)

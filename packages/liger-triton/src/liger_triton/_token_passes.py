@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row passes of per-token results in Triton: sums over a block of classes, and the gradient of the logits from four numbers a row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core.ops._token_passes import LogitOptions, Slopes, Sums
+from liger_triton._logits import GRADIENT, STATISTICS, capped
+from liger_triton.launch import VECTOR, Launcher, cdiv, contiguous, fuses, power_of_two, rows_of
+
+# Chosen classes of a row that a program takes at a time.
+CHOSEN_BLOCK = 64
+
+
+class TritonTokenPasses:
+    """One program a row, or a block of one."""
+
+    def statistics(self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, first: int) -> None:
+        rows, width = logits.shape
+        if rows == 0:
+            return
+        logits, weight = rows_of(logits), contiguous(options.class_weight)
+        block = min(STATISTICS.block, power_of_two(width))
+        lowest = options.softcap is None and options.logit_scale > 0
+        statistics_launch(
+            (rows,), logits, counted, options.inverse_temperature, weight, sums.moments, sums.prediction,
+            logits.stride(0), width, first, options.logit_scale, options.softcap or 1.0,
+            HAS_SOFTCAP=options.softcap is not None, KEEPS_LOWEST=lowest, CONTINUES=first > 0,
+            ENTROPY=sums.asked.with_entropy, MEAN=sums.asked.with_mean, COLLISION=sums.asked.with_collision,
+            BLOCK=block, VECTOR=min(VECTOR, block), num_warps=STATISTICS.warps, enable_fp_fusion=fuses(block) and _is_exact(options),
+        )  # fmt: skip
+
+    def selected(self, logits: Tensor, index: Tensor, options: LogitOptions, out: Tensor, first: int) -> None:
+        rows, width = logits.shape
+        if rows == 0:
+            return
+        logits, index = rows_of(logits), index.contiguous()
+        selected_launch(
+            (rows,), logits, index, options.inverse_temperature, out, logits.stride(0), width, first, index.shape[1],
+            options.logit_scale, options.softcap or 1.0,
+            HAS_SOFTCAP=options.softcap is not None, BLOCK=min(CHOSEN_BLOCK, power_of_two(index.shape[1])), num_warps=1,
+            enable_fp_fusion=_is_exact(options),
+        )  # fmt: skip
+
+    def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
+        rows, width = logits.shape
+        if rows == 0:
+            return
+        logits, weight = rows_of(logits), contiguous(options.class_weight)
+        common = (options.inverse_temperature, weight, slopes.moments, slopes.terms, out)
+        scalars = (width, options.logit_scale, options.softcap or 1.0)
+        shared = {"HAS_SOFTCAP": options.softcap is not None, "enable_fp_fusion": _is_exact(options)}
+        block = min(GRADIENT.block, power_of_two(width))
+        derivative_launch(
+            (rows, cdiv(width, block)), logits, slopes.counted, *common, logits.stride(0), out.stride(0), *scalars,
+            BLOCK=block, num_warps=GRADIENT.warps, **shared,
+        )  # fmt: skip
+        count = slopes.classes.shape[1]
+        block = min(CHOSEN_BLOCK, power_of_two(count))
+        scatter_launch(
+            (rows, cdiv(count, block)), slopes.classes, slopes.log_prob, slopes.gradient, *common, out.stride(0), first, count, *scalars,
+            BLOCK=block, num_warps=1, **shared,
+        )  # fmt: skip
+
+
+def _is_exact(options: LogitOptions) -> bool:
+    """Whether x is the logit itself, or else a rounded product, which fused into x - m would not cancel: m is a rounded one, too."""
+    return options.softcap is None and options.logit_scale == 1.0 and options.inverse_temperature is None
+
+
+@triton.jit
+def slope_at(below, exp_sum, terms, row, class_weight, column, mask):
+    """(a + b · log p + q · p) · p + c · w, given x - m."""
+    a = tl.load(terms + 4 * row)
+    b = tl.load(terms + 4 * row + 1)
+    q = tl.load(terms + 4 * row + 2)
+    c = tl.load(terms + 4 * row + 3)
+    p = tl.exp2(below * 1.4426950408889634) * (1.0 / exp_sum)
+    log_p = below - tl.log2(exp_sum) * 0.6931471805599453
+    # e^-700 is 0, so that the cut changes nothing but 0 · ∞; a NaN stays one.
+    log_p = tl.where(log_p < -700.0, -700.0, log_p)
+    d = (a + b * log_p + q * p) * p
+    if class_weight is None:
+        d += c
+    else:
+        d += c * tl.load(class_weight + column, mask=mask, other=0.0).to(tl.float32)
+    return d
+
+
+@triton.jit
+def statistics_kernel(
+    logits, counted, inverse_temperature, class_weight, moments, prediction, row_stride, width, first, logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, KEEPS_LOWEST: tl.constexpr, CONTINUES: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
+    COLLISION: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """One program adds one row of a block of classes to the row's sums; CONTINUES: to those of the blocks before.
+
+    A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their maximum,
+    moves d to it with one exponential and adds one for each, so that threads meet only once. Differences are taken before they are
+    scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: a masked lane is still -∞ after scale and cap.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * row_stride
+    moments += 6 * row
+    if tl.load(counted + row) == 0:
+        number = tl.arange(0, 8)
+        tl.store(moments + number, tl.where(number == 1, 1.0, 0.0), mask=number < 6)
+        return
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + row)
+        logit_scale = logit_scale * inverse
+        softcap = softcap * inverse
+    lanes: tl.constexpr = BLOCK // VECTOR
+    lane = tl.arange(0, lanes)
+    zeros = tl.zeros((lanes,), dtype=tl.float32)
+    # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
+    m = zeros - 3.4028234663852886e38
+    d = zeros
+    distance = zeros
+    squares = zeros
+    apart = zeros
+    best = tl.zeros((lanes,), dtype=tl.int64)
+    anchor = 0.0
+    if CONTINUES:
+        # The first lane goes on where the block before ended.
+        m = tl.where(lane == 0, tl.load(moments), m)
+        d = tl.where(lane == 0, tl.load(moments + 1), d)
+        if ENTROPY:
+            distance = tl.where(lane == 0, tl.load(moments + 2), distance)
+        if MEAN:
+            apart = tl.where(lane == 0, tl.load(moments + 3), apart)
+            anchor = tl.load(moments + 5)
+        if COLLISION:
+            squares = tl.where(lane == 0, tl.load(moments + 4), squares)
+        if prediction is not None:
+            best = tl.where(lane == 0, tl.load(prediction + row), best)
+    elif MEAN:
+        anchor = capped(tl.load(base), logit_scale, softcap, HAS_SOFTCAP)
+        anchor = tl.where(tl.abs(anchor) < float("inf"), anchor, 0.0)
+    offset = lane[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for start in range(0, width, BLOCK):
+        column = start + offset
+        mask = column < width
+        x = capped(tl.load(base + column, mask=mask, other=float("-inf")), logit_scale, softcap, HAS_SOFTCAP)
+        if MEAN:
+            around = tl.where(mask, x - anchor, 0.0)
+            if class_weight is not None:
+                around = around * tl.load(class_weight + column, mask=mask, other=0.0).to(tl.float32)
+            apart += tl.sum(around, 1)
+        if not KEEPS_LOWEST:
+            x = tl.where(mask, x, float("-inf"))
+        highest = tl.max(x, 1)
+        above = highest > m
+        top = tl.where(above, highest, m)
+        step = m - top
+        shrink = tl.exp2(step * 1.4426950408889634)
+        below = x - top[:, None]
+        e = tl.exp2(below * 1.4426950408889634)
+        if ENTROPY:
+            # Σ (x - m)·e^(x - m), moved along with m; e^-700 is 0, so that the cut changes nothing but ∞·0.
+            step = tl.where(step < -700.0, -700.0, step)
+            below = tl.where(below < -700.0, -700.0, below)
+            distance = (distance + d * step) * shrink + tl.sum(e * below, 1)
+        if COLLISION:
+            squares = squares * (shrink * shrink) + tl.sum(e * e, 1)
+        if prediction is not None:
+            best = tl.where(above, first + start + lane * VECTOR + tl.argmax(x, 1), best)
+        d = d * shrink + tl.sum(e, 1)
+        m = top
+    top = tl.max(m, 0)
+    # A NaN among the logits shows in d; the maximum may skip it.
+    step = m - top
+    shrink = tl.exp2(step * 1.4426950408889634)
+    tl.store(moments, top)
+    tl.store(moments + 1, tl.sum(d * shrink, 0))
+    step = tl.where(step < -700.0, -700.0, step)
+    tl.store(moments + 2, tl.sum((distance + d * step) * shrink, 0) if ENTROPY else 0.0)
+    tl.store(moments + 3, tl.sum(apart, 0) if MEAN else 0.0)
+    tl.store(moments + 4, tl.sum(squares * (shrink * shrink), 0) if COLLISION else 0.0)
+    tl.store(moments + 5, anchor if MEAN else 0.0)
+    if prediction is not None:
+        tl.store(prediction + row, tl.min(tl.where(m == top, best, first + width), 0))
+
+
+@triton.jit
+def selected_kernel(
+    logits, index, inverse_temperature, out, row_stride, width, first, count, logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program takes the chosen classes of one row, of which it stores those in the block of classes."""
+    row = tl.program_id(0).to(tl.int64)
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + row)
+        logit_scale = logit_scale * inverse
+        softcap = softcap * inverse
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        column = tl.load(index + row * count + place, mask=place < count, other=-1) - first
+        inside = (place < count) & (column >= 0) & (column < width)
+        x = capped(tl.load(logits + row * row_stride + column, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        tl.store(out + row * count + place, x, mask=inside)
+
+
+@triton.jit
+def derivative_kernel(
+    logits, counted, inverse_temperature, class_weight, moments, terms, out, row_stride, out_stride, width, logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program writes one block of one row's gradient but for its chosen classes."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    out += row * out_stride
+    if tl.load(counted + row) == 0:
+        tl.store(out + column, tl.zeros((BLOCK,), dtype=out.dtype.element_ty), mask=mask)
+        return
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + row)
+        logit_scale = logit_scale * inverse
+        softcap = softcap * inverse
+    x = capped(tl.load(logits + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    d = slope_at(x - tl.load(moments + 6 * row), tl.load(moments + 6 * row + 1), terms, row, class_weight, column, mask) * logit_scale
+    if HAS_SOFTCAP:
+        u = x * (1.0 / softcap)
+        d = d * (1.0 - u * u)
+    tl.store(out + column, d.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scatter_kernel(
+    index, log_prob, gradient, inverse_temperature, class_weight, moments, terms, out, out_stride, first, count, width, logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program writes the gradient at a block of the chosen classes of one row, rounded once.
+
+    Where a class is chosen several times each writes the sum of all its upstream gradients, so that they write the same.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(index + row * count + place, mask=place < count, other=-1) - first
+    inside = (place < count) & (column >= 0) & (column < width)
+    upstream = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, count, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        theirs = tl.load(index + row * count + other, mask=other < count, other=-1) - first
+        given = tl.load(gradient + row * count + other, mask=other < count, other=0.0)
+        upstream += tl.sum(tl.where(column[:, None] == theirs[None, :], given[None, :], 0.0), 1)
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + row)
+        logit_scale = logit_scale * inverse
+        softcap = softcap * inverse
+    exp_sum = tl.load(moments + 6 * row + 1)
+    below = tl.load(log_prob + row * count + place, mask=inside, other=0.0) + tl.log2(exp_sum) * 0.6931471805599453
+    d = (upstream + slope_at(below, exp_sum, terms, row, class_weight, column, inside)) * logit_scale
+    if HAS_SOFTCAP:
+        u = (below + tl.load(moments + 6 * row)) * (1.0 / softcap)
+        d = d * (1.0 - u * u)
+    tl.store(out + row * out_stride + column, d.to(out.dtype.element_ty), mask=inside)
+
+
+statistics_launch = Launcher(statistics_kernel)
+selected_launch = Launcher(selected_kernel)
+derivative_launch = Launcher(derivative_kernel)
+scatter_launch = Launcher(scatter_kernel)
