@@ -61,7 +61,7 @@ class TritonTokenPasses:
         count = slopes.classes.shape[1]
         block = min(CHOSEN_BLOCK, power_of_two(count))
         scatter_launch(
-            (rows, cdiv(count, block)), slopes.classes, slopes.log_prob, slopes.gradient, *common, out.stride(0), first, count, *scalars,
+            (rows, cdiv(count, block)), slopes.classes, slopes.selected, slopes.gradient, *common, out.stride(0), first, count, *scalars,
             BLOCK=block, num_warps=1, **shared,
         )  # fmt: skip
 
@@ -73,16 +73,15 @@ def _is_exact(options: LogitOptions) -> bool:
 
 @triton.jit
 def slope_at(below, exp_sum, terms, row, class_weight, column, mask):
-    """(a + b · log p + q · p) · p + c · w, given x - m."""
+    """(a + b · (x - m) + q · p) · p + c · w, given x - m."""
     a = tl.load(terms + 4 * row)
     b = tl.load(terms + 4 * row + 1)
     q = tl.load(terms + 4 * row + 2)
     c = tl.load(terms + 4 * row + 3)
     p = tl.exp2(below * 1.4426950408889634) * (1.0 / exp_sum)
-    log_p = below - tl.log2(exp_sum) * 0.6931471805599453
     # e^-700 is 0, so that the cut changes nothing but 0 · ∞; a NaN stays one.
-    log_p = tl.where(log_p < -700.0, -700.0, log_p)
-    d = (a + b * log_p + q * p) * p
+    below = tl.where(below < -700.0, -700.0, below)
+    d = (a + b * below + q * p) * p
     if class_weight is None:
         d += c
     else:
@@ -129,7 +128,7 @@ def statistics_kernel(
         m = tl.where(lane == 0, tl.load(moments), m)
         d = tl.where(lane == 0, tl.load(moments + 1), d)
         if ENTROPY:
-            distance = tl.where(lane == 0, tl.load(moments + 2), distance)
+            distance = tl.where(lane == 0, tl.load(moments + 2) * 1.4426950408889634, distance)
         if MEAN:
             apart = tl.where(lane == 0, tl.load(moments + 3), apart)
             anchor = tl.load(moments + 5)
@@ -155,14 +154,14 @@ def statistics_kernel(
         highest = tl.max(x, 1)
         above = highest > m
         top = tl.where(above, highest, m)
-        step = m - top
-        shrink = tl.exp2(step * 1.4426950408889634)
-        below = x - top[:, None]
-        e = tl.exp2(below * 1.4426950408889634)
+        step = (m - top) * 1.4426950408889634
+        shrink = tl.exp2(step)
+        below = (x - top[:, None]) * 1.4426950408889634
+        e = tl.exp2(below)
         if ENTROPY:
-            # Σ (x - m)·e^(x - m), moved along with m; e^-700 is 0, so that the cut changes nothing but ∞·0.
-            step = tl.where(step < -700.0, -700.0, step)
-            below = tl.where(below < -700.0, -700.0, below)
+            # Σ (x - m)·2^(x - m), moved along with m; 2^-1000 is 0, so that the cut changes nothing but ∞·0.
+            step = tl.where(step < -1000.0, -1000.0, step)
+            below = tl.where(below < -1000.0, -1000.0, below)
             distance = (distance + d * step) * shrink + tl.sum(e * below, 1)
         if COLLISION:
             squares = squares * (shrink * shrink) + tl.sum(e * e, 1)
@@ -172,12 +171,12 @@ def statistics_kernel(
         m = top
     top = tl.max(m, 0)
     # A NaN among the logits shows in d; the maximum may skip it.
-    step = m - top
-    shrink = tl.exp2(step * 1.4426950408889634)
+    step = (m - top) * 1.4426950408889634
+    shrink = tl.exp2(step)
     tl.store(moments, top)
     tl.store(moments + 1, tl.sum(d * shrink, 0))
-    step = tl.where(step < -700.0, -700.0, step)
-    tl.store(moments + 2, tl.sum((distance + d * step) * shrink, 0) if ENTROPY else 0.0)
+    step = tl.where(step < -1000.0, -1000.0, step)
+    tl.store(moments + 2, tl.sum((distance + d * step) * shrink, 0) * 0.6931471805599453 if ENTROPY else 0.0)
     tl.store(moments + 3, tl.sum(apart, 0) if MEAN else 0.0)
     tl.store(moments + 4, tl.sum(squares * (shrink * shrink), 0) if COLLISION else 0.0)
     tl.store(moments + 5, anchor if MEAN else 0.0)
@@ -231,7 +230,7 @@ def derivative_kernel(
 
 @triton.jit
 def scatter_kernel(
-    index, log_prob, gradient, inverse_temperature, class_weight, moments, terms, out, out_stride, first, count, width, logit_scale, softcap,
+    index, selected, gradient, inverse_temperature, class_weight, moments, terms, out, out_stride, first, count, width, logit_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes the gradient at a block of the chosen classes of one row, rounded once.
@@ -252,11 +251,11 @@ def scatter_kernel(
         inverse = tl.load(inverse_temperature + row)
         logit_scale = logit_scale * inverse
         softcap = softcap * inverse
-    exp_sum = tl.load(moments + 6 * row + 1)
-    below = tl.load(log_prob + row * count + place, mask=inside, other=0.0) + tl.log2(exp_sum) * 0.6931471805599453
-    d = (upstream + slope_at(below, exp_sum, terms, row, class_weight, column, inside)) * logit_scale
+    x = tl.load(selected + row * count + place, mask=inside, other=0.0)
+    below = x - tl.load(moments + 6 * row)
+    d = (upstream + slope_at(below, tl.load(moments + 6 * row + 1), terms, row, class_weight, column, inside)) * logit_scale
     if HAS_SOFTCAP:
-        u = (below + tl.load(moments + 6 * row)) * (1.0 / softcap)
+        u = x * (1.0 / softcap)
         d = d * (1.0 - u * u)
     tl.store(out + row * out_stride + column, d.to(out.dtype.element_ty), mask=inside)
 

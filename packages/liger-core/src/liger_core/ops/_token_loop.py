@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of the ops with a result for each token: tiles of rows and classes, and the matmuls around a backend's row passes.
 
-The upstream gradient of a token arrives in the backward pass. If all logits fit the budget they are kept until then, and their
-gradient overwrites them: three matmuls. Otherwise they are recomputed tile by tile: four. Tiles take all rows and a block of classes:
-the gradient of weight is then one matmul a block, rounded once, and what is summed over the blocks in float32 is the gradient of hidden,
-which is small. Only if that sum does not fit are rows cut, too.
+The upstream gradient of a token arrives in the backward pass. Logits that fit the budget are kept until then, and their gradient
+overwrites them; the others are recomputed tile by tile. So if all fit there are three matmuls, and else up to four. Tiles take all rows
+and a block of classes: the gradient of weight is then one matmul a block, rounded once, and what is summed over the blocks in float32
+is the gradient of hidden, which is small. Only if that sum does not fit are rows cut, too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,9 +21,10 @@ from liger_core.ops._chunked_loss import CHUNK_BYTES, CPU_BYTES, ChunkOptions, C
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._token_passes import MOMENTS, AskedOfTokens, LogitOptions, Slopes, Sums, TokenPasses
 
-# Classes of the narrowest block, and what its length is a multiple of.
-NARROW, MULTIPLE = 1024, 128
-# Blocks of the gradient of logits that are kept and must stay.
+# Classes of a block, of which there are BLOCKS at least, and what their number is a multiple of. The gradient of hidden is read and
+# written in float32 once a block, which at 8192 classes takes 2 % of a step on an H200.
+BLOCK, BLOCKS, MULTIPLE = 8192, 4, 128
+# Blocks of the gradient where all logits are kept and must stay.
 KEPT_BLOCKS = 8
 
 
@@ -57,7 +58,7 @@ class TokenOptions(NamedTuple):
 
 
 class TokenResults(NamedTuple):
-    """Log-probabilities (N, K); for each row what is asked for, its moments (N, 6), and the logits if they are kept."""
+    """Log-probabilities (N, K); for each row what is asked for; x of the chosen classes, the moments (N, 6), and the kept logits."""
 
     log_prob: Tensor
     entropy: Tensor | None
@@ -66,6 +67,7 @@ class TokenResults(NamedTuple):
     collision: Tensor | None
     prediction: Tensor | None
     moments: Tensor
+    selected: Tensor
     kept: Tensor | None
 
 
@@ -82,10 +84,8 @@ class Upstream(NamedTuple):
 class Found(NamedTuple):
     """What the backward pass needs of the results."""
 
-    log_prob: Tensor
-    entropy: Tensor | None
-    collision: Tensor | None
     moments: Tensor
+    selected: Tensor
     kept: Tensor | None
 
 
@@ -99,12 +99,23 @@ class TokenGradients(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Rows and classes of a tile, whether logits are kept for the backward pass, and the dtype in which gradients of weight are summed."""
+    """How the logits are cut.
+
+    rows     of a tile
+    classes  of a tile
+    kept     classes before the first tile, whose logits are kept for the backward pass
+    dtype    in which gradients of weight are summed over groups of rows
+    """
 
     rows: int
     classes: int
-    kept: bool
+    kept: int
     dtype: torch.dtype
+
+    def blocks(self, total: int) -> list[slice]:
+        """The classes that are kept, and those of the tiles."""
+        first = [slice(0, self.kept)] if self.kept else []
+        return first + [slice(i, min(i + self.classes, total)) for i in range(self.kept, total, self.classes)]
 
 
 def tiling(
@@ -112,26 +123,26 @@ def tiling(
     chunk: int = 0, budget: int = 0, accumulate_dtype: torch.dtype | None = None,
 ) -> Tiling:  # fmt: skip
     """The tiles for a budget in bytes beyond inputs and gradients, or chunks of rows with all classes where they are asked for."""
-    total, once = accumulator(dtype), accumulate_dtype or dtype
+    total, once, count = accumulator(dtype), accumulate_dtype or dtype, max(rows, 1)
     if chunk:
         length, summed = chunking(rows, width, classes, dtype, device, chunk=chunk, accumulate_dtype=accumulate_dtype)
-        return Tiling(min(length, max(rows, 1)), classes, False, summed)
+        return Tiling(min(length, count), classes, 0, summed)
     held = budget or (CPU_BYTES if device == "cpu" else CHUNK_BYTES)
     # Logits in float32 are not overwritten by a gradient in another dtype.
-    item = total.itemsize + dtype.itemsize if wide and total != dtype else dtype.itemsize
-    count = max(rows, 1)
+    logit = total.itemsize if wide else dtype.itemsize
+    item = logit + dtype.itemsize if logit != dtype.itemsize else logit
     if count * classes * item <= held:
-        return Tiling(count, classes, True, once)
+        return Tiling(count, classes, classes, once)
     beside = width * total.itemsize if total != dtype else 0
-    narrow = min(classes, NARROW)
-    length = count
-    if count * (beside + narrow * item) > held:
-        length = _rounded(held // (beside + narrow * item), count)
+    narrow = min(BLOCK, -(-classes // BLOCKS))
+    spare = held - count * (beside + narrow * item)
+    if spare >= 0:
+        kept = spare // (count * logit)
+        return Tiling(count, narrow, _rounded(kept, classes - narrow) if kept else 0, once)
+    length = _rounded(held // (beside + narrow * item), count)
     block = _rounded((held - length * beside) // (length * item), classes)
-    summed = once if length >= count else accumulate_dtype or (total if held >= 4 * classes * width * total.itemsize else once)
-    if dtype == torch.float16 and length < count:
-        summed = accumulate_dtype or total
-    return Tiling(length, block, False, summed)
+    summed = accumulate_dtype or (total if dtype == torch.float16 or held >= 4 * classes * width * total.itemsize else dtype)
+    return Tiling(length, block, 0, summed if length < count else once)
 
 
 class TokenLoop:
@@ -142,20 +153,20 @@ class TokenLoop:
         self.tokens = differentiable(
             make_kernel("linear_tokens", self._allocate, self._launch),
             make_kernel("linear_tokens_backward", self._allocate_backward, self._launch_backward, self._recycle_backward),
-            public=7,
+            public=8,
         )
 
     def _allocate(self, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, asked: AskedOfTokens, needs: list[bool]) -> Outputs:
-        hidden, weight = head.hidden, head.weight
-        rows, dtype, device = hidden.shape[0], accumulator(hidden.dtype), hidden.device
-        keeps = any(needs) and _tiling(head, options, chunks).kept
+        rows, dtype, device = head.hidden.shape[0], accumulator(head.hidden.dtype), head.hidden.device
+        kept = _tiling(head, options, chunks).kept if any(needs) else 0
         return TokenResults._make(
             (
                 torch.empty(head.chosen.shape, dtype=dtype, device=device),
                 *(torch.empty(rows, dtype=dtype, device=device) if asks else None for asks in asked[:4]),
                 torch.empty(rows, dtype=torch.int64, device=device) if asked.with_prediction else None,
                 torch.empty(rows, MOMENTS, dtype=dtype, device=device),
-                torch.empty(rows, weight.shape[0], dtype=options.logits_dtype(hidden), device=device) if keeps else None,
+                torch.empty(head.chosen.shape, dtype=dtype, device=device),
+                torch.empty(rows, kept, dtype=options.logits_dtype(head.hidden), device=device) if kept else None,
             )
         )
 
@@ -165,21 +176,29 @@ class TokenLoop:
     ) -> None:  # fmt: skip
         tiles = _tiling(head, options, chunks)
         packed, options = _packed(head, options, chunks)
-        index, counted = packed.take(head.chosen), packed.head.target
-        inner = TokenResults._make((*map(packed.like, results[:-1]), results.kept))
-        memory = results.kept
-        if memory is None:
-            memory = torch.empty(_size(packed.head, tiles), dtype=options.logits_dtype(head.hidden), device=head.hidden.device)
-        for part, block, logits in _tiles(packed.head, tiles, memory):
+        chosen, counted = packed.take(head.chosen), packed.head.target
+        kept, count, total = results.kept, counted.shape[0], head.weight.shape[0]
+        if kept is None:
+            tiles = tiles._replace(kept=0)
+        else:
+            kept[count:].zero_()
+        inner = TokenResults._make((*map(packed.like, results[:-1]), None))
+        # A class that is out of range is in no tile.
+        inner.selected.zero_()
+        tile = None
+        for part, block in _tiles(count, total, tiles):
+            if kept is not None and block.start == 0:
+                logits = kept[part]
+            else:
+                tile = _tile(packed.head, tiles, options.logits_dtype(head.hidden)) if tile is None else tile
+                logits = _view(tile, part, block)
             _multiply(packed.head, part, block, logits)
             sums = Sums(inner.moments[part], None if inner.prediction is None else inner.prediction[part], asked)
             given = options.logits(part, block)
             self.passes.statistics(logits, counted[part], given, sums, block.start)
-            self.passes.selected(logits, index[part], given, inner.log_prob[part], block.start)
-        if results.kept is not None:
-            results.kept[counted.shape[0] :].zero_()
-        _finish(inner, index, counted, head.weight.shape[0], options)
-        packed.scatter(inner._replace(kept=None), results._replace(kept=None))
+            self.passes.selected(logits, chosen[part], given, inner.selected[part], block.start)
+        _finish(inner, chosen, counted, total, options)
+        packed.scatter(inner, results._replace(kept=None))
 
     def _allocate_backward(
         self, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, found: Found, needs: list[bool]
@@ -196,30 +215,38 @@ class TokenLoop:
     ) -> Outputs:
         """The same, and the kept logits if their gradient has their dtype."""
         fresh = self._allocate_backward(upstream, head, options, chunks, found, needs)
-        return fresh if options.wide else (*fresh[:-1], found.kept)
+        return (*fresh[:-1], None if found.kept is None or found.kept.dtype != head.hidden.dtype else found.kept)
 
     def _launch_backward(
         self, gradients: TokenGradients, /, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, found: Found,
         needs: list[bool],
     ) -> None:  # fmt: skip
-        tiles, kept, scratch = _tiling(head, options, chunks), found.kept, gradients.scratch
-        if kept is not None and scratch is None and not options.wide:
-            # The kept logits, which must stay, already take the budget.
-            tiles = tiles._replace(classes=_rounded(-(-tiles.classes // KEPT_BLOCKS), tiles.classes))
+        tiles, kept = _tiling(head, options, chunks), found.kept
         packed, options = _packed(head, options, chunks)
-        chosen = packed.take(head.chosen)
-        upstream, found = Upstream(*map(packed.take, upstream)), Found._make((*map(packed.take, found[:4]), kept))
+        chosen, count, total = packed.take(head.chosen), packed.head.hidden.shape[0], head.weight.shape[0]
+        upstream, found = Upstream(*map(packed.take, upstream)), Found._make((*map(packed.take, found[:2]), kept))
         slopes, largest = _slopes(upstream, found, chosen, packed.head.target, head.weight, options)
+        stays = 0
+        if kept is not None and gradients.scratch is None:
+            # Logits that must stay are taken block by block.
+            stays, tiles = tiles.kept, tiles._replace(kept=0)
+            if tiles.classes == total and kept.dtype == head.hidden.dtype:
+                tiles = tiles._replace(classes=_rounded(-(-total // KEPT_BLOCKS), total))
         totals = _Totals(packed, gradients, chunks.main_grad if needs[1] else None, tiles, largest)
-        if scratch is None:
-            scratch = torch.empty(_size(packed.head, tiles), dtype=head.hidden.dtype, device=head.hidden.device)
-        recomputed = torch.empty_like(scratch, dtype=options.logits_dtype(head.hidden)) if options.wide and kept is None else scratch
-        for part, block, slope in _tiles(packed.head, tiles, scratch):
-            if kept is not None:
-                logits = kept[part, block]
+        tile = recomputed = None
+        for part, block in _tiles(count, total, tiles, stays):
+            if kept is not None and block.stop <= tiles.kept:
+                logits = slope = kept[part]
             else:
-                logits = _view(recomputed, slope.shape)
-                _multiply(packed.head, part, block, logits)
+                tile = _tile(packed.head, tiles, head.hidden.dtype) if tile is None else tile
+                logits = slope = _view(tile, part, block)
+                if kept is not None and block.stop <= stays:
+                    logits = kept[part, block]
+                else:
+                    if options.wide and head.hidden.dtype != options.logits_dtype(head.hidden):
+                        recomputed = torch.empty_like(tile, dtype=options.logits_dtype(head.hidden)) if recomputed is None else recomputed
+                        logits = _view(recomputed, part, block)
+                    _multiply(packed.head, part, block, logits)
             self.passes.derivative(logits, slopes.of(part), options.logits(part, block), slope, block.start)
             totals.add(part, block, slope)
         totals.finish()
@@ -252,23 +279,25 @@ def _packed(head: TokenHead, options: TokenOptions, chunks: ChunkOptions) -> tup
     return packed, options._replace(inverse_temperature=packed.take(options.inverse_temperature))
 
 
-def _size(head: Head, tiles: Tiling) -> tuple[int, int]:
-    return min(tiles.rows, head.hidden.shape[0]), tiles.classes
+def _tiles(rows: int, classes: int, tiles: Tiling, stays: int = 0) -> Iterator[tuple[slice, slice]]:
+    """(rows, classes) tile by tile; none reaches over the class `stays`."""
+    blocks = tiles.blocks(classes)
+    if stays:
+        blocks = tiles.blocks(stays) + [slice(i, min(i + tiles.classes, classes)) for i in range(stays, classes, tiles.classes)]
+    for start in range(0, rows, tiles.rows):
+        for block in blocks:
+            yield slice(start, min(start + tiles.rows, rows)), block
 
 
-def _view(memory: Tensor, shape: Sequence[int]) -> Tensor:
+def _tile(head: Head, tiles: Tiling, dtype: torch.dtype) -> Tensor:
+    """Memory for a tile."""
+    return torch.empty(min(tiles.rows, head.hidden.shape[0]) * tiles.classes, dtype=dtype, device=head.hidden.device)
+
+
+def _view(tile: Tensor, part: slice, block: slice) -> Tensor:
     """The beginning of the memory as a dense matrix."""
-    return memory.view(-1)[: shape[0] * shape[1]].view(*shape)
-
-
-def _tiles(head: Head, tiles: Tiling, memory: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, classes, their place in the reused memory) tile by tile."""
-    count, classes = head.hidden.shape[0], head.weight.shape[0]
-    for start in range(0, count, tiles.rows):
-        part = slice(start, min(start + tiles.rows, count))
-        for first in range(0, classes, tiles.classes):
-            block = slice(first, min(first + tiles.classes, classes))
-            yield part, block, _view(memory, (part.stop - part.start, block.stop - block.start))
+    rows, classes = part.stop - part.start, block.stop - block.start
+    return tile[: rows * classes].view(rows, classes)
 
 
 def _multiply(head: Head, part: slice, block: slice, logits: Tensor) -> None:
@@ -283,13 +312,13 @@ def _multiply(head: Head, part: slice, block: slice, logits: Tensor) -> None:
         logits.add_(bias)
 
 
-def _finish(results: TokenResults, index: Tensor, counted: Tensor, classes: int, options: TokenOptions) -> None:
-    """The results from the moments of rows; log_prob holds x of the chosen classes until then."""
+def _finish(results: TokenResults, chosen: Tensor, counted: Tensor, classes: int, options: TokenOptions) -> None:
+    """The results from the moments of rows and x of the chosen classes."""
     top, total, distance, weighted, squares, anchor = results.moments.unbind(-1)
     log_total = total.log()
-    log_prob = (results.log_prob - top[:, None]) - log_total[:, None]
-    log_prob = torch.where((index < 0) | (index >= classes), float("nan"), log_prob)
-    results.log_prob.copy_(torch.where((index != options.ignore_index) & counted[:, None], log_prob, 0.0))
+    log_prob = (results.selected - top[:, None]) - log_total[:, None]
+    log_prob = torch.where((chosen < 0) | (chosen >= classes), float("nan"), log_prob)
+    results.log_prob.copy_(torch.where((chosen != options.ignore_index) & counted[:, None], log_prob, 0.0))
 
     def store(out: Tensor | None, value: Tensor) -> None:
         if out is not None:
@@ -315,39 +344,38 @@ def _mean_weight(options: TokenOptions, classes: int) -> Tensor | float:
 
 
 def _slopes(
-    upstream: Upstream, found: Found, index: Tensor, counted: Tensor, weight: Tensor, options: TokenOptions
+    upstream: Upstream, found: Found, chosen: Tensor, counted: Tensor, weight: Tensor, options: TokenOptions
 ) -> tuple[Slopes, Tensor | None]:
     """What the gradient of logits is made of, and in float16 the power of two that it was divided by."""
-    classes = weight.shape[0]
+    classes, moments = weight.shape[0], found.moments
     of_chosen, of_entropy, of_normalizer, of_mean, of_collision = upstream
+    named = (chosen != options.ignore_index) & counted[:, None]
     # The gradient at an ignored row may be infinite, as that of a ratio to a probability of 0; it counts for nothing.
-    if of_chosen is None:
-        given = torch.zeros_like(found.log_prob)
-    else:
-        given = torch.where((index != options.ignore_index) & counted[:, None], of_chosen, 0.0)
+    given = torch.zeros_like(found.selected) if of_chosen is None else torch.where(named, of_chosen, 0.0)
     # Where a class is out of range its log-probability is NaN, and so is the gradient of the row.
-    given = torch.where(found.log_prob.isnan() & ((index < 0) | (index >= classes)), float("nan"), given)
+    given = torch.where(named & ((chosen < 0) | (chosen >= classes)), float("nan"), given)
     a = -given.sum(-1)
     b = q = c = torch.zeros_like(a)
-    if of_entropy is not None and found.entropy is not None:
+    if of_entropy is not None:
+        # -p · (log p + H) is -p · (x - m less its mean), whose terms do not cancel.
         b = torch.where(counted, -of_entropy, 0.0)
-        a = a + b * found.entropy
+        a = a - b * (moments[:, 2] / moments[:, 1])
     if of_normalizer is not None:
         a = a + torch.where(counted, of_normalizer, 0.0)
     if of_mean is not None:
         mean = torch.where(counted, of_mean, 0.0)
         a, c = a - mean * _mean_weight(options, classes), mean / classes
-    if of_collision is not None and found.collision is not None:
+    if of_collision is not None:
         q = torch.where(counted, 2.0 * of_collision, 0.0)
-        a = a - q * found.collision
+        a = a - q * (moments[:, 4] / moments[:, 1].square())
     terms = torch.stack((a, b, q, c), -1)
     # An ignored class may be one that exists.
-    slopes = Slopes(counted, found.moments, terms, torch.where(index == options.ignore_index, -1, index), found.log_prob, given)
+    slopes = Slopes(counted, moments, terms, torch.where(named, chosen, -1), found.selected, given)
     if weight.dtype != torch.float16 or not terms.numel():
         return slopes, None
     # p · grad underflows where grad is 1/tokens, so a power of two is factored out and put back at the end. Where the gradient is large,
     # as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows from underflow.
-    largest = torch.maximum(terms.abs().amax(), given.abs().amax())
+    largest = torch.maximum(torch.where(counted[:, None], terms, 0.0).abs().amax(), given.abs().amax())
     largest = torch.ldexp(torch.ones_like(largest), torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
     largest = largest / largest.clamp(1.0, 16384.0)
     return slopes._replace(terms=terms / largest, gradient=given / largest), largest
@@ -363,7 +391,7 @@ class _Totals:
         wide, count = accumulator(hidden.dtype), hidden.shape[0]
         self.hidden = packed.like(gradients.grad_hidden)
         # A gradient that several tiles add to is summed in float32 before it is rounded.
-        blocks, groups = tiles.classes < weight.shape[0], tiles.rows < count
+        blocks, groups = len(tiles.blocks(weight.shape[0])) > 1, tiles.rows < count
         self.hidden_sum = hidden.new_empty(min(tiles.rows, count), hidden.shape[1], dtype=wide) if blocks and hidden.dtype != wide else None
         self.weight_sum = None
         if groups and gradients.grad_weight is not None and tiles.dtype != weight.dtype:

@@ -6,7 +6,7 @@ For one row of logits a (after bias), classes v = 1 … V, weights w (1 by defau
     x = logit_scale · a, then softcap · tanh(x / softcap), then x / temperature
     m = max x,   d = Σ e^(x - m),   log p = (x - m) - log d
 
-    entropy          H = -Σ p log p                  d H / d x = -p · (log p + H)
+    entropy          H = -Σ p log p                  d H / d x = -p · (x - Σ p x)
     log_normalizer   L = m + log d                   d L / d x = p
     mean_log_prob    M = 1/V · Σ w log p             d M / d x = w/V - (Σ w / V) · p
     collision        S = Σ p²                        d S / d x = 2p · (p - S)
@@ -14,7 +14,7 @@ For one row of logits a (after bias), classes v = 1 … V, weights w (1 by defau
 
 So statistics of a row are a few sums, which blocks of classes add to one after the other, and every gradient has the form
 
-    d x = scatter(g) + (a + b · log p + q · p) · p + c · w
+    d x = scatter(g) + (a + b · (x - m) + q · p) · p + c · w
 
 with four coefficients (a, b, q, c) a row.
 """
@@ -76,7 +76,7 @@ class TokenPasses(Protocol):
         """out[n, k] = x[n, index[n, k]] where that class is in the block."""
 
     def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
-        """out = (scatter(g) + (a + b · log p + q · p) · p + c · w) · d x / d logits, 0 in rows that are not counted; it may be logits."""
+        """out = (scatter(g) + (a + b · (x - m) + q · p) · p + c · w) · d x / d logits, 0 in rows that are not counted; it may be logits."""
 
 
 class Slopes(NamedTuple):
@@ -86,7 +86,7 @@ class Slopes(NamedTuple):
     moments   those of `Sums`
     terms     (N, 4): a, b, q and c
     classes   (N, K) the chosen ones, -1 where there is none
-    log_prob  (N, K) theirs
+    selected  (N, K) their x
     gradient  (N, K) their upstream gradients g
     """
 
@@ -94,7 +94,7 @@ class Slopes(NamedTuple):
     moments: Tensor
     terms: Tensor
     classes: Tensor
-    log_prob: Tensor
+    selected: Tensor
     gradient: Tensor
 
     def of(self, rows: slice) -> Slopes:
@@ -145,7 +145,7 @@ class TorchTokenPasses:
             below, total = x - part.moments[:, :1], part.moments[:, 1:2]
             a, b, q, c = part.terms.split(1, -1)
             p = below.exp() / total
-            slope = (a + b * (below - total.log()).clamp(min=LEAST) + q * p) * p
+            slope = (a + b * below.clamp(min=LEAST) + q * p) * p
             slope += c if options.class_weight is None else c * options.class_weight.to(slope.dtype)
             inside, local = _local(part.classes, first, logits.shape[1])
             slope.scatter_add_(-1, local, torch.where(inside, part.gradient, 0.0))

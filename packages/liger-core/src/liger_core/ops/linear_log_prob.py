@@ -121,11 +121,13 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(
         "several_targets", (hidden, weight, several), {"return_entropy": True}, why="three classes a row, some twice, some ignored"
     )
-    options = {"softcap": 5.0, "budget": 20 * 50 * 4}
+    options = {"softcap": 5.0, "budget": 7 * 13 * 4}
     yield Sample("several_targets_softcap", (hidden, weight, several), options, why="what is scattered passes through the cap")
     yield Sample("statistics", (hidden, weight, several), {"return_statistics": True, **order}, why="every statistic has a gradient")
     options = {"return_statistics": True, "budget": 9 * (20 * 4 + 23 * dtype.itemsize)}
-    yield Sample("statistics_blocks", call((9,), 20, 70), options, why="blocks of classes, the last one is short")
+    yield Sample(
+        "statistics_blocks", call((9,), 20, 70), options, why="blocks of classes, of which the first is kept and the last one is short"
+    )
     tied = normal(device, dtype, 70, 20)
     tied[3], tied[33], tied[60] = tied[9], tied[9], tied[9]
     call_of_tied = normal(device, dtype, 5, 20).abs() * tied[9].sign() * 3, tied, integers(device, 70, 5)
