@@ -64,6 +64,7 @@ class TokenResults(NamedTuple):
     entropy: Tensor | None
     log_normalizer: Tensor | None
     mean_log_prob: Tensor | None
+    mean_logit: Tensor | None
     collision: Tensor | None
     prediction: Tensor | None
     moments: Tensor
@@ -78,6 +79,7 @@ class Upstream(NamedTuple):
     grad_entropy: Tensor | None
     grad_log_normalizer: Tensor | None
     grad_mean_log_prob: Tensor | None
+    grad_mean_logit: Tensor | None
     grad_collision: Tensor | None
 
 
@@ -153,7 +155,7 @@ class TokenLoop:
         self.tokens = differentiable(
             make_kernel("linear_tokens", self._allocate, self._launch),
             make_kernel("linear_tokens_backward", self._allocate_backward, self._launch_backward, self._recycle_backward),
-            public=8,
+            public=9,
         )
 
     def _allocate(self, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, asked: AskedOfTokens, needs: list[bool]) -> Outputs:
@@ -162,7 +164,7 @@ class TokenLoop:
         return TokenResults._make(
             (
                 torch.empty(head.chosen.shape, dtype=dtype, device=device),
-                *(torch.empty(rows, dtype=dtype, device=device) if asks else None for asks in asked[:4]),
+                *(torch.empty(rows, dtype=dtype, device=device) if asks else None for asks in asked[:5]),
                 torch.empty(rows, dtype=torch.int64, device=device) if asked.with_prediction else None,
                 torch.empty(rows, MOMENTS, dtype=dtype, device=device),
                 torch.empty(head.chosen.shape, dtype=dtype, device=device),
@@ -331,6 +333,8 @@ def _finish(results: TokenResults, chosen: Tensor, counted: Tensor, classes: int
     if results.mean_log_prob is not None:
         below = (anchor - top) - log_total
         store(results.mean_log_prob, weighted / classes + below * _mean_weight(options, classes))
+    if results.mean_logit is not None:
+        store(results.mean_logit, weighted / classes + anchor * _mean_weight(options, classes))
     if results.collision is not None:
         store(results.collision, squares / total.square())
     if results.prediction is not None:
@@ -348,7 +352,7 @@ def _slopes(
 ) -> tuple[Slopes, Tensor | None]:
     """What the gradient of logits is made of, and in float16 the power of two that it was divided by."""
     classes, moments = weight.shape[0], found.moments
-    of_chosen, of_entropy, of_normalizer, of_mean, of_collision = upstream
+    of_chosen, of_entropy, of_normalizer, of_mean, of_mean_logit, of_collision = upstream
     named = (chosen != options.ignore_index) & counted[:, None]
     # The gradient at an ignored row may be infinite, as that of a ratio to a probability of 0; it counts for nothing.
     given = torch.zeros_like(found.selected) if of_chosen is None else torch.where(named, of_chosen, 0.0)
@@ -365,6 +369,8 @@ def _slopes(
     if of_mean is not None:
         mean = torch.where(counted, of_mean, 0.0)
         a, c = a - mean * _mean_weight(options, classes), mean / classes
+    if of_mean_logit is not None:
+        c = c + torch.where(counted, of_mean_logit, 0.0) / classes
     if of_collision is not None:
         q = torch.where(counted, 2.0 * of_collision, 0.0)
         a = a - q * (moments[:, 4] / moments[:, 1].square())

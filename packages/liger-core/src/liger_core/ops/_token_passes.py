@@ -9,6 +9,7 @@ For one row of logits a (after bias), classes v = 1 … V, weights w (1 by defau
     entropy          H = -Σ p log p                  d H / d x = -p · (x - Σ p x)
     log_normalizer   L = m + log d                   d L / d x = p
     mean_log_prob    M = 1/V · Σ w log p             d M / d x = w/V - (Σ w / V) · p
+    mean_logit       1/V · Σ w x                     w/V
     collision        S = Σ p²                        d S / d x = 2p · (p - S)
     log_prob         log p_k of chosen classes k     d log p_k / d x = e_k - p
 
@@ -50,9 +51,15 @@ class AskedOfTokens(NamedTuple):
 
     with_entropy: bool = False
     with_log_normalizer: bool = False
-    with_mean: bool = False
+    with_mean_log_prob: bool = False
+    with_mean_logit: bool = False
     with_collision: bool = False
     with_prediction: bool = False
+
+    @property
+    def with_mean(self) -> bool:
+        """Whether Σ w x is needed."""
+        return self.with_mean_log_prob or self.with_mean_logit
 
 
 class Sums(NamedTuple):

@@ -163,7 +163,7 @@ def _per_token(tokens: Callable[..., Any], head: Head, options: RowOptions, chun
     """The loss of each token, from what the loop of per-token results gives."""
     smoothing, z_loss, weight = options.label_smoothing, options.z_loss, options.class_weight
     given = TokenOptions(options.ignore_index, options.logit_scale, options.softcap, None, weight if smoothing else None, False)
-    wanted = AskedOfTokens(asked.with_entropy, z_loss > 0, smoothing > 0, False, asked.with_prediction)
+    wanted = AskedOfTokens(asked.with_entropy, z_loss > 0, smoothing > 0, with_prediction=asked.with_prediction)
     found = TokenResults._make((*tokens(TokenHead(head.hidden, head.weight, head.bias, head.target[:, None]), given, chunks, wanted), None))
     # Not -log_prob, which is -0.0 where a target is ignored.
     loss = 0.0 - found.log_prob[:, 0]

@@ -313,15 +313,15 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         wide = logits_dtype is not None and logits_dtype != hidden.dtype
         options = TokenOptions(ignore_index, logit_scale, softcap, inverse, None, wide)
         chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
-        asked = AskedOfTokens(*[True] * 5) if return_statistics else AskedOfTokens(with_entropy=return_entropy)
+        every = return_statistics
+        asked = AskedOfTokens(every or return_entropy, every, False, every, every, every)
         found = TokenResults._make((*tokens(TokenHead(rows, weight, bias, index), options, chunks, asked), None))
         log_prob, entropy = found.log_prob, found.entropy
         if allowed is not None:
             log_prob, entropy = _among(log_prob, entropy, index, ignore_index)
         log_prob = log_prob.reshape(target.shape)
         if return_statistics:
-            mean_logit = found.mean_log_prob + found.log_normalizer  # type: ignore[operator]
-            statistics = (found.entropy, found.log_normalizer, mean_logit, found.collision, found.prediction)
+            statistics = (found.entropy, found.log_normalizer, found.mean_logit, found.collision, found.prediction)
             return log_prob, TokenStatistics(*(t.reshape(shape) for t in statistics))  # type: ignore[union-attr]
         return (log_prob, entropy.reshape(shape)) if entropy is not None else log_prob
 
