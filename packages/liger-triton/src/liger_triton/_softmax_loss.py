@@ -48,10 +48,10 @@ class TritonPasses(TritonTokenPasses):
             (rows,), logits, target, options.class_weight, row_factor, results.loss, results.statistics, results.prediction, results.entropy,
             logits.stride(0), row_factor.stride(0) if row_factor is not None else 0, width, *_scalars(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_FACTOR=row_factor is not None, HAS_SOFTCAP=options.softcap is not None,
-            HAS_SMOOTHING=options.label_smoothing > 0, KEEPS_LOWEST=options.softcap is None and options.logit_scale > 0,
+            HAS_SMOOTHING=options.label_smoothing > 0, KEEPS_LOWEST=options.softcap is None and options.logit_scale == 1.0,
             PREDICTION=results.prediction is not None, ENTROPY=results.entropy is not None,
             GRADIENT=gradient, BLOCK=block, VECTOR=min(VECTOR, block), STAGES=shape.stages, num_warps=shape.warps,
-            enable_fp_fusion=fuses(block) and _is_exact(options),
+            enable_fp_fusion=fuses(block),
         )  # fmt: skip
 
     def gradients(self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
@@ -64,7 +64,7 @@ class TritonPasses(TritonTokenPasses):
             (rows, cdiv(width, block)), logits, target, options.class_weight, row_factor, statistics, out,
             logits.stride(0), out.stride(0), row_factor.stride(0), width, *_scalars(options), _weight_sum(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_SOFTCAP=options.softcap is not None, HAS_SMOOTHING=options.label_smoothing > 0,
-            BLOCK=block, num_warps=GRADIENT.warps, enable_fp_fusion=_is_exact(options),
+            BLOCK=block, num_warps=GRADIENT.warps,
         )  # fmt: skip
 
     def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
@@ -82,11 +82,6 @@ class TritonPasses(TritonTokenPasses):
 
 
 PASSES = TritonPasses()
-
-
-def _is_exact(options: RowOptions) -> bool:
-    """Whether x is the logit itself, or else a rounded product, which fused into x - m would not cancel: m is a rounded one, too."""
-    return options.softcap is None and options.logit_scale == 1.0
 
 
 def _contiguous(options: RowOptions) -> RowOptions:
@@ -141,7 +136,8 @@ def loss_kernel(
 
     A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their maximum,
     moves d to it with one exponential and adds one for each, so that threads meet only once a row. Differences are taken before
-    they are scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: a masked lane is still -∞ after scale and cap.
+    they are scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: x is the logit itself, so that a masked lane is -∞.
+    Otherwise a mask also keeps the product that x is from being fused into x - m, where m is a rounded one.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
@@ -162,7 +158,7 @@ def loss_kernel(
         return
     in_range = (label >= 0) & (label < width)
     safe = tl.where(in_range, label, 0)
-    chosen = capped(tl.load(base + safe), logit_scale, softcap, HAS_SOFTCAP)
+    chosen = tl.where(in_range, capped(tl.load(base + safe), logit_scale, softcap, HAS_SOFTCAP), 0.0)
     # The smoothed loss adds distances from here; where the loss is infinite it stays so.
     anchor = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)
     # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
@@ -246,7 +242,7 @@ def loss_kernel(
             column = start + lane
             mask = column < width
             loaded = tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first")
-            x = capped(loaded, logit_scale, softcap, HAS_SOFTCAP)
+            x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
             g = row_gradient(
                 x, column, safe, top, 1.0 / exp_sum, hard, share, factor, class_weight, label_smoothing, softcap, width, mask,
                 HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING,
@@ -283,6 +279,7 @@ def gradient_kernel(
             share += label_smoothing
     factor = tl.where(in_range, logit_scale, float("nan")) * tl.load(row_factor + row * factor_stride).to(tl.float32)
     x = capped(tl.load(logits + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    x = tl.where(mask, x, 0.0)
     g = row_gradient(
         x, column, safe, top, 1.0 / exp_sum, hard, share, factor, class_weight, label_smoothing, softcap, width, mask,
         HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING,

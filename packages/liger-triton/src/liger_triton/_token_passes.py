@@ -11,8 +11,8 @@ from liger_core.ops._token_passes import LogitOptions, Slopes, Sums
 from liger_triton._logits import GRADIENT, STATISTICS, capped
 from liger_triton.launch import VECTOR, Launcher, cdiv, contiguous, fuses, power_of_two, rows_of
 
-# Chosen classes of a row that a program takes at a time.
-CHOSEN_BLOCK = 64
+# Chosen classes, of whatever row, that a program takes.
+CHOSEN_BLOCK = 256
 
 
 class TritonTokenPasses:
@@ -24,25 +24,23 @@ class TritonTokenPasses:
             return
         logits, weight = rows_of(logits), contiguous(options.class_weight)
         block = min(STATISTICS.block, power_of_two(width))
-        lowest = options.softcap is None and options.logit_scale > 0
+        plain = options.softcap is None and options.logit_scale == 1.0 and options.inverse_temperature is None
         statistics_launch(
             (rows,), logits, counted, options.inverse_temperature, weight, sums.moments, sums.prediction,
             logits.stride(0), width, first, options.logit_scale, options.softcap or 1.0,
-            HAS_SOFTCAP=options.softcap is not None, KEEPS_LOWEST=lowest, CONTINUES=first > 0,
+            HAS_SOFTCAP=options.softcap is not None, KEEPS_LOWEST=plain, CONTINUES=first > 0,
             ENTROPY=sums.asked.with_entropy, MEAN=sums.asked.with_mean, COLLISION=sums.asked.with_collision,
-            BLOCK=block, VECTOR=min(VECTOR, block), num_warps=STATISTICS.warps, enable_fp_fusion=fuses(block) and _is_exact(options),
+            BLOCK=block, VECTOR=min(VECTOR, block), num_warps=STATISTICS.warps, enable_fp_fusion=fuses(block),
         )  # fmt: skip
 
     def selected(self, logits: Tensor, index: Tensor, options: LogitOptions, out: Tensor, first: int) -> None:
-        rows, width = logits.shape
-        if rows == 0:
+        if logits.shape[0] == 0:
             return
         logits, index = rows_of(logits), index.contiguous()
+        entries, block = index.numel(), min(CHOSEN_BLOCK, power_of_two(index.numel()))
         selected_launch(
-            (rows,), logits, index, options.inverse_temperature, out, logits.stride(0), width, first, index.shape[1],
-            options.logit_scale, options.softcap or 1.0,
-            HAS_SOFTCAP=options.softcap is not None, BLOCK=min(CHOSEN_BLOCK, power_of_two(index.shape[1])), num_warps=1,
-            enable_fp_fusion=_is_exact(options),
+            (cdiv(entries, block),), logits, index, options.inverse_temperature, out, logits.stride(0), logits.shape[1], first,
+            index.shape[1], entries, options.logit_scale, options.softcap or 1.0, HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
         )  # fmt: skip
 
     def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
@@ -52,32 +50,25 @@ class TritonTokenPasses:
         logits, weight = rows_of(logits), contiguous(options.class_weight)
         common = (options.inverse_temperature, weight, slopes.moments, slopes.terms, out)
         scalars = (width, options.logit_scale, options.softcap or 1.0)
-        shared = {"HAS_SOFTCAP": options.softcap is not None, "enable_fp_fusion": _is_exact(options)}
         block = min(GRADIENT.block, power_of_two(width))
         derivative_launch(
             (rows, cdiv(width, block)), logits, slopes.counted, *common, logits.stride(0), out.stride(0), *scalars,
-            BLOCK=block, num_warps=GRADIENT.warps, **shared,
+            HAS_SOFTCAP=options.softcap is not None, BLOCK=block, num_warps=GRADIENT.warps,
         )  # fmt: skip
-        count = slopes.classes.shape[1]
-        block = min(CHOSEN_BLOCK, power_of_two(count))
+        entries, block = slopes.classes.numel(), min(CHOSEN_BLOCK, power_of_two(slopes.classes.numel()))
         scatter_launch(
-            (rows, cdiv(count, block)), slopes.classes, slopes.selected, slopes.gradient, *common, out.stride(0), first, count, *scalars,
-            BLOCK=block, num_warps=1, **shared,
+            (cdiv(entries, block),), slopes.classes, slopes.selected, slopes.gradient, *common, out.stride(0), first,
+            slopes.classes.shape[1], entries, *scalars, HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
         )  # fmt: skip
-
-
-def _is_exact(options: LogitOptions) -> bool:
-    """Whether x is the logit itself, or else a rounded product, which fused into x - m would not cancel: m is a rounded one, too."""
-    return options.softcap is None and options.logit_scale == 1.0 and options.inverse_temperature is None
 
 
 @triton.jit
-def slope_at(below, exp_sum, terms, row, class_weight, column, mask):
+def slope_at(below, exp_sum, terms, row, class_weight, column, mask, row_mask):
     """(a + b · (x - m) + q · p) · p + c · w, given x - m."""
-    a = tl.load(terms + 4 * row)
-    b = tl.load(terms + 4 * row + 1)
-    q = tl.load(terms + 4 * row + 2)
-    c = tl.load(terms + 4 * row + 3)
+    a = tl.load(terms + 4 * row, mask=row_mask)
+    b = tl.load(terms + 4 * row + 1, mask=row_mask)
+    q = tl.load(terms + 4 * row + 2, mask=row_mask)
+    c = tl.load(terms + 4 * row + 3, mask=row_mask)
     p = tl.exp2(below * 1.4426950408889634) * (1.0 / exp_sum)
     # e^-700 is 0, so that the cut changes nothing but 0 · ∞; a NaN stays one.
     below = tl.where(below < -700.0, -700.0, below)
@@ -99,7 +90,8 @@ def statistics_kernel(
 
     A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their maximum,
     moves d to it with one exponential and adds one for each, so that threads meet only once. Differences are taken before they are
-    scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: a masked lane is still -∞ after scale and cap.
+    scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: x is the logit itself, so that a masked lane is -∞.
+    Otherwise the mask also keeps the product that x is from being fused into x - m, where m is a rounded one.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
@@ -186,21 +178,20 @@ def statistics_kernel(
 
 @triton.jit
 def selected_kernel(
-    logits, index, inverse_temperature, out, row_stride, width, first, count, logit_scale, softcap,
+    logits, index, inverse_temperature, out, row_stride, width, first, count, entries, logit_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program takes the chosen classes of one row, of which it stores those in the block of classes."""
-    row = tl.program_id(0).to(tl.int64)
+    """One program takes a block of the chosen classes of all rows, and stores x of those in the block of classes."""
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = entry // count
+    column = tl.load(index + entry, mask=entry < entries, other=-1) - first
+    inside = (entry < entries) & (column >= 0) & (column < width)
     if inverse_temperature is not None:
-        inverse = tl.load(inverse_temperature + row)
+        inverse = tl.load(inverse_temperature + row, mask=inside, other=1.0)
         logit_scale = logit_scale * inverse
         softcap = softcap * inverse
-    for start in range(0, count, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        column = tl.load(index + row * count + place, mask=place < count, other=-1) - first
-        inside = (place < count) & (column >= 0) & (column < width)
-        x = capped(tl.load(logits + row * row_stride + column, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-        tl.store(out + row * count + place, x, mask=inside)
+    x = capped(tl.load(logits + row * row_stride + column, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    tl.store(out + entry, x, mask=inside)
 
 
 @triton.jit
@@ -221,7 +212,10 @@ def derivative_kernel(
         logit_scale = logit_scale * inverse
         softcap = softcap * inverse
     x = capped(tl.load(logits + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-    d = slope_at(x - tl.load(moments + 6 * row), tl.load(moments + 6 * row + 1), terms, row, class_weight, column, mask) * logit_scale
+    # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
+    x = tl.where(mask, x, 0.0)
+    below = x - tl.load(moments + 6 * row)
+    d = slope_at(below, tl.load(moments + 6 * row + 1), terms, row, class_weight, column, mask, True) * logit_scale
     if HAS_SOFTCAP:
         u = x * (1.0 / softcap)
         d = d * (1.0 - u * u)
@@ -230,30 +224,30 @@ def derivative_kernel(
 
 @triton.jit
 def scatter_kernel(
-    index, selected, gradient, inverse_temperature, class_weight, moments, terms, out, out_stride, first, count, width, logit_scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    index, selected, gradient, inverse_temperature, class_weight, moments, terms, out, out_stride, first, count, entries, width,
+    logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program writes the gradient at a block of the chosen classes of one row, rounded once.
+    """One program writes the gradient at a block of the chosen classes of all rows, rounded once.
 
     Where a class is chosen several times each writes the sum of all its upstream gradients, so that they write the same.
     """
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.load(index + row * count + place, mask=place < count, other=-1) - first
-    inside = (place < count) & (column >= 0) & (column < width)
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = entry // count
+    column = tl.load(index + entry, mask=entry < entries, other=-1) - first
+    inside = (entry < entries) & (column >= 0) & (column < width)
     upstream = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, count, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        theirs = tl.load(index + row * count + other, mask=other < count, other=-1) - first
-        given = tl.load(gradient + row * count + other, mask=other < count, other=0.0)
-        upstream += tl.sum(tl.where(column[:, None] == theirs[None, :], given[None, :], 0.0), 1)
+    for other in range(0, count):
+        theirs = tl.load(index + row * count + other, mask=inside, other=-1) - first
+        given = tl.load(gradient + row * count + other, mask=inside, other=0.0)
+        upstream += tl.where(theirs == column, given, 0.0)
     if inverse_temperature is not None:
-        inverse = tl.load(inverse_temperature + row)
+        inverse = tl.load(inverse_temperature + row, mask=inside, other=1.0)
         logit_scale = logit_scale * inverse
         softcap = softcap * inverse
-    x = tl.load(selected + row * count + place, mask=inside, other=0.0)
-    below = x - tl.load(moments + 6 * row)
-    d = (upstream + slope_at(below, tl.load(moments + 6 * row + 1), terms, row, class_weight, column, inside)) * logit_scale
+    x = tl.load(selected + entry, mask=inside, other=0.0)
+    below = x - tl.load(moments + 6 * row, mask=inside, other=0.0)
+    exp_sum = tl.load(moments + 6 * row + 1, mask=inside, other=1.0)
+    d = (upstream + slope_at(below, exp_sum, terms, row, class_weight, column, inside, inside)) * logit_scale
     if HAS_SOFTCAP:
         u = x * (1.0 / softcap)
         d = d * (1.0 - u * u)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -208,7 +208,7 @@ class Loop:
             self.passes.losses(logits, packed.head.target[part], _part(inner, part), options, factor, gradient)
             running.add(part, logits, packed.head)
         running.finish()
-        packed.scatter(inner, results)
+        packed.scatter(inner, results, RowResults._fields)
         packed.scatter_rows(running.sums.sum_hidden, sums.sum_hidden)
         torch.sum(results.loss if token_weight is None else results.loss * token_weight, dim=0, out=loss)
         if inverse is not None:
@@ -322,34 +322,42 @@ PACK_SHARE = 32
 
 
 class Counted:
-    """Which rows have a target that counts. The number of them is asked for at once and waited for as late as can be."""
+    """Which rows have a target that counts. The number of them is asked for at once and waited for as late as can be, unless it is known.
 
-    def __init__(self, head: Head, ignore_index: int, pack: bool) -> None:
+    number  of rows that count; -1 if all are taken, None if it is not known
+    """
+
+    def __init__(self, head: Head, ignore_index: int, pack: bool, number: int | None = None) -> None:
         self.mask: Tensor | None = None
-        target = head.target
-        if not pack:
+        self.number, target = number, head.target
+        if not pack or number == -1:
             return
         if target.is_cuda:
             # A CUDA graph cannot wait, so it keeps all rows.
             if 2 * head.hidden.numel() * head.weight.shape[0] < PACK_FLOPS or torch.cuda.is_current_stream_capturing():
                 return
             self.mask = target != ignore_index
-            self.number = self.mask.sum().to("cpu", non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
+            if number is None:
+                self.arriving = self.mask.sum().to("cpu", non_blocking=True)
+                self.arrived = torch.cuda.Event()
+                self.arrived.record()
         elif target.device.type == "cpu":
             self.mask = target != ignore_index
 
     def index(self) -> Tensor | None:
         """The rows to keep, or None for all of them."""
         if self.mask is None:
+            self.number = -1
             return None
         rows = self.mask.shape[0]
         if not self.mask.is_cuda:
             index = self.mask.nonzero()[:, 0]
+            self.number = index.shape[0]
             return index if index.shape[0] < rows else None
-        self.arrived.synchronize()
-        kept = -(-int(self.number) // PACK_TILE) * PACK_TILE
+        if self.number is None:
+            self.arrived.synchronize()
+            self.number = int(self.arriving)
+        kept = -(-self.number // PACK_TILE) * PACK_TILE
         if kept > rows - rows // PACK_SHARE:
             return None
         # Ignored rows fill the last tile; they have neither loss nor gradient.
@@ -377,11 +385,11 @@ class Packed:
     def results(self, full: RowResults) -> RowResults:
         return RowResults(*(self.like(t) for t in full))  # type: ignore[arg-type]
 
-    def scatter(self, inner: Any, full: Any) -> None:
-        """Put packed results, fields of a NamedTuple, in their rows; the others have 0 and no prediction."""
+    def scatter(self, inner: Sequence[Tensor | None], full: Sequence[Tensor | None], names: Sequence[str]) -> None:
+        """Put packed results of these names in their rows; the others have 0, and no prediction."""
         if self.index is None:
             return
-        for name, part, whole in zip(full._fields, inner, full, strict=True):
+        for name, part, whole in zip(names, inner, full, strict=False):
             if part is not None and whole is not None:
                 whole.fill_(-1 if name == "prediction" else 0).index_copy_(0, self.index, part)
 
