@@ -130,7 +130,8 @@ def statistics_kernel(
             best = tl.where(lane == 0, tl.load(prediction + row), best)
     elif MEAN:
         anchor = capped(tl.load(base), logit_scale, softcap, HAS_SOFTCAP)
-        anchor = tl.where(tl.abs(anchor) < float("inf"), anchor, 0.0)
+        # Twice a number so large would be infinite.
+        anchor = tl.where(tl.abs(anchor) < 1e30, anchor, 0.0)
     offset = lane[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for start in range(0, width, BLOCK):
         column = start + offset

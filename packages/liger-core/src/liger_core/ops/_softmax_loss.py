@@ -185,7 +185,9 @@ def _losses(below: Tensor, statistics: Tensor, target: Tensor, options: RowOptio
             smooth = (log_sum * wide.sum() - below @ wide) / classes
         loss = (1.0 - options.label_smoothing) * loss + options.label_smoothing * smooth
     if options.z_loss:
-        loss = loss + options.z_loss * (statistics[:, 0] + log_sum).square()
+        lse = statistics[:, 0] + log_sum
+        # In this order nothing overflows that the loss can hold.
+        loss = loss + options.z_loss * lse * lse
     loss = torch.where((target < 0) | (target >= classes), float("nan"), loss)
     return torch.where(counted, loss, 0.0)
 

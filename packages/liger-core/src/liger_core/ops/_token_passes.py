@@ -119,7 +119,8 @@ class TorchTokenPasses:
             top = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)
             if first == 0:
                 moments[:, 0], moments[:, 1:5] = top, 0.0
-                moments[:, 5] = torch.where(x[:, 0].isfinite(), x[:, 0], 0.0)
+                # Twice a number so large would be infinite.
+                moments[:, 5] = torch.where(x[:, 0].abs() < 1e30, x[:, 0], 0.0)
             before = moments[:, 0].clone()
             if sums.prediction is not None:
                 best = x.argmax(-1) + first

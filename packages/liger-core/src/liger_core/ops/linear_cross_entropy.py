@@ -172,7 +172,7 @@ def _per_token(tokens: Callable[..., Any], head: Head, options: RowOptions, chun
     if found.mean_log_prob is not None:
         loss = (1.0 - smoothing) * loss - smoothing * found.mean_log_prob
     if found.log_normalizer is not None:
-        loss = loss + z_loss * found.log_normalizer.square()
+        loss = loss + z_loss * found.log_normalizer * found.log_normalizer
     return RowResults(loss, found.moments[:, :2], found.prediction, found.entropy)
 
 

@@ -121,7 +121,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(
         "several_targets", (hidden, weight, several), {"return_entropy": True}, why="three classes a row, some twice, some ignored"
     )
-    options = {"softcap": 5.0, "budget": 7 * 13 * 4}
+    options = {"softcap": 5.0, "budget": 7 * 13 * dtype.itemsize}
     yield Sample("several_targets_softcap", (hidden, weight, several), options, why="what is scattered passes through the cap")
     yield Sample("statistics", (hidden, weight, several), {"return_statistics": True, **order}, why="every statistic has a gradient")
     options = {"return_statistics": True, "budget": 9 * (20 * 4 + 23 * dtype.itemsize)}
@@ -267,7 +267,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         temperature        a number, or (...) with one for each row: that of the sampling; applied after scale and softcap
         allowed            (..., M) distinct class indices, filled up with ignore_index: the classes that the token was sampled from (top-k,
                            top-p). log_prob and entropy are then of the softmax over these and the target; a row without any has all
-        logits_dtype       torch.float32: logits are not rounded to the dtype of hidden. They then take three times the memory
+        logits_dtype       torch.float32: logits are not rounded to the dtype of hidden, though their gradient is. They take three times the memory
         return_entropy     also return the entropy, in nats
         return_statistics  also return `TokenStatistics`
         accumulate_dtype   of the gradient of weight while chunks of rows are summed; float32 by default (float64 for float64)
