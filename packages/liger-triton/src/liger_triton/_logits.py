@@ -39,3 +39,14 @@ def capped(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
         far = (1.0 - decay) / (1.0 + decay)
         x = softcap * tl.where(size < 0.1, u * series, tl.where(u < 0, -far, far))
     return x
+
+
+@triton.jit
+def through_cap(slope, logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """The gradient over x as that over the logits: 1 - tanh² by the exponential, which unlike that difference does not cancel."""
+    slope = slope * logit_scale
+    if HAS_SOFTCAP:
+        decay = tl.exp(-2.0 * tl.abs(logits.to(tl.float32) * logit_scale * (1.0 / softcap)))
+        share = 1.0 / (1.0 + decay)
+        slope = slope * (4.0 * decay * share * share)
+    return slope

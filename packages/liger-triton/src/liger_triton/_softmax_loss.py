@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.ops._softmax_loss import RowOptions, RowResults
-from liger_triton._logits import GRADIENT, STATISTICS, Shape, capped
+from liger_triton._logits import GRADIENT, STATISTICS, Shape, capped, through_cap
 from liger_triton._token_passes import TritonTokenPasses
 from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, processors, rows_of
 
@@ -102,10 +102,10 @@ def _weight_sum(options: RowOptions) -> Tensor | None:
 
 @triton.jit
 def row_gradient(
-    x, column, label, top, inverse, hard, share, factor, class_weight, label_smoothing, softcap, width, mask,
-    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    x, column, label, top, inverse, hard, share, factor, class_weight, label_smoothing, width, mask,
+    HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """factor · d loss / d logits for a block of columns: softmax · share, less `hard` at the label, less the smoothed weights.
+    """factor · d loss / d x for a block of columns: softmax · share, less `hard` at the label, less the smoothed weights.
 
     inverse is 1 / Σ e^(x - top).
     """
@@ -117,11 +117,7 @@ def row_gradient(
             d -= label_smoothing / width * tl.load(class_weight + column, mask=mask, other=0.0).to(tl.float32)
         else:
             d -= label_smoothing / width
-    d = d * factor
-    if HAS_SOFTCAP:
-        u = x * (1.0 / softcap)
-        d = d * (1.0 - u * u)
-    return d
+    return d * factor
 
 
 @triton.jit
@@ -235,7 +231,7 @@ def loss_kernel(
         mean_distance = tl.sum((distance + d * behind) * lane_share, 0) / exp_sum
         tl.store(entropy + row, (log2_sum - mean_distance) * 0.6931471805599453)
     if GRADIENT:
-        factor = tl.where(in_range, logit_scale, float("nan"))
+        factor = tl.where(in_range, 1.0, float("nan"))
         if HAS_FACTOR:
             factor = factor * tl.load(row_factor + row * factor_stride).to(tl.float32)
         for start in tl.range(0, width, BLOCK):
@@ -244,9 +240,10 @@ def loss_kernel(
             loaded = tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first")
             x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
             g = row_gradient(
-                x, column, safe, top, 1.0 / exp_sum, hard, share, factor, class_weight, label_smoothing, softcap, width, mask,
-                HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING,
+                x, column, safe, top, 1.0 / exp_sum, hard, share, factor, class_weight, label_smoothing, width, mask,
+                HAS_WEIGHT, HAS_SMOOTHING,
             )  # fmt: skip
+            g = through_cap(g, loaded, logit_scale, softcap, HAS_SOFTCAP)
             tl.store(base + column, g.to(logits.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -277,13 +274,14 @@ def gradient_kernel(
             share += label_smoothing / width * tl.load(weight_sum)
         else:
             share += label_smoothing
-    factor = tl.where(in_range, logit_scale, float("nan")) * tl.load(row_factor + row * factor_stride).to(tl.float32)
-    x = capped(tl.load(logits + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-    x = tl.where(mask, x, 0.0)
+    factor = tl.where(in_range, 1.0, float("nan")) * tl.load(row_factor + row * factor_stride).to(tl.float32)
+    loaded = tl.load(logits + row * row_stride + column, mask=mask, other=0.0)
+    x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
     g = row_gradient(
-        x, column, safe, top, 1.0 / exp_sum, hard, share, factor, class_weight, label_smoothing, softcap, width, mask,
-        HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING,
+        x, column, safe, top, 1.0 / exp_sum, hard, share, factor, class_weight, label_smoothing, width, mask,
+        HAS_WEIGHT, HAS_SMOOTHING,
     )  # fmt: skip
+    g = through_cap(g, loaded, logit_scale, softcap, HAS_SOFTCAP)
     tl.store(out + row * out_stride + column, g.to(out.dtype.element_ty), mask=mask)
 
 

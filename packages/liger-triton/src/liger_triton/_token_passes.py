@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_core.ops._token_passes import LogitOptions, Slopes, Sums
-from liger_triton._logits import GRADIENT, STATISTICS, capped
+from liger_triton._logits import GRADIENT, STATISTICS, capped, through_cap
 from liger_triton.launch import VECTOR, Launcher, cdiv, contiguous, fuses, power_of_two, rows_of
 
 # Chosen classes, of whatever row, that a program takes.
@@ -48,18 +49,21 @@ class TritonTokenPasses:
         if rows == 0:
             return
         logits, weight = rows_of(logits), contiguous(options.class_weight)
-        common = (options.inverse_temperature, weight, slopes.moments, slopes.terms, out)
+        common = (options.inverse_temperature, weight, slopes.moments, slopes.terms)
         scalars = (width, options.logit_scale, options.softcap or 1.0)
-        block = min(GRADIENT.block, power_of_two(width))
+        # What is written at the chosen classes is made of logits that the gradient of all others may overwrite.
+        values, classes = torch.empty_like(slopes.gradient), slopes.classes
+        entries, block = classes.numel(), min(CHOSEN_BLOCK, power_of_two(classes.numel()))
+        chosen_launch(
+            (cdiv(entries, block),), logits, classes, slopes.gradient, *common, values, logits.stride(0), first, classes.shape[1], entries,
+            *scalars, HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
+        )  # fmt: skip
+        columns = min(GRADIENT.block, power_of_two(width))
         derivative_launch(
-            (rows, cdiv(width, block)), logits, slopes.counted, *common, logits.stride(0), out.stride(0), *scalars,
-            HAS_SOFTCAP=options.softcap is not None, BLOCK=block, num_warps=GRADIENT.warps,
+            (rows, cdiv(width, columns)), logits, slopes.counted, *common, out, logits.stride(0), out.stride(0), *scalars,
+            HAS_SOFTCAP=options.softcap is not None, BLOCK=columns, num_warps=GRADIENT.warps,
         )  # fmt: skip
-        entries, block = slopes.classes.numel(), min(CHOSEN_BLOCK, power_of_two(slopes.classes.numel()))
-        scatter_launch(
-            (cdiv(entries, block),), slopes.classes, slopes.selected, slopes.gradient, *common, out.stride(0), first,
-            slopes.classes.shape[1], entries, *scalars, HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
-        )  # fmt: skip
+        scatter_launch((cdiv(entries, block),), classes, values, out, out.stride(0), first, classes.shape[1], entries, width, BLOCK=block)
 
 
 @triton.jit
@@ -212,25 +216,22 @@ def derivative_kernel(
         inverse = tl.load(inverse_temperature + row)
         logit_scale = logit_scale * inverse
         softcap = softcap * inverse
-    x = capped(tl.load(logits + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    loaded = tl.load(logits + row * row_stride + column, mask=mask, other=0.0)
     # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
-    x = tl.where(mask, x, 0.0)
-    below = x - tl.load(moments + 6 * row)
-    d = slope_at(below, tl.load(moments + 6 * row + 1), terms, row, class_weight, column, mask, True) * logit_scale
-    if HAS_SOFTCAP:
-        u = x * (1.0 / softcap)
-        d = d * (1.0 - u * u)
+    x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
+    d = slope_at(x - tl.load(moments + 6 * row), tl.load(moments + 6 * row + 1), terms, row, class_weight, column, mask, True)
+    d = through_cap(d, loaded, logit_scale, softcap, HAS_SOFTCAP)
     tl.store(out + column, d.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def scatter_kernel(
-    index, selected, gradient, inverse_temperature, class_weight, moments, terms, out, out_stride, first, count, entries, width,
+def chosen_kernel(
+    logits, index, gradient, inverse_temperature, class_weight, moments, terms, values, row_stride, first, count, entries, width,
     logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program writes the gradient at a block of the chosen classes of all rows, rounded once.
+    """One program computes the gradient at a block of the chosen classes of all rows, of those in the block of classes.
 
-    Where a class is chosen several times each writes the sum of all its upstream gradients, so that they write the same.
+    Where a class is chosen several times each gets the sum of all its upstream gradients, so that they write the same.
     """
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = entry // count
@@ -245,17 +246,26 @@ def scatter_kernel(
         inverse = tl.load(inverse_temperature + row, mask=inside, other=1.0)
         logit_scale = logit_scale * inverse
         softcap = softcap * inverse
-    x = tl.load(selected + entry, mask=inside, other=0.0)
+    loaded = tl.load(logits + row * row_stride + column, mask=inside, other=0.0)
+    x = tl.where(inside, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
     below = x - tl.load(moments + 6 * row, mask=inside, other=0.0)
     exp_sum = tl.load(moments + 6 * row + 1, mask=inside, other=1.0)
-    d = (upstream + slope_at(below, exp_sum, terms, row, class_weight, column, inside, inside)) * logit_scale
-    if HAS_SOFTCAP:
-        u = x * (1.0 / softcap)
-        d = d * (1.0 - u * u)
-    tl.store(out + row * out_stride + column, d.to(out.dtype.element_ty), mask=inside)
+    d = upstream + slope_at(below, exp_sum, terms, row, class_weight, column, inside, inside)
+    tl.store(values + entry, through_cap(d, loaded, logit_scale, softcap, HAS_SOFTCAP), mask=inside)
+
+
+@triton.jit
+def scatter_kernel(index, values, out, out_stride, first, count, entries, width, BLOCK: tl.constexpr):
+    """One program writes a block of these values to their classes, rounded once."""
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(index + entry, mask=entry < entries, other=-1) - first
+    inside = (entry < entries) & (column >= 0) & (column < width)
+    value = tl.load(values + entry, mask=inside, other=0.0)
+    tl.store(out + (entry // count) * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 statistics_launch = Launcher(statistics_kernel)
 selected_launch = Launcher(selected_kernel)
 derivative_launch = Launcher(derivative_kernel)
+chosen_launch = Launcher(chosen_kernel)
 scatter_launch = Launcher(scatter_kernel)

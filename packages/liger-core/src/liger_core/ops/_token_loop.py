@@ -135,6 +135,8 @@ def tiling(
         length, summed = chunking(rows, width, classes, dtype, device, chunk=chunk, accumulate_dtype=accumulate_dtype)
         return Tiling(min(length, count), classes, 0, summed)
     held = budget or (CPU_BYTES if device == "cpu" else CHUNK_BYTES)
+    # The numbers of a row.
+    held -= min(64 * count, held // 64)
     # Logits in float32 are not overwritten by a gradient in another dtype.
     logit = total.itemsize if wide else dtype.itemsize
     item = logit + dtype.itemsize if logit != dtype.itemsize else logit
