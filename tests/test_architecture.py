@@ -41,6 +41,7 @@ PUBLIC = {
         "Sample",
         "ShapeError",
         "TargetError",
+        "TokenStatistics",
         "Unsupported",
         "Work",
         "Workload",

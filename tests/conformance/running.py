@@ -158,11 +158,14 @@ class KernelCall(NamedTuple):
         return list(self.args[-1]) if self.kernel.schema.arguments[-1].name == "needs" else []
 
     def unasked(self) -> list[str]:
-        """What is wrong if a single gradient was asked for. The last results of the kernel are the gradients, or what they are made of."""
-        count = len(self.needs)
-        results = zip(self.kernel.schema.returns[-count:], self.outputs[-count:], self.needs, strict=True)
+        """What is wrong if a single gradient was asked for. Gradients, and sums that they are made of, are named so."""
+        named = zip(self.kernel.schema.returns, self.outputs, strict=True)
+        results = [(r.name, t) for r, t in named if r.name.startswith(("grad_", "sum_"))]
+        needs = self.needs if results else []
         found = [
-            f"{self.kernel.name}: {r.name} must be None where nobody asked for it" for r, t, need in results if t is not None and not need
+            f"{self.kernel.name}: {name} must be None where nobody asked for it"
+            for (name, t), need in zip(results, needs, strict=True)
+            if t is not None and not need
         ]
         return found + ([f"{self.kernel.name}: one gradient must be asked for, got needs={self.needs}"] if sum(self.needs) > 1 else [])
 

@@ -157,13 +157,23 @@ def linear_cross_entropy(draw: Draw, limits: Limits) -> Example:
 
 def linear_log_prob(draw: Draw, limits: Limits) -> Example:
     arguments, shape, classes = _head(draw, limits)
+    several = draw(weighted((3, ((),)), (1, ((1,), (2,), (5,), (17,)))))
     arguments |= {
-        "target": _target(draw, shape, classes, ignore_index := _ignored(draw, classes)),
+        "target": _target(draw, (*shape, *several), classes, ignore_index := _ignored(draw, classes)),
         "ignore_index": ignore_index,
         "temperature": draw(weighted((3, (1.0,)), (1, (0.7, 3.0, 0.01, 100.0)))),
         "softcap": _softcap(draw),
-        "return_entropy": draw(st.booleans()),
     }
+    if draw(weighted((3, (False,)), (1, (True,)))):
+        arguments["temperature"] = Floats(shape, draw(st.sampled_from(limits.dtypes)), draw(layouts), "normal", 0.1, 1.0, seed=3)
+    if arguments["hidden"].dtype != "float64" and draw(weighted((3, (False,)), (1, (True,)))):
+        arguments["logits_dtype"] = torch.float32
+    result = draw(st.sampled_from(("log_prob", "return_entropy", "return_statistics")))
+    if result != "log_prob":
+        arguments[result] = True
+    if not several and result != "return_statistics" and draw(weighted((3, (False,)), (1, (True,)))):
+        number, ignored = min(classes, draw(st.sampled_from((1, 3, 8)))), draw(st.sampled_from((0, 1, 2, 3)))
+        arguments["allowed"] = Labels((*shape, number), classes, ignore_index, ignored, seed=4, distinct=True)
     return example(draw, arguments, ("hidden", "weight", "bias"))
 
 

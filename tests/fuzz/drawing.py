@@ -61,7 +61,10 @@ class Floats:
 
 @dataclass(frozen=True)
 class Labels:
-    """Targets in [0, classes), of which every n-th is ignored: none for 0, all for 1. Every `possible`-th class occurs."""
+    """Targets in [0, classes), of which every n-th is ignored: none for 0, all for 1. Every `possible`-th class occurs.
+
+    distinct  the last dimension holds different classes
+    """
 
     shape: tuple[int, ...]
     classes: int
@@ -70,10 +73,13 @@ class Labels:
     possible: int = 1
     layout: str = "dense"
     seed: int = 0
+    distinct: bool = False
 
     def build(self, device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         target = torch.randint(-(-self.classes // self.possible), self.shape, generator=generator) * self.possible
+        if self.distinct:
+            target = torch.rand(*self.shape[:-1], self.classes, generator=generator).argsort(-1)[..., : self.shape[-1]].contiguous()
         if self.ignored and target.numel():
             target.view(-1)[:: self.ignored] = self.ignore_index
         return arranged(target.to(device), self.layout)
@@ -97,7 +103,7 @@ class Example:
     asked     the inputs that get a gradient
     upstream  the layouts of the upstream gradients, output by output in turn; "none": the output is not used
     factor    scale of the upstream gradients
-    twice     the backward pass runs a second time
+    twice     the backward pass runs two more times, the last of which frees the graph
     shared    inputs that are another one: name → the other's name
     """
 

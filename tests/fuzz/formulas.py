@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_core import LossMetrics
+from liger_core import LossMetrics, TokenStatistics
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -141,23 +141,53 @@ def linear_log_prob(
     target: Tensor,
     *,
     bias: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
+    allowed: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
     return_entropy: bool = False,
+    return_statistics: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     chunk: int | str | None = None,
     budget: int | None = None,
     pack: bool = True,
     main_grad: Tensor | None = None,
 ) -> Any:
-    z = _capped(_logits(hidden, weight, bias), logit_scale, softcap) / temperature
-    labels = target.reshape(-1)
-    counted = labels != ignore_index
-    log_p, _, entropy = _softmax(z)
-    log_prob = torch.where(counted, _chosen(log_p, labels, counted), 0.0).reshape(target.shape)
-    return (log_prob, torch.where(counted, entropy, 0.0).reshape(target.shape)) if return_entropy else log_prob
+    finer = hidden.dtype if logits_dtype is None else torch.promote_types(hidden.dtype, logits_dtype)
+    logits = _logits(hidden.to(finer), weight.to(finer), None if bias is None else bias.to(finer))
+    if logits.requires_grad:
+        # The gradient of the logits has the dtype of the matmuls that take it.
+        logits.register_hook(lambda grad: grad.to(hidden.dtype).to(finer))
+    z = _capped(logits, logit_scale, softcap)
+    z = z / (temperature.reshape(-1, 1).to(z.dtype) if isinstance(temperature, Tensor) else temperature)
+    shape = hidden.shape[:-1]
+    several = target.reshape(z.shape[0], target.shape[-1] if target.dim() == hidden.dim() else 1)
+    named = several != ignore_index
+    counted = named.any(-1)
+    every, inside = z, torch.ones_like(z, dtype=torch.bool)
+    if allowed is not None:
+        classes = allowed.reshape(z.shape[0], allowed.shape[-1])
+        some = (classes != ignore_index).any(-1) & counted
+        both = torch.cat((several, classes), -1)
+        # One more column takes what is no class.
+        marked = torch.zeros(z.shape[0], z.shape[1] + 1, dtype=torch.bool, device=z.device)
+        marked.scatter_(-1, torch.where(both == ignore_index, z.shape[1], both), True)
+        inside = marked[:, :-1] | ~some[:, None]
+        z = torch.where(inside, z, -torch.inf)
+    log_p, log_sum, entropy = _softmax(z)
+    chosen = log_p.gather(-1, torch.where(named, several, 0))
+    log_prob = torch.where(named, chosen, 0.0).reshape(target.shape)
+
+    def kept(row: Tensor) -> Tensor:
+        return torch.where(counted, row, 0.0).reshape(shape)
+
+    if return_statistics:
+        first = torch.where(counted, every.argmax(-1), -1).reshape(shape)
+        collision = log_p.exp().square().sum(-1)
+        return log_prob, TokenStatistics(kept(entropy), kept(log_sum), kept(every.mean(-1)), kept(collision), first)
+    return (log_prob, kept(entropy)) if return_entropy else log_prob
 
 
 def rows(op: str, given: Mapping[str, Any]) -> Tensor:

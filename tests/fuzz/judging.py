@@ -4,12 +4,13 @@
 The yardstick is the formula in the dtype of the call, which is plain PyTorch; its error counts LEEWAY times. Whatever fails by it meets
 TRIES more, each with other roundings (see rounding.py), and fails if it is worse than all of them. A truth that is infinite must be met.
 Where plain PyTorch overflows although the truth is finite, anything goes; where it is off by more than LOST, any finite value does,
-and in float16, whose range such a round-off leaves, infinity. Linear losses sum gradients in float16 before they meet the upstream
-gradient and the normalizer, as their docstrings say: gradients whose sums are out of range are not judged.
+and in float16, whose range such a round-off leaves, infinity. linear_cross_entropy sums gradients before they meet the upstream gradient
+and the normalizer, and linear_log_prob does so in float16, as their docstrings say: gradients whose sums are out of range are not judged.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,10 +61,17 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
         return [f"outputs {list(exact)} expected, got {list(outputs)}"]
     found += _odd_predictions(op, arguments, outputs, exact)
 
+    summed = None
+    if op.name == "linear_cross_entropy" or (op.name == "linear_log_prob" and first == torch.float16):
+        # What is summed before the upstream gradient is known: that of an upstream gradient whose largest element is 1.
+        largest = max((float(c.abs().max()) for c in cotangents.values() if c.numel()), default=0.0)
+        units = {n: c / largest if largest and math.isfinite(largest) else torch.ones_like(c) for n, c in cotangents.items()}
+        summed = answers(in_float64(arguments), units)[1]
+
     def judged(yardstick: tuple[Tensors, Gradients, Tensors]) -> dict[str, str]:
         verdicts = {n: _verdict(v, yardstick[0][n], exact[n], first) for n, v in outputs.items()}
         for name in asked:
-            if _leaves_float16(op, arguments, exact_gradients[name], cotangents, arguments[name].dtype):
+            if summed is not None and _leaves_range(op, arguments, summed[name], arguments[name].dtype):
                 continue
             trio = (gradients[name], yardstick[1][name], exact_gradients[name])
             verdicts[f"gradient of {name}"] = _gradient_verdict(*trio, first)
@@ -80,17 +88,20 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
     return found + [f"{name}: {verdict}" for name, verdict in wrong.items()]
 
 
-def _leaves_float16(op: Op[..., Any], arguments: Mapping[str, Any], exact: Tensor | None, cotangents: Tensors, dtype: torch.dtype) -> bool:
-    """Whether a linear loss sums this gradient in float16, and the sum is out of its normal range, with a margin of 2⁴."""
-    if dtype != torch.float16 or not op.name.startswith("linear_") or exact is None or not exact.any():
+def _leaves_range(op: Op[..., Any], arguments: Mapping[str, Any], exact: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether this sum of gradients is out of the normal range of its dtype, with a margin of 2⁴."""
+    if exact is None or not exact.any():
         return False
-    upstream = max((float(c.abs().max()) for c in cotangents.values() if c.numel()), default=0.0)
     normalizer = arguments.get("normalizer")
     tokens = arguments["target"].numel() if normalizer is None else float(normalizer)
-    tokens = tokens if arguments.get("reduction") == "mean" else 1
-    largest = float(exact[exact.isfinite()].abs().max()) * tokens / upstream if upstream and exact.isfinite().any() else 0.0
+    largest = float(exact[exact.isfinite()].abs().max()) if exact.isfinite().any() else math.inf
+    largest *= tokens if arguments.get("reduction") == "mean" else 1
     limits = torch.finfo(dtype)
-    return not 16 * limits.smallest_normal < largest < limits.max / 16
+    # The gradient of a logit is in the same dtype.
+    weight = arguments.get("token_weight")
+    if weight is not None and weight.numel():
+        largest = max(largest, float(weight.abs().max()) * abs(arguments["logit_scale"]))
+    return not (16 * limits.smallest_normal if dtype == torch.float16 else 0.0) < largest < limits.max / 16
 
 
 def _call(
@@ -118,8 +129,10 @@ def _call(
     gradients = _gradients(returned, inputs, laid, keep=example.twice)
     found = []
     if example.twice:
-        changed = different_bits(gradients, _gradients(returned, inputs, laid))
+        changed = different_bits(gradients, _gradients(returned, inputs, laid, keep=True))
         found += [f"gradient of {name}: other bits in a second backward pass" for name in changed]
+        # The last one, which frees the graph, may work in what was saved; it is judged like any other.
+        gradients = _gradients(returned, inputs, laid)
     written = {"q", "k"} if inplace else {"gate", "up"} if arguments.get("overwrite") else set()
     unwritten = {n: v for n, v in before.items() if n not in written | {"main_grad"}}
     found += [f"{name} was overwritten" for name in different_bits(unwritten, {n: given[n].detach() for n in unwritten})]
@@ -128,7 +141,7 @@ def _call(
         found += [f"{name} must hold the result" for name in different_bits(results, {n: given[n].detach() for n in results})]
     if arguments.get("main_grad") is not None and "weight" in asked:
         found += ["gradient of weight: None expected beside main_grad"] if gradients["weight"] is not None else []
-        gradients["weight"] = given["main_grad"] / (2 if example.twice else 1)
+        gradients["weight"] = given["main_grad"] / (3 if example.twice else 1)
     return outputs, gradients, found
 
 
@@ -170,6 +183,8 @@ def _odd_predictions(op: Op[..., Any], arguments: dict[str, Any], outputs: Tenso
         return []
     got, target = outputs["output.1.prediction"], arguments["target"]
     counted = target != arguments["ignore_index"]
+    if target.dim() > got.dim():
+        counted = counted.any(-1)
     rows = formulas.rows(op.name, in_float64(arguments))
     chosen = rows.gather(-1, got.reshape(-1, 1).clamp(0, rows.shape[1] - 1))[:, 0]
     largest = rows.amax(-1)
@@ -178,11 +193,14 @@ def _odd_predictions(op: Op[..., Any], arguments: dict[str, Any], outputs: Tenso
     limits = torch.finfo(finest)
     ulp = limits.eps * (spread + limits.smallest_normal * abs(arguments.get("logit_scale", 1.0)))
     # Logits beyond the range of the dtype are all infinite.
-    infinite = largest > limits.max * abs(arguments.get("logit_scale", 1.0))
+    coldest = float(torch.as_tensor(arguments.get("temperature", 1.0)).min()) if got.numel() else 1.0
+    infinite = largest > min(limits.max * abs(arguments.get("logit_scale", 1.0)), torch.finfo(torch.float32).max * min(1.0, coldest))
     near = infinite | (chosen >= largest - 8 * ulp * rows.shape[1] ** 0.5)
     wrong = int((torch.where(counted.reshape(-1), ~near, got.reshape(-1) != -1)).sum())
-    hit = (counted & (got == target)).double()
     exact["output.1.prediction"] = got
+    if "output.1.accuracy" not in outputs:
+        return [f"prediction: {wrong} of {got.numel()} are not the largest logit"] if wrong else []
+    hit = (counted & (got == target)).double()
     exact["output.1.accuracy"] = hit if arguments["reduction"] == "none" else hit.sum() / counted.sum().clamp(min=1)
     return [f"prediction: {wrong} of {got.numel()} are not the largest logit"] if wrong else []
 

@@ -2,8 +2,8 @@
 """Random rounding: how far plain PyTorch may be off, found by giving every arithmetic result another error of one rounding.
 
 A call of a few elements may be rounded all luckily, so that one run of a formula says little about what is fair. Under `Rounding` its
-results, in the forward and in the backward pass, move by up to an ulp, and sums by up to an ulp of the sum of magnitudes, as another order
-of summation would move them. Inputs, and what only moves values, stay as they are: a difference of two inputs is as exact as before.
+results, in the forward and in the backward pass, move by up to an ulp, and sums of n terms by up to √n/2 ulp of the sum of magnitudes, as
+another order of summation would move them, term after term for instance. Inputs, and what only moves values, stay as they are: a difference of two inputs is as exact as before.
 (Parker 1997, Monte Carlo arithmetic.)
 """
 
@@ -37,15 +37,17 @@ class Rounding(TorchDispatchMode):
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
         if func.overloadpacket in SUMS:
-            return self.moved(result, func(*tree_map_only(Tensor, torch.abs, args), **kwargs))
+            terms = args[1 if func.overloadpacket is aten.addmm else 0]
+            count = terms.numel() // max(1, result.numel()) if func.overloadpacket in (aten.sum, aten.mean) else terms.shape[-1]
+            return self.moved(result, func(*tree_map_only(Tensor, torch.abs, args), **kwargs), max(1.0, count**0.5 / 2))
         narrowed = func.overloadpacket is aten._to_copy and args[0].is_floating_point() and result.itemsize < args[0].itemsize
         return self.moved(result, result) if narrowed or func.overloadpacket in POINTWISE else result
 
-    def moved(self, result: Tensor, magnitude: Tensor) -> Tensor:
+    def moved(self, result: Tensor, magnitude: Tensor, roundings: float = 1.0) -> Tensor:
         # From -1 to 1: less than half an ulp would be rounded away.
         part = (2.0 * torch.rand(result.shape, generator=self.generator, dtype=torch.float64) - 1.0).to(result.device)
         limits = torch.finfo(result.dtype)
         # Below the normal numbers all roundings are as large.
-        ulp = limits.eps * magnitude.double().abs().clamp(min=limits.smallest_normal)
+        ulp = roundings * limits.eps * magnitude.double().abs().clamp(min=limits.smallest_normal)
         moved = (result.double() + part * ulp).to(result.dtype)
         return torch.where(moved.isfinite(), moved, result)

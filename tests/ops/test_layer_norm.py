@@ -86,3 +86,16 @@ def test_a_scaled_row_has_the_gradient_scaled_down(scale: float, device: torch.d
         return torch.autograd.grad(layer_norm(leaf, eps=1e-30), leaf, upstream)[0]
 
     torch.testing.assert_close(gradient(x * scale) * scale, gradient(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_constant_row_is_the_bias_alone(device: torch.device) -> None:
+    """Of a mean that is off by an ulp, 1/√eps would make a thousandth of the row."""
+    x, weight, bias = (torch.full((4, 600), 1000.0, device=device), leaf(600, device=device), leaf(600, device=device))
+    assert torch.equal(layer_norm(x, weight, bias, 1e-6), bias.detach().expand(4, 600))
+
+
+@pytest.mark.parametrize("width", [600, 5120])
+def test_a_row_whose_squares_overflow_stays_finite(width: int, device: torch.device) -> None:
+    x = torch.full((1, width), 1.0, device=device)
+    x[0, 0] = 1e21
+    assert bool(layer_norm(x).isfinite().all())

@@ -131,7 +131,7 @@ def test_float16_is_always_summed_in_float32() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_call_stays_within_its_budget(reduction: str, measured_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget counts what is held beside the inputs and gradients; losses and log-sum-exps are a few bytes a row."""
-    monkeypatch.setattr("liger_core.ops._softmax_loss.REFERENCE_BLOCK", CLASSES)
+    monkeypatch.setattr("liger_core.ops._token_passes.REFERENCE_BLOCK", CLASSES)
     pair = tensors(measured_device)
     budget = 32 * CLASSES * 4
     used = allocations(lambda: step(*pair, budget=budget, reduction=reduction, accumulate_dtype=torch.float32), measured_device)

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_core import GradientError, explain, linear_cross_entropy, linear_log_prob
+from liger_core import GradientError, TokenStatistics, explain, linear_cross_entropy, linear_log_prob
+from liger_core.ops._token_loop import Tiling, tiling
 from liger_core.plugins import registry
 from ops.agreement import disagreements, leaf
 from ops.allocations import allocations
 from ops.test_cross_entropy import some_targets
 from ops.test_linear_cross_entropy import CHUNKS, head
-from ops.test_linear_cross_entropy_memory import LOGITS_BYTES, ROWS, WEIGHT_BYTES, tensors
+from ops.test_linear_cross_entropy_memory import CLASSES, LOGITS_BYTES, ROWS, WEIGHT_BYTES, tensors
 
 RECIPE = Path(__file__).parents[2] / "docs" / "how-to" / "custom-losses.md"
 
@@ -249,6 +250,151 @@ def test_main_grad_takes_the_gradient_of_weight(device: torch.device) -> None:
     torch.testing.assert_close(hidden.grad, expected[0])
 
 
+# Kept whole, kept in part, recomputed in blocks of classes, and in groups of rows. One logit has 4 bytes, and all have 1080.
+HELD = pytest.mark.parametrize("options", [{}, {"budget": 720}, {"budget": 288}, {"budget": 120}, {"chunk": 4}], ids=str)
+
+
+def statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """Log-probabilities of K targets, entropy, log-normalizer, mean logit and collision probability."""
+    every = logits.log_softmax(-1)
+    p, counted = every.exp(), (target != -100).any(-1)
+    chosen = torch.where(target == -100, 0.0, every.gather(-1, target.clamp(min=0)))
+    rows = (-(p * every).sum(-1), logits.logsumexp(-1), logits.mean(-1), p.square().sum(-1))
+    return chosen, *(torch.where(counted, row, 0.0) for row in rows)
+
+
+def several_targets(device: torch.device) -> Tensor:
+    target = torch.randint(30, (9, 4), device=device)
+    target[1, 2], target[2, 1], target[5] = target[1, 0], -100, -100
+    return target
+
+
+@HELD
+@pytest.mark.parametrize("scale", [None, 0.5, -2.0], ids=str)
+def test_every_statistic_of_several_targets_is_its_formula(options: dict[str, int], scale: float | None, device: torch.device) -> None:
+    target, more = several_targets(device), {} if scale is None else {"logit_scale": scale, "softcap": 4.0}
+
+    def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        logits = hidden @ weight.t()
+        return statistics(logits if scale is None else 4.0 * torch.tanh(scale * logits / 4.0), target)
+
+    def call(hidden: Tensor, weight: Tensor) -> Any:
+        log_prob, found = linear_log_prob(hidden, weight, target, return_statistics=True, **options, **more)
+        return log_prob, *found[:4]
+
+    assert disagreements(call, formula, **head(device)) == []
+
+
+@HELD
+@pytest.mark.parametrize("which", range(5), ids=["log_prob", *TokenStatistics._fields[:4]])
+def test_every_statistic_has_a_gradient_of_its_own(which: int, options: dict[str, int], device: torch.device) -> None:
+    target = several_targets(device)
+
+    def call(hidden: Tensor, weight: Tensor) -> Any:
+        log_prob, found = linear_log_prob(hidden, weight, target, return_statistics=True, **options)
+        return (log_prob, *found)[which]
+
+    assert disagreements(call, lambda hidden, weight: statistics(hidden @ weight.t(), target)[which], **head(device)) == []
+
+
+@HELD
+def test_the_prediction_is_the_first_largest_logit(options: dict[str, int], device: torch.device) -> None:
+    given, target = head(device), some_targets(30, 9, device=device)
+    with torch.no_grad():
+        given["weight"][7] = given["weight"][19] = given["weight"][2]
+    _, found = linear_log_prob(**given, target=target, return_statistics=True, **options)
+    logits = given["hidden"] @ given["weight"].t()
+    assert torch.equal(found.prediction, torch.where(target == -100, -1, logits.argmax(-1)))
+
+
+@HELD
+def test_each_token_may_have_its_own_temperature(options: dict[str, int], device: torch.device) -> None:
+    target, temperature = some_targets(30, 9, device=device), torch.linspace(0.3, 3.0, 9, device=device)
+
+    def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return plain(4.0 * torch.tanh(hidden @ weight.t() / 4.0) / temperature[:, None], target)
+
+    def call(hidden: Tensor, weight: Tensor) -> Any:
+        return linear_log_prob(hidden, weight, target, softcap=4.0, temperature=temperature, return_entropy=True, **options)
+
+    assert disagreements(call, formula, **head(device)) == []
+
+
+@HELD
+def test_truncated_sampling_is_replayed_over_the_allowed_classes(options: dict[str, int], device: torch.device) -> None:
+    target = some_targets(30, 9, device=device)
+    allowed = torch.stack([torch.randperm(30, device=device)[:5] for _ in range(9)])
+    allowed[3:, 3:], allowed[4] = -100, -100
+    allowed[6, 1] = target[6].clamp(min=0)
+
+    def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logits = hidden @ weight.t()
+        inside = torch.zeros_like(logits, dtype=torch.bool)
+        for row in range(9):
+            named = [int(c) for c in allowed[row] if c != -100]
+            inside[row, [*named, int(target[row])] if named and target[row] != -100 else slice(None)] = True
+        every = torch.where(inside, logits, -torch.inf).log_softmax(-1)
+        counted = target != -100
+        entropy = -(every.exp() * every.masked_fill(~inside, 0.0)).sum(-1)
+        chosen = every.gather(-1, target.clamp(min=0)[:, None])[:, 0]
+        return torch.where(counted, chosen, 0.0), torch.where(counted, entropy, 0.0)
+
+    def call(hidden: Tensor, weight: Tensor) -> Any:
+        return linear_log_prob(hidden, weight, target, allowed=allowed, return_entropy=True, **options)
+
+    assert disagreements(call, formula, **head(device)) == []
+
+
+@HELD
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(options: dict[str, int], device: torch.device) -> None:
+    """The gradient overwrites kept logits only where nobody can come back to them."""
+    given, target = head(device), some_targets(30, 9, device=device)
+    log_prob = linear_log_prob(**given, target=target, **options)
+    first, second = (torch.autograd.grad(log_prob.sum(), list(given.values()), retain_graph=True) for _ in range(2))
+    last = torch.autograd.grad(log_prob.sum(), list(given.values()))
+    for one, two, three in zip(first, second, last, strict=True):
+        assert torch.equal(one, two)
+        torch.testing.assert_close(one, three)
+
+
+def test_float32_logits_are_not_rounded(device: torch.device) -> None:
+    hidden, weight = leaf(9, 64, device=device).bfloat16(), leaf(30, 64, device=device).bfloat16()
+    target = torch.randint(30, (9,), device=device)
+    exact = plain(hidden.double() @ weight.double().t(), target)[0]
+    rounded, wide = (linear_log_prob(hidden, weight, target, logits_dtype=d).double() for d in (None, torch.float32))
+    assert (wide - exact).norm() < 0.01 * (rounded - exact).norm()
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "budget", "expected"),
+    [
+        (8192, 128256, 0, Tiling(8192, 128256, 128256, torch.bfloat16)),
+        (8192, 151936, 0, Tiling(8192, 8448, 120832, torch.bfloat16)),
+        (8192, 128256, 300, Tiling(8192, 8448, 2432, torch.bfloat16)),
+        (65536, 128256, 0, Tiling(65536, 8448, 512, torch.bfloat16)),
+        (131072, 128256, 0, Tiling(67456, 8448, 0, torch.bfloat16)),
+        (131072, 128256, 12000, Tiling(131072, 8448, 31232, torch.bfloat16)),
+    ],
+)
+def test_a_budget_keeps_logits_then_recomputes_them_then_cuts_rows(rows: int, classes: int, budget: int, expected: Tiling) -> None:
+    assert tiling(rows, 4096, classes, torch.bfloat16, "cuda", False, budget=budget << 20) == expected
+
+
+@pytest.mark.parametrize("rows", [ROWS, 8 * ROWS])
+@pytest.mark.parametrize("share", [2, 3, 8])
+def test_a_call_stays_within_its_budget(rows: int, share: int, measured_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liger_core.ops._token_passes.REFERENCE_BLOCK", CLASSES)
+    weight = tensors(measured_device)[1]
+    hidden = torch.randn(rows, weight.shape[1], device=measured_device, requires_grad=True)
+    target, budget = torch.arange(rows, device=measured_device) % CLASSES, ROWS * CLASSES * 4 // share
+
+    def run() -> None:
+        torch.autograd.grad(linear_log_prob(hidden, weight, target, budget=budget).sum(), (hidden, weight))
+
+    gradients = 4 * (hidden.numel() + weight.numel())
+    assert allocations(run, measured_device).peak <= gradients + budget + rows * 4 * 40 + CLASSES * 4 * 8
+
+
 def step(hidden: Tensor, weight: Tensor, **options: Any) -> None:
     results = linear_log_prob(hidden, weight, torch.arange(ROWS, device=hidden.device), return_entropy=True, **options)
     inputs = [t for t in (hidden, weight) if t.requires_grad]
@@ -256,22 +402,23 @@ def step(hidden: Tensor, weight: Tensor, **options: Any) -> None:
         torch.autograd.grad(results, inputs, [torch.ones_like(r) for r in results])
 
 
-def test_recomputed_logits_come_from_matmuls_of_the_same_sizes(device: torch.device) -> None:
+@pytest.mark.parametrize("options", [{"budget": 200}, {"budget": 90}, {"chunk": 3}], ids=str)
+def test_recomputed_logits_come_from_matmuls_of_the_same_sizes(options: dict[str, int], device: torch.device) -> None:
     """Others round otherwise, and p would not fit the statistics of the forward pass."""
-    hidden, weight = leaf(7, 4, device=device), leaf(11, 4, device=device)
+    hidden, weight, width = leaf(7, 4, device=device), leaf(11, 4, device=device), 4
 
-    def lengths(run: Callable[[], Tensor]) -> tuple[Tensor, list[int]]:
+    def products(run: Callable[[], Tensor]) -> tuple[Tensor, list[Any]]:
         with torch.profiler.profile(record_shapes=True) as profiler:
             result = run()
-        shapes = [event.input_shapes for event in profiler.events() if event.name in ("aten::mm", "aten::addmm")]
-        return result, [a[0] for *_, a, b in (s[:3] if len(s[0]) == 1 else s[:2] for s in shapes) if b == [4, 11]]
+        shapes = [event.input_shapes for event in profiler.events() if event.name == "aten::mm"]
+        return result, [(a, b) for a, b, *_ in shapes if a[1] == b[0] == width]
 
     target = torch.zeros(7, dtype=torch.int64, device=device)
-    # The budget holds more rows beside no sum in float64 than beside one.
-    log_prob, forward = lengths(lambda: linear_log_prob(hidden, weight, target, accumulate_dtype=torch.float64, budget=280))
-    _, backward = lengths(lambda: torch.autograd.grad(log_prob.sum(), (hidden, weight))[0])
-    assert forward == backward
-    assert len(forward) > 1
+    log_prob, forward = products(lambda: linear_log_prob(hidden, weight, target, **options))
+    _, backward = products(lambda: torch.autograd.grad(log_prob.sum(), (hidden, weight))[0])
+    # What the forward pass alone computes is kept.
+    assert len(backward) > 1
+    assert forward[-len(backward) :] == backward
 
 
 def test_chunks_never_hold_all_the_logits(measured_device: torch.device) -> None:
@@ -284,18 +431,20 @@ def test_one_chunk_holds_them_as_the_measurement_must_notice(measured_device: to
     assert allocations(lambda: step(*pair, chunk=ROWS), measured_device).largest >= LOGITS_BYTES
 
 
-def test_the_backward_pass_keeps_only_inputs_and_three_numbers_a_row(measured_device: torch.device) -> None:
-    kept: list[Tensor] = []
+@pytest.mark.parametrize("kept", [False, True], ids=["recomputed", "kept"])
+def test_the_backward_pass_keeps_inputs_and_a_few_numbers_a_row_and_logits_that_fit(kept: bool, measured_device: torch.device) -> None:
+    saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        saved.append(tensor)
         return tensor
 
     pair, target = tensors(measured_device), torch.arange(ROWS, device=measured_device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        linear_log_prob(*pair, target, return_entropy=True)
+        linear_log_prob(*pair, target, return_entropy=True, chunk=None if kept else 32)
     inputs = {t.data_ptr() for t in (*pair, target)}
-    assert sorted(t.shape for t in kept if t.data_ptr() not in inputs) == [(ROWS,), (ROWS, 2)]
+    logits = [(ROWS, pair[1].shape[0])] if kept else []
+    assert sorted(t.shape for t in saved if t.data_ptr() not in inputs) == [(), (ROWS, 1), (ROWS, 6), *logits]
 
 
 def test_a_frozen_weight_gets_no_gradient_buffer(measured_device: torch.device) -> None:

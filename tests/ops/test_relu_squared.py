@@ -42,3 +42,10 @@ def test_nothing_but_the_input_is_kept(device: torch.device) -> None:
         relu_squared(x)
     fresh = {t.data_ptr() for t in kept} - {x.data_ptr()}
     assert len(fresh) <= (1 if explain(relu_squared, x).backend == "reference" else 0)
+
+
+def test_the_gradient_does_not_overflow_before_the_upstream_gradient_is_met(device: torch.device) -> None:
+    x = torch.tensor([60000.0], dtype=torch.float16, device=device, requires_grad=True)
+    relu_squared(x).backward(torch.tensor([0.25], dtype=torch.float16, device=device))
+    assert x.grad is not None
+    assert x.grad.tolist() == [30000.0]

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_bench.memory import peak_bytes
 from liger_core import linear_cross_entropy, linear_log_prob
-from liger_core.ops import _softmax_loss
+from liger_core.ops import _token_passes
 from liger_train.plan import devices
 from liger_train.plan.ledger import WEIGHTS, Ledger
 
@@ -24,6 +24,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "sum": partial(linear_cross_entropy, reduction="sum", chunk=64),
     "each row": partial(linear_cross_entropy, reduction="none", chunk=64),
     "log-probabilities": partial(linear_log_prob, chunk=64),
+    "log-probabilities, kept": linear_log_prob,
     "each row, within a budget": partial(linear_cross_entropy, reduction="none", budget=512 << 10),
 }
 NEEDS = {"both": (True, True), "frozen head": (True, False), "only the head": (False, True)}
@@ -42,7 +43,7 @@ def step(loss: Callable[..., Tensor], given: list[Tensor]) -> object:
 @pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_a_plan_counts_what_a_loss_takes(loss: Callable[..., Tensor], needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_softmax_loss, devices):
+    for module in (_token_passes, devices):
         monkeypatch.setattr(module, "REFERENCE_BLOCK", 4 * CLASSES)
     measured = peak_bytes(partial(step, loss, inputs(needs)), CPU, collect=False)
     ledger = Ledger(partial(devices.replace, "cpu"), partial(devices.scratch, "cpu"))

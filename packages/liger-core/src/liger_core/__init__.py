@@ -26,6 +26,7 @@ from liger_core.hookspecs import hookimpl
 from liger_core.op import Misuse, Op, Product, Sample, Work, Workload, op
 from liger_core.ops import *  # noqa: F403
 from liger_core.ops._softmax_loss import LossMetrics
+from liger_core.ops.linear_log_prob import TokenStatistics
 from liger_core.selection import use
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ __all__ = [
     "Sample",
     "ShapeError",
     "TargetError",
+    "TokenStatistics",
     "Unsupported",
     "Work",
     "Workload",

@@ -151,13 +151,17 @@ def distributed(op: str, arguments: Mapping[str, Any], problem: Exception) -> No
     raise DeviceError(f"{op}: {sentence}") from problem
 
 
+def readable(tensor: Tensor) -> bool:
+    """Whether looking at the values waits for nothing: on the CPU, and neither traced nor batched by a transform."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or torch.compiler.is_compiling() or tensor.numel() == 0:
+        return False
+    return not (torch._C._len_torch_dispatch_stack() or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
     """On the CPU, out-of-range targets are an error; on a device they are not looked at (the loss is then NaN)."""
     integer(op, "ignore_index", ignore_index)
-    if type(target) is not Tensor or target.device.type != "cpu" or torch.compiler.is_compiling() or target.numel() == 0:
-        return
-    # Neither do transforms: the values of a batched target differ from sample to sample.
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.is_functorch_wrapped_tensor(target):
+    if not readable(target):
         return
     wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if bool(wrong.any()):

@@ -241,8 +241,9 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
 
     backward's inputs are `grad_<output>`, inputs and outputs of forward under their own names (these are kept until then),
     and last `needs: list[bool]`: which of its results, each called `grad_<input>`, are asked for. A result `grad_<input>_and_<input>` is
-    the gradient of both; autograd copies a gradient that it shares before it writes to it. A forward that computes gradients itself
-    takes the same `needs` last. The first `public` outputs are returned; those without a `grad_` input are constants.
+    the gradient of both; autograd copies a gradient that it shares before it writes to it. A last result called `scratch` is memory that
+    the launch works in, and nobody's gradient. A forward that computes gradients itself, or keeps what they take, has the same `needs`
+    last. The first `public` outputs are returned; those without a `grad_` input are constants.
 
     Raises TypeError, at import, if a name belongs to nothing.
     """
@@ -252,7 +253,7 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     wanted = [a.name for a in backward.schema.arguments]
     _check_names(forward, backward, public)
     # The first and the last input of each of backward's results; one and the same but for a shared gradient.
-    targets = [(inputs.index(names[0]), inputs.index(names[-1])) for names in map(_inputs_of, backward.schema.returns)]
+    targets = [(inputs.index(names[0]), inputs.index(names[-1])) for names in map(_inputs_of, _results(backward))]
     trained = sorted({i for pair in targets for i in pair})
     gradients = [outputs.index(n.removeprefix("grad_")) for n in wanted if n.startswith("grad_") and n.removeprefix("grad_") in outputs]
     rest = wanted[len(gradients) : -1]
@@ -290,7 +291,7 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
         values = (*ctx.saved_tensors, *ctx.options)
         results = backward(*[grads[i] for i in gradients], *[values[i] for i in order], ctx.needs)
         answer: list[Any] = [None] * count
-        for (first, last), result in zip(targets, results, strict=True):
+        for (first, last), result in zip(targets, results, strict=False):
             answer[first] = answer[last] = result
         return tuple(answer)
 
@@ -347,7 +348,7 @@ def _check_names(forward: Kernel, backward: Kernel, public: int) -> None:
     given = [name for name in names if name in gradients]
     if not given or names[: len(given)] != [name for name in gradients if name in given]:
         raise TypeError(f"{backward.name}: {', '.join(gradients)} must come first and in this order, got {', '.join(names)}")
-    for result in backward.schema.returns:
+    for result in _results(backward):
         for name in _inputs_of(result):
             if name not in inputs:
                 raise TypeError(
@@ -374,6 +375,12 @@ def _is_transformed(value: Any) -> bool:
 
 def _asks(value: Tensor | None) -> bool:
     return value is not None and value.requires_grad
+
+
+def _results(backward: Kernel) -> list[Any]:
+    """The results of a backward kernel that are gradients."""
+    *rest, last = backward.schema.returns
+    return rest if last.name == "scratch" else [*rest, last]
 
 
 def _inputs_of(result: Any) -> list[str]:

@@ -182,7 +182,8 @@ def forward_kernel(
         tl.store(summed + out, rounded, mask=mask)
         value = rounded.to(tl.float32)
     if mean is not None:
-        average = tl.sum(value, 1) / width
+        # Correctly rounded, so that nothing is left of a constant row.
+        average = tl.div_rn(tl.sum(value, 1), 1.0 * width)
         tl.store(mean + row, average, mask=row_mask)
         value = value - average[:, None]
         if not WHOLE:

@@ -114,9 +114,10 @@ def wide_forward_kernel(
             share = count / (seen + count if EVEN else tl.maximum(seen + count, 1.0))
             step = middle - average
             average += step * share
-            squares += tl.sum(around * around, 1) + step * step * (share * seen)
+            # In this order nothing overflows where nothing was seen yet.
+            squares += tl.sum(around * around, 1) + step * (step * (share * seen))
             seen += count
-        total = tl.sum(average * seen, 0) / width
+        total = tl.div_rn(tl.sum(average * seen, 0), 1.0 * width)
         tl.store(mean + row, total)
         average = average - total
         square = tl.sum(squares + average * average * seen, 0)

@@ -3,31 +3,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.ops._softmax_loss import EntropyTerm, RowOptions, RowResults
+from liger_core.ops._softmax_loss import RowOptions, RowResults
+from liger_triton._logits import GRADIENT, STATISTICS, Shape, capped, through_cap
+from liger_triton._token_passes import TritonTokenPasses
 from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, processors, rows_of
 
-
-class Shape(NamedTuple):
-    """Columns of a block, warps and pipeline stages of one pass."""
-
-    block: int
-    warps: int
-    stages: int = 1
-
-
-# Share of copy bandwidth on one H200 at 8192 rows (bf16) for V = 40960 · 128256 · 163840, kernels alone.
-# Log-sum-exp (more than 1, since nothing is written): .98 · 1.06 · 1.07; blocks of 1024 on 4 warps .92 · 1.00 · 1.01. One thread a column, with
-# an exponential and nine operations for each, .84 · .89 · .89.
-STATISTICS = Shape(4096, 8)
-# Gradient alone: .94 · .94 · .94; most shapes do.
-GRADIENT = Shape(2048, 4)
 SCALE_BLOCK = 4096
 # Losses that the one program of the mean adds at a time.
 MEAN_BLOCK = 4096
@@ -46,7 +31,7 @@ def both_shape(width: int) -> Shape:
     return Shape(16384, 32) if width <= 98304 else Shape(32768, 32, 3)
 
 
-class TritonPasses:
+class TritonPasses(TritonTokenPasses):
     """One program a row. The second read of a row comes from the L2 cache."""
 
     def losses(
@@ -63,27 +48,23 @@ class TritonPasses:
             (rows,), logits, target, options.class_weight, row_factor, results.loss, results.statistics, results.prediction, results.entropy,
             logits.stride(0), row_factor.stride(0) if row_factor is not None else 0, width, *_scalars(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_FACTOR=row_factor is not None, HAS_SOFTCAP=options.softcap is not None,
-            HAS_SMOOTHING=options.label_smoothing > 0, KEEPS_LOWEST=options.softcap is None and options.logit_scale > 0,
+            HAS_SMOOTHING=options.label_smoothing > 0, KEEPS_LOWEST=options.softcap is None and options.logit_scale == 1.0,
             PREDICTION=results.prediction is not None, ENTROPY=results.entropy is not None,
             GRADIENT=gradient, BLOCK=block, VECTOR=min(VECTOR, block), STAGES=shape.stages, num_warps=shape.warps,
-            enable_fp_fusion=fuses(block) and _is_exact(options),
+            enable_fp_fusion=fuses(block),
         )  # fmt: skip
 
-    def gradients(
-        self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
-        term: EntropyTerm | None = None,
-    ) -> None:  # fmt: skip
+    def gradients(self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
         rows, width = logits.shape
         if rows == 0:
             return
         logits, target, options = rows_of(logits), target.contiguous(), _contiguous(options)
         block = min(GRADIENT.block, power_of_two(width))
-        factor, entropy = (None, None) if term is None else term
         gradient_launch(
-            (rows, cdiv(width, block)), logits, target, options.class_weight, row_factor, statistics, factor, entropy, out,
+            (rows, cdiv(width, block)), logits, target, options.class_weight, row_factor, statistics, out,
             logits.stride(0), out.stride(0), row_factor.stride(0), width, *_scalars(options), _weight_sum(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_SOFTCAP=options.softcap is not None, HAS_SMOOTHING=options.label_smoothing > 0,
-            ENTROPY=term is not None, BLOCK=block, num_warps=GRADIENT.warps, enable_fp_fusion=_is_exact(options),
+            BLOCK=block, num_warps=GRADIENT.warps,
         )  # fmt: skip
 
     def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
@@ -103,11 +84,6 @@ class TritonPasses:
 PASSES = TritonPasses()
 
 
-def _is_exact(options: RowOptions) -> bool:
-    """Whether x is the logit itself, or else a rounded product, which fused into x - m would not cancel: m is a rounded one, too."""
-    return options.softcap is None and options.logit_scale == 1.0
-
-
 def _contiguous(options: RowOptions) -> RowOptions:
     weight = options.class_weight
     return options if weight is None or weight.is_contiguous() else options._replace(class_weight=weight.contiguous())
@@ -125,32 +101,15 @@ def _weight_sum(options: RowOptions) -> Tensor | None:
 
 
 @triton.jit
-def capped(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """logit_scale · logits, then softcap · tanh(· / softcap), in float32."""
-    x = logits.to(tl.float32) * logit_scale
-    if HAS_SOFTCAP:
-        # tanh by its exponential, since the hardware's approximation is off by 2⁻¹¹; near 0, where that cancels, by its series.
-        u = x * (1.0 / softcap)
-        size = tl.abs(u)
-        decay = tl.exp(-2.0 * size)
-        square = u * u
-        series = 1.0 + square * (-0.3333333333333333 + square * (0.13333333333333333 - square * 0.05396825396825397))
-        far = (1.0 - decay) / (1.0 + decay)
-        x = softcap * tl.where(size < 0.1, u * series, tl.where(u < 0, -far, far))
-    return x
-
-
-@triton.jit
 def row_gradient(
-    x, column, label, top, log2_sum, hard, share, factor, entropy_factor, entropy, class_weight, label_smoothing, softcap, width, mask,
-    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, ENTROPY: tl.constexpr,
+    x, column, label, top, inverse, hard, share, factor, class_weight, label_smoothing, width, mask,
+    HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """factor · d loss / d logits for a block of columns: softmax · share, less `hard` at the label, less the smoothed weights.
+    """factor · d loss / d x for a block of columns: softmax · share, less `hard` at the label, less the smoothed weights.
 
-    With ENTROPY also entropy_factor · d entropy / d logits: -p · (log p + entropy).
+    inverse is 1 / Σ e^(x - top).
     """
-    log2_p = (x - top) * 1.4426950408889634 - log2_sum
-    p = tl.exp2(log2_p)
+    p = tl.exp2((x - top) * 1.4426950408889634) * inverse
     d = p * share
     d = tl.where(column == label, d - hard, d)
     if HAS_SMOOTHING:
@@ -158,15 +117,7 @@ def row_gradient(
             d -= label_smoothing / width * tl.load(class_weight + column, mask=mask, other=0.0).to(tl.float32)
         else:
             d -= label_smoothing / width
-    d = d * factor
-    if ENTROPY:
-        # 2^-1000 is 0, so that the cut changes nothing but 0·∞.
-        log2_p = tl.where(log2_p < -1000.0, -1000.0, log2_p)
-        d -= entropy_factor * p * (log2_p * 0.6931471805599453 + entropy)
-    if HAS_SOFTCAP:
-        u = x * (1.0 / softcap)
-        d = d * (1.0 - u * u)
-    return d
+    return d * factor
 
 
 @triton.jit
@@ -181,7 +132,8 @@ def loss_kernel(
 
     A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their maximum,
     moves d to it with one exponential and adds one for each, so that threads meet only once a row. Differences are taken before
-    they are scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: a masked lane is still -∞ after scale and cap.
+    they are scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: x is the logit itself, so that a masked lane is -∞.
+    Otherwise a mask also keeps the product that x is from being fused into x - m, where m is a rounded one.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
@@ -190,7 +142,7 @@ def loss_kernel(
     if label == ignore_index:
         tl.store(loss + row, 0.0)
         tl.store(statistics + 2 * row, 0.0)
-        tl.store(statistics + 2 * row + 1, 0.0)
+        tl.store(statistics + 2 * row + 1, 1.0)
         if PREDICTION:
             tl.store(prediction + row, -1)
         if ENTROPY:
@@ -202,7 +154,7 @@ def loss_kernel(
         return
     in_range = (label >= 0) & (label < width)
     safe = tl.where(in_range, label, 0)
-    chosen = capped(tl.load(base + safe), logit_scale, softcap, HAS_SOFTCAP)
+    chosen = tl.where(in_range, capped(tl.load(base + safe), logit_scale, softcap, HAS_SOFTCAP), 0.0)
     # The smoothed loss adds distances from here; where the loss is infinite it stays so.
     anchor = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)
     # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
@@ -271,7 +223,7 @@ def loss_kernel(
     value = tl.where(in_range, value, float("nan"))
     tl.store(loss + row, value)
     tl.store(statistics + 2 * row, top)
-    tl.store(statistics + 2 * row + 1, log_sum)
+    tl.store(statistics + 2 * row + 1, exp_sum)
     if PREDICTION:
         tl.store(prediction + row, tl.min(tl.where(m == top, best, width), 0).to(tl.int64))
     if ENTROPY:
@@ -279,27 +231,27 @@ def loss_kernel(
         mean_distance = tl.sum((distance + d * behind) * lane_share, 0) / exp_sum
         tl.store(entropy + row, (log2_sum - mean_distance) * 0.6931471805599453)
     if GRADIENT:
-        factor = tl.where(in_range, logit_scale, float("nan"))
+        factor = tl.where(in_range, 1.0, float("nan"))
         if HAS_FACTOR:
             factor = factor * tl.load(row_factor + row * factor_stride).to(tl.float32)
         for start in tl.range(0, width, BLOCK):
             column = start + lane
             mask = column < width
             loaded = tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first")
-            x = capped(loaded, logit_scale, softcap, HAS_SOFTCAP)
+            x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
             g = row_gradient(
-                x, column, safe, top, log2_sum, hard, share, factor, 0.0, 0.0, class_weight, label_smoothing, softcap, width, mask,
-                HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING, False,
+                x, column, safe, top, 1.0 / exp_sum, hard, share, factor, class_weight, label_smoothing, width, mask,
+                HAS_WEIGHT, HAS_SMOOTHING,
             )  # fmt: skip
+            g = through_cap(g, loaded, logit_scale, softcap, HAS_SOFTCAP)
             tl.store(base + column, g.to(logits.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
 def gradient_kernel(
-    logits, target, class_weight, row_factor, statistics, entropy_factor, entropy, out, row_stride, out_stride, factor_stride, width,
+    logits, target, class_weight, row_factor, statistics, out, row_stride, out_stride, factor_stride, width,
     ignore_index, label_smoothing, z_loss, softcap, logit_scale, weight_sum,
-    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes one block of one row's gradient, from the statistics that the forward pass kept."""
     row = tl.program_id(0).to(tl.int64)
@@ -312,28 +264,24 @@ def gradient_kernel(
     in_range = (label >= 0) & (label < width)
     safe = tl.where(in_range, label, 0)
     top = tl.load(statistics + 2 * row)
-    log_sum = tl.load(statistics + 2 * row + 1)
+    exp_sum = tl.load(statistics + 2 * row + 1)
     hard = 1.0 - label_smoothing
     if HAS_WEIGHT:
         hard = hard * tl.load(class_weight + safe).to(tl.float32)
-    share = hard + 2.0 * z_loss * (top + log_sum)
+    share = hard + 2.0 * z_loss * (top + tl.log2(exp_sum) * 0.6931471805599453)
     if HAS_SMOOTHING:
         if HAS_WEIGHT:
             share += label_smoothing / width * tl.load(weight_sum)
         else:
             share += label_smoothing
-    factor = tl.where(in_range, logit_scale, float("nan")) * tl.load(row_factor + row * factor_stride).to(tl.float32)
-    if ENTROPY:
-        by_entropy = tl.load(entropy_factor + row) * logit_scale
-        level = tl.load(entropy + row)
-    else:
-        by_entropy = 0.0
-        level = 0.0
-    x = capped(tl.load(logits + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    factor = tl.where(in_range, 1.0, float("nan")) * tl.load(row_factor + row * factor_stride).to(tl.float32)
+    loaded = tl.load(logits + row * row_stride + column, mask=mask, other=0.0)
+    x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
     g = row_gradient(
-        x, column, safe, top, log_sum * 1.4426950408889634, hard, share, factor, by_entropy, level, class_weight, label_smoothing, softcap, width, mask,
-        HAS_WEIGHT, HAS_SOFTCAP, HAS_SMOOTHING, ENTROPY,
+        x, column, safe, top, 1.0 / exp_sum, hard, share, factor, class_weight, label_smoothing, width, mask,
+        HAS_WEIGHT, HAS_SMOOTHING,
     )  # fmt: skip
+    g = through_cap(g, loaded, logit_scale, softcap, HAS_SOFTCAP)
     tl.store(out + row * out_stride + column, g.to(out.dtype.element_ty), mask=mask)
 
 

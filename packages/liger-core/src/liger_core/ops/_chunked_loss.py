@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunk loop of linear_cross_entropy and linear_log_prob: the products around a backend's row passes."""
+"""The chunk loop of linear_cross_entropy, and what it shares with the loop of per-token results: the matmuls around row passes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._inputs import accumulator
-from liger_core.ops._softmax_loss import Asked, EntropyTerm, RowOptions, RowPasses, RowResults, row_results
+from liger_core.ops._softmax_loss import Asked, RowOptions, RowPasses, RowResults, row_results
 
 Chunk = int | Literal["report"] | None
 
@@ -153,12 +153,10 @@ class Gradients(NamedTuple):
 
 
 class Loop:
-    """The kernels of the ops that multiply by a head, for a backend's row passes.
+    """The kernels of summed losses of a head, for a backend's row passes; those of per-token results are in _token_loop.py.
 
     reduced  (head, token_weight, divide, row options, chunk options, statistics asked for) → summed loss and the results of rows. Its
            gradients are computed chunk by chunk in the forward pass, without the upstream gradient
-    per_row  (head, row options, chunk options, …) → the loss of each row and the other results. The backward pass recomputes the logits,
-           since only then is the upstream gradient known; the entropy of a row has a gradient, too
     """
 
     def __init__(self, passes: RowPasses, make_kernel: Callable[..., Kernel]) -> None:
@@ -171,11 +169,6 @@ class Loop:
                 self._launch_reduced_backward,
                 self._recycle_reduced_backward,
             ),
-            public=4,
-        )
-        self.per_row = differentiable(
-            make_kernel("linear_cross_entropy_rows", self._allocate_per_row, self._launch_per_row),
-            make_kernel("linear_cross_entropy_rows_backward", self._allocate_per_row_backward, self._launch_per_row_backward),
             public=4,
         )
 
@@ -198,7 +191,7 @@ class Loop:
         self, results: RowResults, scale: Tensor | None, sums: Sums, /, head: Head, token_weight: Tensor | None, divide: Tensor | None,
         options: RowOptions, chunks: ChunkOptions, asked: Asked, needs: list[bool],
     ) -> None:  # fmt: skip
-        counted = _Counted(head, options.ignore_index, chunks.pack)
+        counted = Counted(head, options.ignore_index, chunks.pack)
         rows = chunks.chunking(head.hidden, head.weight).rows
         gradient = any(needs)
         inverse = None if divide is None else divide.reciprocal()
@@ -206,7 +199,7 @@ class Loop:
         if inverse is not None and scale is None and gradient:
             factors = inverse.expand(head.hidden.shape[0]) if token_weight is None else token_weight * inverse
         loss, results = results.loss, results._replace(loss=results.statistics.new_empty(head.hidden.shape[0]))
-        packed = _Packed(head, counted.index())
+        packed = Packed(head, counted.index())
         factors = packed.take(factors)
         inner, running = packed.results(results), _Running(sums._replace(sum_hidden=packed.like(sums.sum_hidden)))
         for part, logits in _logits(packed.head, rows):
@@ -214,7 +207,7 @@ class Loop:
             self.passes.losses(logits, packed.head.target[part], _part(inner, part), options, factor, gradient)
             running.add(part, logits, packed.head)
         running.finish()
-        packed.scatter(inner, results)
+        packed.scatter(inner, results, RowResults._fields)
         packed.scatter_rows(running.sums.sum_hidden, sums.sum_hidden)
         torch.sum(results.loss if token_weight is None else results.loss * token_weight, dim=0, out=loss)
         if inverse is not None:
@@ -249,67 +242,6 @@ class Loop:
             # .data has a version counter of its own: a kept graph may add once more.
             self.passes.scaled(sums.sum_weight, factor, main_grad.data, add=True)
 
-    def _allocate_per_row(self, head: Head, options: RowOptions, chunks: ChunkOptions, asked: Asked) -> Outputs:
-        return row_results(head.hidden, asked)
-
-    def _launch_per_row(self, results: RowResults, /, head: Head, options: RowOptions, chunks: ChunkOptions, asked: Asked) -> None:
-        counted = _Counted(head, options.ignore_index, chunks.pack)
-        rows = chunks.chunking(head.hidden, head.weight).rows
-        packed = _Packed(head, counted.index())
-        inner = packed.results(results)
-        for part, logits in _logits(packed.head, rows):
-            self.passes.losses(logits, packed.head.target[part], _part(inner, part), options, None, False)
-        packed.scatter(inner, results)
-
-    def _allocate_per_row_backward(
-        self, grad_loss: Tensor | None, grad_entropy: Tensor | None, head: Head, options: RowOptions, chunks: ChunkOptions,
-        statistics: Tensor, entropy: Tensor | None, needs: list[bool],
-    ) -> Outputs:  # fmt: skip
-        given = (head.hidden, head.weight if chunks.main_grad is None else None, head.bias)
-        return tuple(
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
-            for need, t in zip(needs, given, strict=True)
-        )
-
-    def _launch_per_row_backward(
-        self, gradients: Gradients, /, grad_loss: Tensor | None, grad_entropy: Tensor | None, head: Head, options: RowOptions,
-        chunks: ChunkOptions, statistics: Tensor, entropy: Tensor | None, needs: list[bool],
-    ) -> None:  # fmt: skip
-        counted = _Counted(head, options.ignore_index, chunks.pack)
-        weight, wide = head.weight, accumulator(head.weight.dtype)
-        # The gradient at an ignored row may be infinite, as that of a ratio to a probability of 0; it counts for nothing.
-        is_counted = head.target != options.ignore_index
-        upstream = [None if g is None else torch.where(is_counted, g, 0.0) for g in (grad_loss, grad_entropy)]
-        # The largest upstream gradient is factored out and put back at the end: p · grad underflows in float16 where grad is 1/tokens.
-        largest = functools.reduce(torch.maximum, [_largest(g) for g in upstream if g is not None])
-        largest = torch.where(largest > 0, largest, 1.0)
-        if weight.dtype == torch.float16:
-            # Where it is large, as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows from underflow.
-            largest = largest / largest.clamp(1.0, 16384.0)
-        packed = _Packed(head, counted.index())
-        factor, by_entropy = (None if g is None else packed.take(g / largest) for g in upstream)
-        factor = packed.head.hidden.new_zeros(packed.head.hidden.shape[0], dtype=wide) if factor is None else factor
-        statistics, entropy = packed.take(statistics), packed.take(entropy)
-        rows, dtype = chunks.chunking(head.hidden, weight)
-        sums = Sums(
-            packed.like(gradients.grad_hidden),
-            None if not needs[1] else _in_dtype(gradients.grad_weight, weight, dtype),
-            None if gradients.grad_bias is None else torch.empty(gradients.grad_bias.shape, dtype=wide, device=weight.device),
-        )
-        running = _Running(sums)
-        for part, logits in _logits(packed.head, rows):
-            term = None if by_entropy is None or entropy is None else EntropyTerm(by_entropy[part], entropy[part])
-            self.passes.gradients(logits, packed.head.target[part], statistics[part], factor[part], options, logits, term)
-            running.add(part, logits, packed.head)
-        running.finish()
-        largest = largest.to(wide)
-        for summed, grad in zip(sums, gradients._replace(grad_hidden=sums.sum_hidden), strict=True):
-            if summed is not None and grad is not None and summed.numel():
-                self.passes.scaled(summed, largest, grad)
-        if chunks.main_grad is not None and sums.sum_weight is not None:
-            self.passes.scaled(sums.sum_weight, largest, chunks.main_grad.data, add=True)
-        packed.scatter_rows(sums.sum_hidden, gradients.grad_hidden)
-
 
 @functools.cache
 def loop_of(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Loop:
@@ -317,19 +249,9 @@ def loop_of(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Loop:
     return Loop(passes, make_kernel)
 
 
-def _in_dtype(given: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor itself if it has the dtype, else new memory for what is summed in it."""
-    return given if given is not None and given.dtype == dtype else torch.empty(like.shape, dtype=dtype, device=like.device)
-
-
 def _divides_late(hidden: Tensor, divide: Tensor | None) -> bool:
     """1/normalizer waits for the backward pass in float16, where a probability divided by the number of tokens underflows."""
     return divide is not None and hidden.dtype == torch.float16
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    """The largest magnitude, 1 of nothing."""
-    return tensor.abs().amax() if tensor.numel() else tensor.new_ones(())
 
 
 def _part(results: RowResults, part: slice) -> RowResults:
@@ -363,7 +285,7 @@ class _Running:
         if of_hidden is not None:
             torch.mm(gradient, head.weight, out=of_hidden[part])
         if of_weight is not None:
-            _accumulate(of_weight, gradient.t(), head.hidden[part], self.first)
+            accumulate(of_weight, gradient.t(), head.hidden[part], self.first)
         if of_bias is not None:
             column = gradient.sum(0, dtype=of_bias.dtype)
             _ = of_bias.copy_(column) if self.first else of_bias.add_(column)
@@ -377,7 +299,7 @@ class _Running:
                     summed.zero_()
 
 
-def _accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """out (+)= a @ b, summed in the dtype of out."""
     if out.dtype == a.dtype:
         _ = torch.mm(a, b, out=out) if first else out.addmm_(a, b)
@@ -398,42 +320,50 @@ PACK_TILE = 128
 PACK_SHARE = 32
 
 
-class _Counted:
-    """Which rows have a target that counts. The number of them is asked for at once and waited for as late as can be."""
+class Counted:
+    """Which rows have a target that counts. The number of them is asked for at once and waited for as late as can be, unless it is known.
 
-    def __init__(self, head: Head, ignore_index: int, pack: bool) -> None:
+    number  of rows that count; -1 if all are taken, None if it is not known
+    """
+
+    def __init__(self, head: Head, ignore_index: int, pack: bool, number: int | None = None) -> None:
         self.mask: Tensor | None = None
-        target = head.target
-        if not pack:
+        self.number, target = number, head.target
+        if not pack or number == -1:
             return
         if target.is_cuda:
             # A CUDA graph cannot wait, so it keeps all rows.
             if 2 * head.hidden.numel() * head.weight.shape[0] < PACK_FLOPS or torch.cuda.is_current_stream_capturing():
                 return
             self.mask = target != ignore_index
-            self.number = self.mask.sum().to("cpu", non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
+            if number is None:
+                self.arriving = self.mask.sum().to("cpu", non_blocking=True)
+                self.arrived = torch.cuda.Event()
+                self.arrived.record()
         elif target.device.type == "cpu":
             self.mask = target != ignore_index
 
     def index(self) -> Tensor | None:
         """The rows to keep, or None for all of them."""
         if self.mask is None:
+            self.number = -1
             return None
         rows = self.mask.shape[0]
         if not self.mask.is_cuda:
             index = self.mask.nonzero()[:, 0]
+            self.number = index.shape[0]
             return index if index.shape[0] < rows else None
-        self.arrived.synchronize()
-        kept = -(-int(self.number) // PACK_TILE) * PACK_TILE
+        if self.number is None:
+            self.arrived.synchronize()
+            self.number = int(self.arriving)
+        kept = -(-self.number // PACK_TILE) * PACK_TILE
         if kept > rows - rows // PACK_SHARE:
             return None
         # Ignored rows fill the last tile; they have neither loss nor gradient.
         return self.mask.to(torch.uint8).argsort(descending=True, stable=True)[:kept]
 
 
-class _Packed:
+class Packed:
     """The rows that count: those of ignored targets are left out of every matmul."""
 
     def __init__(self, head: Head, index: Tensor | None) -> None:
@@ -454,11 +384,11 @@ class _Packed:
     def results(self, full: RowResults) -> RowResults:
         return RowResults(*(self.like(t) for t in full))  # type: ignore[arg-type]
 
-    def scatter(self, inner: RowResults, full: RowResults) -> None:
-        """Put packed results in their rows; the others have loss 0, entropy 0 and no prediction."""
+    def scatter(self, inner: Sequence[Tensor | None], full: Sequence[Tensor | None], names: Sequence[str]) -> None:
+        """Put packed results of these names in their rows; the others have 0, and no prediction."""
         if self.index is None:
             return
-        for name, part, whole in zip(RowResults._fields, inner, full, strict=True):
+        for name, part, whole in zip(names, inner, full, strict=False):
             if part is not None and whole is not None:
                 whole.fill_(-1 if name == "prediction" else 0).index_copy_(0, self.index, part)
 

@@ -17,8 +17,8 @@ from liger_core.ops._chunked_loss import Chunk, Head, autocast_dtype
 from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, workload
 
 
-def check_head(name: str, head: Head) -> None:
-    """Rows, weight, targets and bias must fit each other."""
+def check_head(name: str, head: Head, several: bool = False) -> None:
+    """Rows, weight, targets and bias must fit each other; several targets a row are in a last dimension of their own."""
     hidden, weight, target, bias = head
     checks.tensor(name, "target", target)
     checks.floating(name, 2, hidden=hidden, weight=weight, bias=bias)
@@ -28,7 +28,7 @@ def check_head(name: str, head: Head) -> None:
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         wanted = f"(classes, {hidden.shape[-1]})"
         checks.fail(ShapeError, name, f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}")
-    check_rows(name, "target", target, hidden)
+    check_rows(name, "target", target, hidden, several)
     checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
     checks.same_device(name, "hidden", hidden, target=target)
     if autocast_dtype(hidden.device.type) is None:
@@ -74,23 +74,25 @@ def check_chunks(
             )
 
 
-def check_rows(name: str, label: str, tensor: Tensor, hidden: Tensor) -> None:
-    """One number for each row of hidden."""
-    if tensor.shape != hidden.shape[:-1]:
-        wanted = str(tuple(hidden.shape[:-1]))
+def check_rows(name: str, label: str, tensor: Tensor, hidden: Tensor, several: bool = False) -> None:
+    """One number for each row of hidden, or several."""
+    rows = tuple(hidden.shape[:-1])
+    if tensor.shape != rows and not (several and tensor.dim() == hidden.dim() and tensor.shape[:-1] == rows and tensor.shape[-1] > 0):
+        wanted = f"{rows} or ({', '.join(map(str, (*rows, 'K')))})" if several else str(rows)
         checks.fail(
             ShapeError, name, f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}"
         )
 
 
-def head_misuses(name: str, device: torch.device) -> Iterator[Misuse]:
-    """The wrong calls that all ops with a head share."""
+def head_misuses(name: str, device: torch.device, several: bool = False) -> Iterator[Misuse]:
+    """The wrong calls that all ops with a head share; several targets a row may be allowed."""
     misuse = misuses_of(name)
     x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
     message = "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
     yield misuse("weight_shape", (x, w[:, :7], t), ShapeError, message)
     yield misuse("no_width", (x[:, :0], w[:, :0], t), ShapeError, "hidden must have a width of at least 1, got (3, 0)")
-    yield misuse("target_shape", (x, w, t[:2]), ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)")
+    wanted = "(3,) or (3, K)" if several else "(3,)"
+    yield misuse("target_shape", (x, w, t[:2]), ShapeError, f"target must have shape {wanted} to match hidden (3, 8), got (2,)")
     yield misuse("bias_shape", (x, w, t), ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)", bias=x[0])
     message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
     yield misuse("dtypes", (x, w.bfloat16(), t), DtypeError, message)
@@ -120,13 +122,15 @@ def head_misuses(name: str, device: torch.device) -> Iterator[Misuse]:
             yield misuse(f"target_range_{value}", (x, w, torch.tensor([0, 1, value])), TargetError, message)
 
 
-def head_workload(rows: int, width: int, classes: int, axis: str = "", mode: str = "", quick: bool = False, **options: Any) -> Workload:
-    """A head of these sizes and its targets, of which the mode "half_ignored" ignores half."""
+def head_workload(
+    rows: int, width: int, classes: int, axis: str = "", mode: str = "", quick: bool = False, targets: int = 0, **options: Any
+) -> Workload:
+    """A head of these sizes and its targets, one or several a row, of which the mode "half_ignored" ignores half."""
 
     def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = normal(device, dtype, rows, width)
         weight = normal(device, dtype, classes, width, scale=width**-0.5)
-        target = integers(device, classes, rows)
+        target = integers(device, classes, rows, targets) if targets else integers(device, classes, rows)
         if mode == "half_ignored":
             # Scattered, as prompts and padding of a batch leave them.
             target[torch.randperm(rows, device=device)[: rows // 2]] = -100
@@ -150,7 +154,7 @@ def head_series() -> Iterator[Workload]:
 
 def work(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Work:
     """One product for the logits, and one for each gradient."""
-    rows, (classes, width) = target.numel(), weight.shape
+    (classes, width), rows = weight.shape, hidden.numel() // weight.shape[1]
     size = (hidden.numel() + weight.numel()) * hidden.element_size()
     logits = Product(rows, width, classes, "right")
     products = (logits, Product(rows, classes, width, "", "hidden"), Product(classes, rows, width, "left", "weight"))

@@ -87,7 +87,7 @@ def metrics_of(
     assert entropy is not None
     labels, entropy = target.reshape(-1), entropy.detach()
     counted = labels != options.ignore_index
-    lse = statistics.sum(-1)
+    lse = statistics[:, 0] + statistics[:, 1].log()
     # In this order 0 · lse² is 0 even where the square overflows.
     penalty = options.z_loss * lse * lse
     if token_weight is not None:

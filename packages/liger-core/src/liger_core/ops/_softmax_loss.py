@@ -4,13 +4,14 @@
 For one row of logits a (after bias) and target t, with class weights w (1 by default), V classes:
 
     x    = logit_scale · a, then softcap · tanh(x / softcap) if a softcap is given
-    lse  = log Σ exp(x) = m + s,   m = max x,   s = log Σ exp(x - m)
+    lse  = log Σ exp(x) = m + log d,   m = max x,   d = Σ exp(x - m)
     loss = (1 - smoothing) · w_t · (lse - x_t) + smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²
 
-    p = exp(x - lse);   entropy = -Σ p log p;   d entropy / d x = -p · (log p + entropy)
+    p = exp(x - m) / d;   entropy = -Σ p log p
 
-Every difference x - lse is computed as (x - m) - s. In float32 lse has no digits left for s once m is large: at m = 10⁷ the gradient
-would be off by 3 %. So m and s are kept apart, as `statistics` (rows, 2).
+Every difference x - lse is computed as (x - m) - log d. In float32 lse has no digits left for log d once m is large: at m = 10⁷ the
+gradient would be off by 3 %. So m and d are kept apart, as `statistics` (rows, 2). Not m and log d: dividing by d rounds each p on its
+own, while the round-off of log d would be a factor of all p, whose sum then is not 1.
 
 A row whose target is `ignore_index` has loss 0 and no gradient; one whose target is out of range has loss and gradient NaN,
 since no implementation may wait for the device to find out.
@@ -25,9 +26,7 @@ import torch
 from torch import Tensor
 
 from liger_core.ops._inputs import accumulator
-
-# Elements of logits that the pure-PyTorch passes hold in float32 at a time.
-REFERENCE_BLOCK = 1 << 21
+from liger_core.ops._token_passes import TokenPasses, TorchTokenPasses, blocks
 
 
 class LossMetrics(NamedTuple):
@@ -69,7 +68,7 @@ class Asked(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """Per-row outputs of a pass: float32 loss, statistics (m, s), and, where they are asked for, arg-max and entropy."""
+    """Per-row outputs of a pass: float32 loss, statistics (m, d), and, where they are asked for, arg-max and entropy."""
 
     loss: Tensor
     statistics: Tensor
@@ -88,14 +87,7 @@ def row_results(like: Tensor, asked: Asked) -> RowResults:
     )
 
 
-class EntropyTerm(NamedTuple):
-    """What adds factor · d entropy / d a to a gradient, row by row: factor, and the entropy that the forward pass found."""
-
-    factor: Tensor
-    entropy: Tensor
-
-
-class RowPasses(Protocol):
+class RowPasses(TokenPasses, Protocol):
     """What a backend provides; everything else about the losses is written once in core."""
 
     def __hash__(self) -> int: ...
@@ -105,11 +97,8 @@ class RowPasses(Protocol):
     ) -> None:
         """Fill results; with gradient also overwrite logits by row_factor · d loss / d a (row_factor is 1 if None)."""
 
-    def gradients(
-        self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
-        term: EntropyTerm | None = None,
-    ) -> None:  # fmt: skip
-        """Write row_factor · d loss / d a, plus the term, into out (which may be logits), given the statistics of each row."""
+    def gradients(self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
+        """Write row_factor · d loss / d a into out, given the statistics of each row."""
 
     def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
         """mean = inverse · Σ losses, where inverse is 1/divide, by default 1/Σ w_t over the counted targets (1 if there is none)."""
@@ -118,18 +107,18 @@ class RowPasses(Protocol):
         """out = tensor · scale, or out += tensor · scale; a float32 scalar on the device, rounded once. out may be tensor."""
 
 
-class TorchPasses:
+class TorchPasses(TorchTokenPasses):
     """The row passes in pure PyTorch, a block of rows at a time."""
 
     def losses(
         self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool
     ) -> None:
-        for rows in _blocks(logits):
+        for rows in blocks(logits):
             x = _capped(logits[rows], options)
             top = x.amax(-1, keepdim=True)
             below = x - top
             exp_sum = below.exp().sum(-1)
-            statistics = torch.stack((top[:, 0], exp_sum.log()), dim=-1)
+            statistics = torch.stack((top[:, 0], exp_sum), dim=-1)
             results.statistics[rows] = statistics
             results.loss[rows] = _losses(below, statistics, target[rows], options)
             counted = target[rows] != options.ignore_index
@@ -146,14 +135,10 @@ class TorchPasses:
                 factor = None if row_factor is None else row_factor[rows]
                 logits[rows] = _gradients(x, target[rows], statistics, factor, options).to(logits.dtype)
 
-    def gradients(
-        self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor,
-        term: EntropyTerm | None = None,
-    ) -> None:  # fmt: skip
-        for rows in _blocks(logits):
+    def gradients(self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
+        for rows in blocks(logits):
             x = _capped(logits[rows], options)
-            part = None if term is None else EntropyTerm(*(t[rows] for t in term))
-            out[rows] = _gradients(x, target[rows], statistics[rows], row_factor[rows], options, part).to(out.dtype)
+            out[rows] = _gradients(x, target[rows], statistics[rows], row_factor[rows], options).to(out.dtype)
 
     def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
         if divide is None:
@@ -164,18 +149,13 @@ class TorchPasses:
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
         if tensor is out and scale.device.type == "cpu" and scale == 1.0:
             return
-        for rows in [...] if tensor.dim() < 2 else _blocks(tensor):
+        for rows in [...] if tensor.dim() < 2 else blocks(tensor):
             value = tensor[rows].to(scale.dtype)
             value = value.mul_(scale) if value.data_ptr() == out[rows].data_ptr() else value * scale
             out[rows] = value.add_(out[rows]) if add else value
 
 
 TORCH_PASSES = TorchPasses()
-
-
-def _blocks(tensor: Tensor) -> list[slice]:
-    rows = max(1, REFERENCE_BLOCK // max(1, tensor.shape[1]))
-    return [slice(i, min(i + rows, tensor.shape[0])) for i in range(0, tensor.shape[0], rows)]
 
 
 def _capped(logits: Tensor, options: RowOptions) -> Tensor:
@@ -193,7 +173,7 @@ def _losses(below: Tensor, statistics: Tensor, target: Tensor, options: RowOptio
     counted = target != options.ignore_index
     index = target.clamp(0, classes - 1)
     weight = options.class_weight
-    log_sum = statistics[:, 1]
+    log_sum = statistics[:, 1].log()
     loss = log_sum - below.gather(-1, index[:, None])[:, 0]
     if weight is not None:
         loss = loss * weight.to(below.dtype)[index]
@@ -205,18 +185,18 @@ def _losses(below: Tensor, statistics: Tensor, target: Tensor, options: RowOptio
             smooth = (log_sum * wide.sum() - below @ wide) / classes
         loss = (1.0 - options.label_smoothing) * loss + options.label_smoothing * smooth
     if options.z_loss:
-        loss = loss + options.z_loss * statistics.sum(-1).square()
+        lse = statistics[:, 0] + log_sum
+        # In this order nothing overflows that the loss can hold.
+        loss = loss + options.z_loss * lse * lse
     loss = torch.where((target < 0) | (target >= classes), float("nan"), loss)
     return torch.where(counted, loss, 0.0)
 
 
-def _gradients(
-    x: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor | None, options: RowOptions, term: EntropyTerm | None = None
-) -> Tensor:
+def _gradients(x: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor | None, options: RowOptions) -> Tensor:
     classes = x.shape[-1]
     counted = target != options.ignore_index
     index = target.clamp(0, classes - 1)
-    top, log_sum = statistics.unbind(-1)
+    top, exp_sum = statistics.unbind(-1)
     weight = None if options.class_weight is None else options.class_weight.to(x.dtype)
     hard = torch.ones_like(top) if weight is None else weight[index]
     hard = hard * (1.0 - options.label_smoothing)
@@ -224,28 +204,18 @@ def _gradients(
     if options.label_smoothing:
         share = share + options.label_smoothing * (1.0 if weight is None else weight.sum() / classes)
     if options.z_loss:
-        share = share + 2.0 * options.z_loss * (top + log_sum)
-    log_p = (x - top[:, None]).sub_(log_sum[:, None])
-    d = (log_p.exp_() if term is None else log_p.exp()).mul_(share[:, None])
+        share = share + 2.0 * options.z_loss * (top + exp_sum.log())
+    d = (x - top[:, None]).exp_().div_(exp_sum[:, None]).mul_(share[:, None])
     d.scatter_add_(-1, index[:, None], -hard[:, None])
     if options.label_smoothing:
         d.sub_(options.label_smoothing / classes * (1.0 if weight is None else weight))
     factor = torch.full_like(top, options.logit_scale) if row_factor is None else row_factor.to(top.dtype) * options.logit_scale
     factor = torch.where((target < 0) | (target >= classes), float("nan"), factor)
     d.mul_(factor[:, None])
-    if term is not None:
-        d.add_(_entropy_gradients(log_p, term.entropy).mul_((term.factor * options.logit_scale)[:, None]))
     if options.softcap is not None:
         d.mul_(1.0 - (x / options.softcap).square())
     # A row that is not counted gets zeros even where its own logits are infinite or NaN.
     return torch.where(counted[:, None], d, 0.0)
-
-
-def _entropy_gradients(log_p: Tensor, entropy: Tensor) -> Tensor:
-    """-p · (log p + entropy)."""
-    # e^-1000 is 0, so that the cut changes nothing but 0·∞.
-    log_p = log_p.clamp(min=-1000.0)
-    return -log_p.exp() * (log_p + entropy[:, None])
 
 
 def denominator(

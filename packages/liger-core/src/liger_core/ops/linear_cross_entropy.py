@@ -27,6 +27,8 @@ from liger_core.ops._loss_options import (
     targets_with_ignored,
 )
 from liger_core.ops._softmax_loss import TORCH_PASSES, Asked, RowOptions, RowPasses, RowResults, denominator
+from liger_core.ops._token_loop import TokenHead, TokenOptions, TokenResults, token_loop
+from liger_core.ops._token_passes import AskedOfTokens
 
 # What the benchmark's workloads of these names may hold.
 BUDGETS = {"lean": 256 << 20, "4GiB": 4 << 30}
@@ -157,10 +159,27 @@ def workloads() -> Iterator[Workload]:
     yield from head_series()
 
 
+def _per_token(tokens: Callable[..., Any], head: Head, options: RowOptions, chunks: ChunkOptions, asked: Asked) -> RowResults:
+    """The loss of each token, from what the loop of per-token results gives."""
+    smoothing, z_loss, weight = options.label_smoothing, options.z_loss, options.class_weight
+    given = TokenOptions(options.ignore_index, options.logit_scale, options.softcap, None, weight if smoothing else None, False)
+    wanted = AskedOfTokens(asked.with_entropy, z_loss > 0, smoothing > 0, with_prediction=asked.with_prediction)
+    found = TokenResults._make((*tokens(TokenHead(head.hidden, head.weight, head.bias, head.target[:, None]), given, chunks, wanted), None))
+    # Not -log_prob, which is -0.0 where a target is ignored.
+    loss = 0.0 - found.log_prob[:, 0]
+    if weight is not None:
+        loss = loss * weight.to(loss.dtype)[head.target.clamp(0, weight.shape[0] - 1)]
+    if found.mean_log_prob is not None:
+        loss = (1.0 - smoothing) * loss - smoothing * found.mean_log_prob
+    if found.log_normalizer is not None:
+        loss = loss + z_loss * found.log_normalizer * found.log_normalizer
+    return RowResults(loss, found.moments[:, :2], found.prediction, found.entropy)
+
+
 # Without an annotation of what it returns, so that its signature is that of the op.
 def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """linear_cross_entropy for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
-    loop = loop_of(passes, make_kernel)
+    loop, tokens = loop_of(passes, make_kernel), token_loop(passes, make_kernel).tokens
 
     def linear_cross_entropy(
         hidden: Tensor,
@@ -209,8 +228,8 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         return_metrics    also return `LossMetrics`
         returns           float32 (float64 for float64): a scalar, or (...) for "none"
 
-        With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for; "none" keeps the log-sum-exp
-        of each token and recomputes the logits in the backward pass. Without gradients only the product with weight is computed.
+        With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for. "none" keeps the logits
+        until the backward pass if they fit the budget, and else recomputes them. Without gradients only the matmul with weight is computed.
         In float16, gradients are summed before they meet the upstream gradient and the normalizer, so that small probabilities do not
         underflow; these sums must be in the range of float16 themselves (weights up to 3e4).
         A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its loss is NaN.
@@ -229,7 +248,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         factor = None if token_weight is None else token_weight.reshape(-1).to(wide)
         divide: Tensor | None = None
         if reduction == "none":
-            results = RowResults(*loop.per_row(head, options, chunks, asked))
+            results = _per_token(tokens, head, options, chunks, asked)
             loss = (results.loss if factor is None else results.loss * factor).reshape(target.shape)
         else:
             if reduction == "mean":

@@ -4,33 +4,88 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import OptionError
+from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Sample, Workload, op
-from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_inputs, loop_of
-
-# Whoever does not hold the logits until the upstream gradient comes recomputes them, but that can be avoided: the work is the same.
-from liger_core.ops._head import check_chunks, check_head, head_misuses, head_series, head_workload, work
-from liger_core.ops._inputs import integers, misuses_of, normal
+from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_inputs
+from liger_core.ops._head import check_chunks, check_head, check_rows, head_misuses, head_series, head_workload, work
+from liger_core.ops._inputs import accumulator, integers, misuses_of, normal
 from liger_core.ops._loss_options import check_row_options, check_target, targets_with_ignored
-from liger_core.ops._softmax_loss import TORCH_PASSES, Asked, RowOptions, RowPasses
+from liger_core.ops._softmax_loss import TORCH_PASSES, RowOptions, RowPasses
+from liger_core.ops._token_loop import TokenHead, TokenOptions, TokenResults, token_loop
+from liger_core.ops._token_passes import AskedOfTokens
 
 
-def check(hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0, **options: Any) -> None:
+class TokenStatistics(NamedTuple):
+    """What the softmax of a token's logits x tells besides log-probabilities; all but prediction have a gradient.
+
+    entropy         -Σ p log p, in nats
+    log_normalizer  log Σ exp(x)
+    mean_logit      mean of x over the classes
+    collision       Σ p², the probability that two samples are equal
+    prediction      arg-max class; -1 where the target is ignored
+    """
+
+    entropy: Tensor
+    log_normalizer: Tensor
+    mean_logit: Tensor
+    collision: Tensor
+    prediction: Tensor
+
+
+def check(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, temperature: Tensor | float = 1.0,
+    allowed: Tensor | None = None, logits_dtype: torch.dtype | None = None, return_entropy: bool = False, return_statistics: bool = False,
+    **options: Any,
+) -> None:  # fmt: skip
     name = "linear_log_prob"
     head = Head(hidden, weight, target, bias)
-    check_head(name, head)
+    check_head(name, head, several=True)
     check_chunks(name, head, **options)
-    checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
+    _check_temperature(name, temperature, hidden)
     row = RowOptions.among(options)
     check_row_options(name, row, weight.shape[0])
     check_target(name, target, weight.shape[0], row.ignore_index)
+    if return_entropy and return_statistics:
+        checks.fail(OptionError, name, "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both")
+    wide = accumulator(hidden.dtype)
+    if logits_dtype not in (None, hidden.dtype, wide):
+        checks.fail(DtypeError, name, f"logits_dtype must be {wide} or None, got {logits_dtype}")
+    if allowed is not None:
+        _check_allowed(name, allowed, hidden, target, return_statistics)
+
+
+def _check_temperature(name: str, temperature: Tensor | float, hidden: Tensor) -> None:
+    because = ", since the logits are divided by it"
+    if not isinstance(temperature, Tensor):
+        checks.positive(name, "temperature", temperature, because)
+        return
+    checks.floating(name, temperature=temperature)
+    check_rows(name, "temperature", temperature, hidden)
+    checks.same_device(name, "hidden", hidden, temperature=temperature)
+    checks.constant(name, temperature=temperature)
+    if checks.readable(temperature) and not bool(((temperature > 0) & temperature.isfinite()).all()):
+        checks.fail(OptionError, name, f"every temperature must be a finite number > 0{because}")
+
+
+def _check_allowed(name: str, allowed: Tensor, hidden: Tensor, target: Tensor, return_statistics: bool) -> None:
+    if return_statistics:
+        checks.fail(OptionError, name, "return_statistics is about all classes, got it with allowed; take return_entropy")
+    if target.dim() == hidden.dim():
+        checks.fail(ShapeError, name, f"allowed needs one target a row, got {checks.shape(target)}")
+    checks.tensor(name, "allowed", allowed)
+    checks.same_device(name, "hidden", hidden, allowed=allowed)
+    if allowed.dtype != torch.int64:
+        checks.fail(DtypeError, name, f"allowed must have dtype torch.int64, got {allowed.dtype}")
+    if allowed.dim() != hidden.dim() or allowed.shape[:-1] != target.shape:
+        wanted = ", ".join(map(str, (*target.shape, "M")))
+        checks.fail(ShapeError, name, f"allowed must have shape ({wanted}) to match target, got {checks.shape(allowed)}")
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -56,6 +111,38 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("temperature", call((7,), 24, 50), {"temperature": 0.7}, why="logits divided by a temperature, as they were sampled")
     order = {"logit_scale": 2.0, "softcap": 5.0, "temperature": 0.7}
     yield Sample("scale_softcap_temperature", call((7,), 24, 50), order, why="first the scale, then the cap, last the temperature")
+    temperature = torch.linspace(0.4, 2.0, 9, device=device)
+    options = {"temperature": temperature, "softcap": 5.0, "return_entropy": True, "chunk": 4}
+    yield Sample("temperatures", call((9,), 24, 50), options, why="each token has a temperature of its own", frozen=("temperature",))
+    hidden, weight, target = call((7,), 24, 50)
+    several = torch.stack((target, integers(device, 50, 7), integers(device, 50, 7)), -1)
+    several[2, 1:] = several[2, :1]
+    several[0, 2] = -100
+    yield Sample(
+        "several_targets", (hidden, weight, several), {"return_entropy": True}, why="three classes a row, some twice, some ignored"
+    )
+    options = {"softcap": 5.0, "budget": 7 * 13 * dtype.itemsize}
+    yield Sample("several_targets_softcap", (hidden, weight, several), options, why="what is scattered passes through the cap")
+    yield Sample("statistics", (hidden, weight, several), {"return_statistics": True, **order}, why="every statistic has a gradient")
+    options = {"return_statistics": True, "budget": 9 * (20 * 4 + 23 * dtype.itemsize)}
+    yield Sample(
+        "statistics_blocks", call((9,), 20, 70), options, why="blocks of classes, of which the first is kept and the last one is short"
+    )
+    # Whole numbers, so that equal logits of different matmuls are equal.
+    tied = normal(device, dtype, 70, 20).round()
+    tied[3], tied[33], tied[60] = tied[9], tied[9], tied[9]
+    call_of_tied = normal(device, dtype, 5, 20).abs().round() * tied[9].sign(), tied, integers(device, 70, 5)
+    yield Sample(
+        "tied_predictions", call_of_tied, {**options, "budget": 5 * (20 * 4 + 23 * dtype.itemsize)}, why="the first of equal logits"
+    )
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for name, more in (("kept", {}), ("recomputed", {"budget": 9 * (20 * 4 + 23 * 6)})):
+        options = {"logits_dtype": wide, "return_entropy": True, **more}
+        yield Sample(f"wide_logits_{name}", call((9,), 20, 70), options, why="the matmul writes float32")
+    allowed = torch.stack([torch.randperm(50, device=device)[:6] for _ in range(7)])
+    allowed[:, 4:] = -100
+    allowed[3], allowed[4, 0] = -100, target[4].clamp(min=0)
+    yield Sample("allowed", (hidden, weight, target), {"allowed": allowed, "return_entropy": True}, why="truncated sampling is replayed")
     target = targets_with_ignored(device, 50, 7, ignore_index=3)
     yield Sample("ignore_index", (*call((7,), 24, 50)[:2], target), {"ignore_index": 3}, why="a class can be the ignored one")
     yield Sample("entropy", call((7,), 24, 50), {"return_entropy": True}, why="entropy and log-probability have a gradient each")
@@ -87,11 +174,32 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     name = "linear_log_prob"
-    yield from head_misuses(name, device)
+    misuse = misuses_of(name)
+    yield from head_misuses(name, device, several=True)
     call = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
     for value in (0.0, float("nan")):
         message = f"temperature must be a finite number > 0, since the logits are divided by it, got {value}"
-        yield misuses_of(name)(f"temperature_{value}", call, OptionError, message, temperature=value)
+        yield misuse(f"temperature_{value}", call, OptionError, message, temperature=value)
+    ones = torch.ones(3, device=device)
+    message = "temperature must have shape (3,) to match hidden (3, 8), got (2,)"
+    yield misuse("temperature_shape", call, ShapeError, message, temperature=ones[:2])
+    message = "temperature must not require a gradient, since the op does not define one; pass temperature.detach()"
+    yield misuse("trainable_temperature", call, OptionError, message, temperature=ones.clone().requires_grad_())
+    if device.type == "cpu":
+        message = "every temperature must be a finite number > 0, since the logits are divided by it"
+        yield misuse("temperature_of_a_token", call, OptionError, message, temperature=ones * 0)
+    message = "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both"
+    yield misuse("both_results", call, OptionError, message, return_entropy=True, return_statistics=True)
+    message = "logits_dtype must be torch.float32 or None, got torch.float16"
+    yield misuse("logits_dtype", call, DtypeError, message, logits_dtype=torch.float16)
+    message = "allowed must have shape (3, M) to match target, got (2, 1)"
+    yield misuse("allowed_shape", call, ShapeError, message, allowed=call[2][:2, None])
+    message = "allowed must have dtype torch.int64, got torch.float32"
+    yield misuse("allowed_dtype", call, DtypeError, message, allowed=ones[:, None])
+    message = "return_statistics is about all classes, got it with allowed; take return_entropy"
+    yield misuse("allowed_statistics", call, OptionError, message, allowed=call[2][:, None], return_statistics=True)
+    message = "allowed needs one target a row, got (3, 1)"
+    yield misuse("allowed_targets", (*call[:2], call[2][:, None]), ShapeError, message, allowed=call[2][:, None])
 
 
 def workloads() -> Iterator[Workload]:
@@ -100,13 +208,30 @@ def workloads() -> Iterator[Workload]:
         yield head_workload(rows, width, 128256)
     yield head_workload(8192, 4096, 128256, mode="half_ignored")
     yield head_workload(8192, 4096, 128256, mode="return_entropy", return_entropy=True)
+    yield head_workload(8192, 4096, 128256, mode="lean", budget=300 << 20)
+    yield head_workload(8192, 4096, 128256, mode="64_targets", targets=64)
     yield from head_series()
+
+
+def _among(log_prob: Tensor, entropy: Tensor | None, index: Tensor, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of the first class of each row among all of them, and the entropy of their softmax; a row of one class has all."""
+    named = index != ignore_index
+    named[:, 1:] &= index[:, 1:] != index[:, :1]
+    among = torch.where(named, log_prob, -torch.inf)
+    # An ignored row names nothing, but its gradient must not be NaN.
+    counted, truncated = named[:, 0], (index[:, 1:] != ignore_index).any(-1)
+    among = torch.where(counted[:, None], among, 0.0).log_softmax(-1)
+    first = torch.where(truncated & counted, among[:, 0], log_prob[:, 0])
+    if entropy is None:
+        return first, None
+    safe = torch.where(named, among, 0.0)
+    return first, torch.where(truncated & counted, -(safe.exp() * safe).sum(-1), entropy)
 
 
 # Without an annotation of what it returns, so that its signature is that of the op.
 def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """linear_log_prob for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
-    loop = loop_of(passes, make_kernel)
+    tokens = token_loop(passes, make_kernel).tokens
 
     def linear_log_prob(
         hidden: Tensor,
@@ -114,43 +239,48 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         target: Tensor,
         *,
         bias: Tensor | None = None,
-        temperature: float = 1.0,
+        temperature: Tensor | float = 1.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
         ignore_index: int = -100,
+        allowed: Tensor | None = None,
+        logits_dtype: torch.dtype | None = None,
         return_entropy: bool = False,
+        return_statistics: bool = False,
         accumulate_dtype: torch.dtype | None = None,
         chunk: Chunk = None,
         budget: int | None = None,
         pack: bool = True,
         main_grad: Tensor | None = None,
     ) -> Any:
-        """Log-probability of each target under the softmax of a head's logits, and that softmax's entropy, a chunk of rows at a time.
+        """Log-probability of targets under the softmax of a head's logits, and statistics of that softmax, without all the logits.
 
             x        = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap), then x / temperature
-            lse      = log Σ exp(x)
-            log_prob = x_t - lse
-            entropy  = -Σ p log p,   p = exp(x - lse)
+            log_prob = x_t - log Σ exp(x)
+            entropy  = -Σ p log p,   p = softmax(x)
 
-        hidden            (..., H)   any floating dtype
-        weight            (V, H)     dtype of hidden (under autocast both are cast to its dtype)
-        target            (...)      int64 class indices, or ignore_index: log_prob and entropy 0, no gradient
-        bias              (V,)       dtype of hidden
-        temperature       the one that the tokens were sampled with; applied after scale and softcap
-        return_entropy    also return the entropy, in nats
-        accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A single chunk
-                          writes it directly, rounded once
-        chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
-        budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A small one sums the
-                          gradient of weight in its own dtype, with one more rounding a chunk
-        pack              leave rows of ignored targets out of the products. On a GPU this waits once a pass for their number where the
-                          products are large enough to pay for it, never while a CUDA graph is captured
-        main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
-        returns           log_prob (...), float32 (float64 for float64), or (log_prob, entropy)
+        hidden             (..., H)   any floating dtype
+        weight             (V, H)     dtype of hidden (under autocast both are cast to its dtype)
+        target             (...) or (..., K)   int64 class indices, one or several a row, also equal ones; or ignore_index: log_prob 0, no
+                           gradient. A row without any other target counts for nothing, and its statistics are 0
+        bias               (V,)       dtype of hidden
+        temperature        a number, or (...) with one for each row: that of the sampling; applied after scale and softcap
+        allowed            (..., M) distinct class indices, filled up with ignore_index: the classes that the token was sampled from (top-k,
+                           top-p). log_prob and entropy are then of the softmax over these and the target; a row without any has all
+        logits_dtype       torch.float32: logits are not rounded to the dtype of hidden, though their gradient is. They take three times the memory
+        return_entropy     also return the entropy, in nats
+        return_statistics  also return `TokenStatistics`
+        accumulate_dtype   of the gradient of weight while chunks of rows are summed; float32 by default (float64 for float64)
+        chunk              rows of logits held at a time, with all classes; "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉. None fits the budget
+        budget             bytes that may be held beyond inputs and gradients; by default 2150 MiB on a GPU
+        pack               leave rows of ignored targets out of the matmuls. On a GPU this waits once a pass for their number where the
+                           matmuls are large enough to pay for it, never while a CUDA graph is captured
+        main_grad          (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
+        returns            log_prob like target, float32 (float64 for float64), or (log_prob, entropy), or (log_prob, TokenStatistics)
 
-        Both results have a gradient, whatever arrives from upstream; over x it is 1 - p at the target and -p elsewhere for log_prob, and
-        -p · (log p + entropy) for entropy. Kept until then are the inputs, two numbers a row and entropy; the logits are recomputed, and only
-        gradients asked for. Without gradients only the product with weight is computed.
+        All results have a gradient, whatever arrives from upstream, alone or together. If the logits fit the budget they are kept until the
+        backward pass, which overwrites them (three matmuls); otherwise they are recomputed in blocks of classes (four matmuls), with the
+        gradient of hidden summed in float32. Only gradients asked for are computed, and without any only the matmul with weight.
 
         So preference and policy losses (DPO, ORPO, SimPO, KTO, GRPO, PPO) are plain arithmetic on log_prob. DPO, chosen answers first:
 
@@ -158,7 +288,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
             chosen, rejected = (policy - reference).chunk(2)
             loss = -logsigmoid(beta * (chosen - rejected)).mean()
 
-        In float16, gradients are summed before they meet the upstream gradient and the normalizer, so that small probabilities do not
+        In float16, gradients are summed before they meet the scale of the upstream gradient, so that small probabilities do not
         underflow; these sums must be in the range of float16 themselves (weights up to 3e4).
         The target of a row is the token after it: shift first, and give prompt and padding the ignore_index.
         A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its log_prob is NaN.
@@ -168,15 +298,33 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         if supported is not None:
             supported(hidden, weight)
         hidden, weight, bias = autocast_inputs(hidden, weight, bias)
-        # softcap · tanh(s·a / softcap) / T = (softcap/T) · tanh((s/T)·a / (softcap/T)): the row passes need no temperature.
-        scale, cap = logit_scale / temperature, None if softcap is None else softcap / temperature
-        head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
+        rows, shape = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[:-1]
+        index = target.reshape(rows.shape[0], target.shape[-1] if target.dim() == hidden.dim() else 1)
+        if allowed is not None:
+            # The classes of an ignored row count for nothing.
+            index = torch.cat(
+                (index, torch.where(index == ignore_index, ignore_index, allowed.reshape(rows.shape[0], allowed.shape[-1]))), -1
+            )
+        inverse = None
+        if isinstance(temperature, Tensor):
+            inverse = temperature.reshape(-1).to(accumulator(hidden.dtype)).reciprocal()
+        else:
+            # softcap · tanh(s·a / softcap) / T = (softcap/T) · tanh((s/T)·a / (softcap/T)): the row passes need no temperature.
+            logit_scale, softcap = logit_scale / temperature, None if softcap is None else softcap / temperature
+        wide = logits_dtype is not None and logits_dtype != hidden.dtype
+        options = TokenOptions(ignore_index, logit_scale, softcap, inverse, None, wide)
         chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
-        options = RowOptions(ignore_index, softcap=cap, logit_scale=scale)
-        loss, _, _, entropy = loop.per_row(head, options, chunks, Asked(with_entropy=return_entropy))
-        # Not -loss, which is -0.0 where a target is ignored.
-        log_prob = (0.0 - loss).reshape(target.shape)
-        return (log_prob, entropy.reshape(target.shape)) if return_entropy else log_prob
+        every = return_statistics
+        asked = AskedOfTokens(every or return_entropy, every, False, every, every, every)
+        found = TokenResults._make((*tokens(TokenHead(rows, weight, bias, index), options, chunks, asked), None))
+        log_prob, entropy = found.log_prob, found.entropy
+        if allowed is not None:
+            log_prob, entropy = _among(log_prob, entropy, index, ignore_index)
+        log_prob = log_prob.reshape(target.shape)
+        if return_statistics:
+            statistics = (found.entropy, found.log_normalizer, found.mean_logit, found.collision, found.prediction)
+            return log_prob, TokenStatistics(*(t.reshape(shape) for t in statistics))  # type: ignore[union-attr]
+        return (log_prob, entropy.reshape(shape)) if entropy is not None else log_prob
 
     return linear_log_prob
 

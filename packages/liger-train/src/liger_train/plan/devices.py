@@ -22,7 +22,8 @@ from transformers import masking_utils
 
 from liger_core.kernels import KERNELS, Kernel
 from liger_core.ops._chunked_loss import chunking
-from liger_core.ops._softmax_loss import REFERENCE_BLOCK
+from liger_core.ops._token_loop import tiling
+from liger_core.ops._token_passes import REFERENCE_BLOCK
 from liger_core.plugins import registry
 from liger_core.selection import Link, in_turn, ranked, settle
 from liger_hf.rules.head import causal_loss, projection
@@ -146,8 +147,9 @@ def _allocated(device: str, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Tens
 def scratch(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> int:
     """The bytes of the workspace of an operation on the device."""
     kernel = KERNELS.get(func)
-    if kernel is not None and kernel.name.partition("::")[2] in CHUNKED:
-        return _chunks(device, _named(func, args, kwargs))
+    held_by_kernel = None if kernel is None else HELD_BY_KERNELS.get(kernel.name.partition("::")[2])
+    if held_by_kernel is not None:
+        return held_by_kernel(device, _named(func, args, kwargs))
     held = SCRATCH[device].get(func._schema.name)
     return 0 if held is None else held(_named(func, args, kwargs))
 
@@ -165,9 +167,6 @@ def _chunks(device: str, given: Arguments) -> int:
     length, dtype = chunking(rows, width, weight.shape[0], hidden.dtype, device, **options)
     logits = min(length, rows) * weight.shape[0]
     size = logits * hidden.itemsize + 8 * rows
-    if "statistics" in given and needs[1] and dtype != weight.dtype:
-        # The backward pass of the per-row loss allocates its own accumulator; for the summed loss, it is an output.
-        size += weight.numel() * dtype.itemsize
     if device == "cpu":
         # The row passes of the reference allocate two float32 blocks, and a copy of the logits of one if they have another dtype.
         passes = 4 * min(logits, REFERENCE_BLOCK) * (2 if hidden.itemsize == 4 else 3)
@@ -175,6 +174,33 @@ def _chunks(device: str, given: Arguments) -> int:
         copies = 4 * (logits + min(length, rows) * width) if needs[1] and dtype != hidden.dtype else 0
         size += max(passes, copies)
     return int(size)
+
+
+def _tiles(device: str, given: Arguments) -> int:
+    """A tile of logits where not all are kept; in the backward pass also the sums of gradients that several tiles add to."""
+    hidden, weight, wide = given["hidden"], given["weight"], given["wide"]
+    (rows, width), classes, backward = hidden.shape, weight.shape[0], "moments" in given
+    options = {name: given[name] for name in ("chunk", "budget", "accumulate_dtype")}
+    tiles = tiling(rows, width, classes, hidden.dtype, device, wide, **options)
+    logit = max(4, hidden.itemsize) if wide else hidden.itemsize
+    kept = tiles.kept if backward or any(given["needs"]) else 0
+    length = min(tiles.rows, rows)
+    size = 0 if kept == classes else length * tiles.classes * logit
+    copies = 0
+    if backward:
+        if logit != hidden.itemsize:
+            size += length * tiles.classes * hidden.itemsize
+        if len(tiles.blocks(classes)) > 1 and hidden.itemsize < 4:
+            size += length * width * 4
+            copies = 4 * tiles.classes * (length + width) if given["needs"][0] else 0
+        if tiles.rows < rows and given["needs"][1] and tiles.dtype != weight.dtype:
+            size += weight.numel() * tiles.dtype.itemsize
+            copies = max(copies, 4 * length * (tiles.classes + width))
+    if device == "cpu":
+        # The row passes of the reference allocate float32 blocks; a matmul that is summed in another dtype copies what it multiplies.
+        passes = 4 * min(length * max(kept, tiles.classes), REFERENCE_BLOCK) * (7 if backward else 4)
+        size += max(passes, copies)
+    return int(size + 40 * rows)
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -222,7 +248,7 @@ def _embedding_backward(given: Arguments) -> int:
     return int(segments * -(-width // 32) * 32 * 4 + 6 * 8 * tokens)
 
 
-CHUNKED = ("linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_rows_backward")
+HELD_BY_KERNELS = {"linear_cross_entropy": _chunks, "linear_tokens": _tiles, "linear_tokens_backward": _tiles}
 SCRATCH: dict[str, dict[str, Callable[[Arguments], int]]] = {
     "cuda": {
         "aten::embedding_dense_backward": _embedding_backward,

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row mathematics of per-token results, and its pure-PyTorch implementation.
+
+For one row of logits a (after bias), classes v = 1 … V, weights w (1 by default):
+
+    x = logit_scale · a, then softcap · tanh(x / softcap), then x / temperature
+    m = max x,   d = Σ e^(x - m),   log p = (x - m) - log d
+
+    entropy          H = -Σ p log p                  d H / d x = -p · (x - Σ p x)
+    log_normalizer   L = m + log d                   d L / d x = p
+    mean_log_prob    M = 1/V · Σ w log p             d M / d x = w/V - (Σ w / V) · p
+    mean_logit       1/V · Σ w x                     w/V
+    collision        S = Σ p²                        d S / d x = 2p · (p - S)
+    log_prob         log p_k of chosen classes k     d log p_k / d x = e_k - p
+
+So statistics of a row are a few sums, which blocks of classes add to one after the other, and every gradient has the form
+
+    d x = scatter(g) + (a + b · (x - m) + q · p) · p + c · w
+
+with four coefficients (a, b, q, c) a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_core.ops._inputs import accumulator
+
+# Elements of logits that the pure-PyTorch passes hold in float32 at a time.
+REFERENCE_BLOCK = 1 << 21
+# Numbers a row in `Sums.moments`.
+MOMENTS = 6
+# e^LEAST is 0, so that a logarithm that is cut here changes nothing but 0 · ∞.
+LEAST = -700.0
+
+
+class LogitOptions(NamedTuple):
+    """What turns the logits of a head into x, and the weights of their mean, for the rows and classes at hand."""
+
+    logit_scale: float
+    softcap: float | None
+    inverse_temperature: Tensor | None
+    class_weight: Tensor | None
+
+
+class AskedOfTokens(NamedTuple):
+    """Which results are asked for beside the log-probabilities."""
+
+    with_entropy: bool = False
+    with_log_normalizer: bool = False
+    with_mean_log_prob: bool = False
+    with_mean_logit: bool = False
+    with_collision: bool = False
+    with_prediction: bool = False
+
+    @property
+    def with_mean(self) -> bool:
+        """Whether Σ w x is needed."""
+        return self.with_mean_log_prob or self.with_mean_logit
+
+
+class Sums(NamedTuple):
+    """The sums of rows over the classes seen so far: m, d, Σ e·(x - m), Σ w·(x - anchor), Σ e², the anchor, and the class of m.
+
+    `moments` has them as columns but for the class; those that `asked` does not name are not computed.
+    """
+
+    moments: Tensor
+    prediction: Tensor | None
+    asked: AskedOfTokens
+
+
+class TokenPasses(Protocol):
+    """What a backend provides for a block of classes, `first` … of a row; logits (rows, classes in the block)."""
+
+    def statistics(self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, first: int) -> None:
+        """Add a block of classes to the sums of each counted row; with first = 0 they begin there."""
+
+    def selected(self, logits: Tensor, index: Tensor, options: LogitOptions, out: Tensor, first: int) -> None:
+        """out[n, k] = x[n, index[n, k]] where that class is in the block."""
+
+    def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
+        """out = (scatter(g) + (a + b · (x - m) + q · p) · p + c · w) · d x / d logits, 0 in rows that are not counted; it may be logits."""
+
+
+class Slopes(NamedTuple):
+    """What the gradient over the logits of rows is made of.
+
+    counted   whether a row has a gradient at all
+    moments   those of `Sums`
+    terms     (N, 4): a, b, q and c
+    classes   (N, K) the chosen ones, -1 where there is none
+    selected  (N, K) their x
+    gradient  (N, K) their upstream gradients g
+    """
+
+    counted: Tensor
+    moments: Tensor
+    terms: Tensor
+    classes: Tensor
+    selected: Tensor
+    gradient: Tensor
+
+    def of(self, rows: slice) -> Slopes:
+        return Slopes(*(t[rows] for t in self))
+
+
+class TorchTokenPasses:
+    """The passes in pure PyTorch, a block of rows at a time."""
+
+    def statistics(self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, first: int) -> None:
+        for rows in blocks(logits):
+            x = _transformed(logits[rows], options, rows)
+            moments = sums.moments[rows]
+            # A block without any class that is possible adds nothing.
+            top = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)
+            if first == 0:
+                moments[:, 0], moments[:, 1:5] = top, 0.0
+                # Twice a number so large would be infinite.
+                moments[:, 5] = torch.where(x[:, 0].abs() < 1e30, x[:, 0], 0.0)
+            before = moments[:, 0].clone()
+            if sums.prediction is not None:
+                best = x.argmax(-1) + first
+                sums.prediction[rows] = best if first == 0 else torch.where(top > before, best, sums.prediction[rows])
+            top = torch.maximum(top, before)
+            step = before - top
+            shrink = step.exp()
+            below = x - top[:, None]
+            e = below.exp()
+            moments[:, 0] = top
+            if sums.asked.with_entropy:
+                moments[:, 2] = (moments[:, 2] + moments[:, 1] * step.clamp(min=LEAST)) * shrink
+                moments[:, 2] += (e * below.clamp(min=LEAST)).sum(-1)
+            moments[:, 1] = moments[:, 1] * shrink + e.sum(-1)
+            if sums.asked.with_mean:
+                apart = x - moments[:, 5:]
+                moments[:, 3] += apart.sum(-1) if options.class_weight is None else apart @ options.class_weight.to(x.dtype)
+            if sums.asked.with_collision:
+                moments[:, 4] = moments[:, 4] * shrink.square() + e.square().sum(-1)
+
+    def selected(self, logits: Tensor, index: Tensor, options: LogitOptions, out: Tensor, first: int) -> None:
+        inside, local = _local(index, first, logits.shape[1])
+        x = _transformed(logits.gather(-1, local), options, slice(None))
+        out.copy_(torch.where(inside, x, out))
+
+    def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
+        for rows in blocks(logits):
+            part = slopes.of(rows)
+            x = _transformed(logits[rows], options, rows)
+            below, total = x - part.moments[:, :1], part.moments[:, 1:2]
+            a, b, q, c = part.terms.split(1, -1)
+            p = below.exp() / total
+            slope = (a + b * below.clamp(min=LEAST) + q * p) * p
+            slope += c if options.class_weight is None else c * options.class_weight.to(slope.dtype)
+            inside, local = _local(part.classes, first, logits.shape[1])
+            slope.scatter_add_(-1, local, torch.where(inside, part.gradient, 0.0))
+            scale, softcap = _scale_and_cap(options, rows)
+            slope = slope * scale
+            if softcap is not None:
+                slope = slope * (1.0 - (x / softcap).square())
+            out[rows] = torch.where(part.counted[:, None], slope, 0.0).to(out.dtype)
+
+
+def blocks(tensor: Tensor) -> list[slice]:
+    """Blocks of rows with at most REFERENCE_BLOCK elements."""
+    rows = max(1, REFERENCE_BLOCK // max(1, tensor.shape[1]))
+    return [slice(i, min(i + rows, tensor.shape[0])) for i in range(0, tensor.shape[0], rows)]
+
+
+def _local(index: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
+    """Which of these classes are in a block, and their places there."""
+    local = index - first
+    inside = (local >= 0) & (local < classes)
+    return inside, torch.where(inside, local, 0)
+
+
+def _transformed(logits: Tensor, options: LogitOptions, rows: slice) -> Tensor:
+    """x, in float32 or float64."""
+    scale, softcap = _scale_and_cap(options, rows)
+    x = logits.to(accumulator(logits.dtype)) * scale
+    return x if softcap is None else torch.tanh(x / softcap) * softcap
+
+
+def _scale_and_cap(options: LogitOptions, rows: slice) -> tuple[Tensor | float, Tensor | float | None]:
+    """c · tanh(s·a / c) / T = (c/T) · tanh((s/T)·a / (c/T)): a temperature is part of scale and cap."""
+    if options.inverse_temperature is None:
+        return options.logit_scale, options.softcap
+    inverse = options.inverse_temperature[rows, None]
+    return options.logit_scale * inverse, None if options.softcap is None else options.softcap * inverse

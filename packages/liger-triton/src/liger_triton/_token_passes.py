@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row passes of per-token results in Triton: sums over a block of classes, and the gradient of the logits from four numbers a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core.ops._token_passes import LogitOptions, Slopes, Sums
+from liger_triton._logits import GRADIENT, STATISTICS, capped, through_cap
+from liger_triton.launch import VECTOR, Launcher, cdiv, contiguous, fuses, power_of_two, rows_of
+
+# Chosen classes, of whatever row, that a program takes.
+CHOSEN_BLOCK = 256
+
+
+class TritonTokenPasses:
+    """One program a row, or a block of one."""
+
+    def statistics(self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, first: int) -> None:
+        rows, width = logits.shape
+        if rows == 0:
+            return
+        logits, weight = rows_of(logits), contiguous(options.class_weight)
+        block = min(STATISTICS.block, power_of_two(width))
+        plain = options.softcap is None and options.logit_scale == 1.0 and options.inverse_temperature is None
+        statistics_launch(
+            (rows,), logits, counted, options.inverse_temperature, weight, sums.moments, sums.prediction,
+            logits.stride(0), width, first, options.logit_scale, options.softcap or 1.0,
+            HAS_SOFTCAP=options.softcap is not None, KEEPS_LOWEST=plain, CONTINUES=first > 0,
+            ENTROPY=sums.asked.with_entropy, MEAN=sums.asked.with_mean, COLLISION=sums.asked.with_collision,
+            BLOCK=block, VECTOR=min(VECTOR, block), num_warps=STATISTICS.warps, enable_fp_fusion=fuses(block),
+        )  # fmt: skip
+
+    def selected(self, logits: Tensor, index: Tensor, options: LogitOptions, out: Tensor, first: int) -> None:
+        if logits.shape[0] == 0:
+            return
+        logits, index = rows_of(logits), index.contiguous()
+        entries, block = index.numel(), min(CHOSEN_BLOCK, power_of_two(index.numel()))
+        selected_launch(
+            (cdiv(entries, block),), logits, index, options.inverse_temperature, out, logits.stride(0), logits.shape[1], first,
+            index.shape[1], entries, options.logit_scale, options.softcap or 1.0, HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
+        )  # fmt: skip
+
+    def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
+        rows, width = logits.shape
+        if rows == 0:
+            return
+        logits, weight = rows_of(logits), contiguous(options.class_weight)
+        common = (options.inverse_temperature, weight, slopes.moments, slopes.terms)
+        scalars = (width, options.logit_scale, options.softcap or 1.0)
+        # What is written at the chosen classes is made of logits that the gradient of all others may overwrite.
+        values, classes = torch.empty_like(slopes.gradient), slopes.classes
+        entries, block = classes.numel(), min(CHOSEN_BLOCK, power_of_two(classes.numel()))
+        chosen_launch(
+            (cdiv(entries, block),), logits, classes, slopes.gradient, *common, values, logits.stride(0), first, classes.shape[1], entries,
+            *scalars, HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
+        )  # fmt: skip
+        columns = min(GRADIENT.block, power_of_two(width))
+        derivative_launch(
+            (rows, cdiv(width, columns)), logits, slopes.counted, *common, out, logits.stride(0), out.stride(0), *scalars,
+            HAS_SOFTCAP=options.softcap is not None, BLOCK=columns, num_warps=GRADIENT.warps,
+        )  # fmt: skip
+        scatter_launch((cdiv(entries, block),), classes, values, out, out.stride(0), first, classes.shape[1], entries, width, BLOCK=block)
+
+
+@triton.jit
+def slope_at(below, exp_sum, terms, row, class_weight, column, mask, row_mask):
+    """(a + b · (x - m) + q · p) · p + c · w, given x - m."""
+    a = tl.load(terms + 4 * row, mask=row_mask)
+    b = tl.load(terms + 4 * row + 1, mask=row_mask)
+    q = tl.load(terms + 4 * row + 2, mask=row_mask)
+    c = tl.load(terms + 4 * row + 3, mask=row_mask)
+    p = tl.exp2(below * 1.4426950408889634) * (1.0 / exp_sum)
+    # e^-700 is 0, so that the cut changes nothing but 0 · ∞; a NaN stays one.
+    below = tl.where(below < -700.0, -700.0, below)
+    d = (a + b * below + q * p) * p
+    if class_weight is None:
+        d += c
+    else:
+        d += c * tl.load(class_weight + column, mask=mask, other=0.0).to(tl.float32)
+    return d
+
+
+@triton.jit
+def statistics_kernel(
+    logits, counted, inverse_temperature, class_weight, moments, prediction, row_stride, width, first, logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, KEEPS_LOWEST: tl.constexpr, CONTINUES: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
+    COLLISION: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """One program adds one row of a block of classes to the row's sums; CONTINUES: to those of the blocks before.
+
+    A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their maximum,
+    moves d to it with one exponential and adds one for each, so that threads meet only once. Differences are taken before they are
+    scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: x is the logit itself, so that a masked lane is -∞.
+    Otherwise the mask also keeps the product that x is from being fused into x - m, where m is a rounded one.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * row_stride
+    moments += 6 * row
+    if tl.load(counted + row) == 0:
+        number = tl.arange(0, 8)
+        tl.store(moments + number, tl.where(number == 1, 1.0, 0.0), mask=number < 6)
+        return
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + row)
+        logit_scale = logit_scale * inverse
+        softcap = softcap * inverse
+    lanes: tl.constexpr = BLOCK // VECTOR
+    lane = tl.arange(0, lanes)
+    zeros = tl.zeros((lanes,), dtype=tl.float32)
+    # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
+    m = zeros - 3.4028234663852886e38
+    d = zeros
+    distance = zeros
+    squares = zeros
+    apart = zeros
+    best = tl.zeros((lanes,), dtype=tl.int64)
+    anchor = 0.0
+    if CONTINUES:
+        # The first lane goes on where the block before ended.
+        m = tl.where(lane == 0, tl.load(moments), m)
+        d = tl.where(lane == 0, tl.load(moments + 1), d)
+        if ENTROPY:
+            distance = tl.where(lane == 0, tl.load(moments + 2) * 1.4426950408889634, distance)
+        if MEAN:
+            apart = tl.where(lane == 0, tl.load(moments + 3), apart)
+            anchor = tl.load(moments + 5)
+        if COLLISION:
+            squares = tl.where(lane == 0, tl.load(moments + 4), squares)
+        if prediction is not None:
+            best = tl.where(lane == 0, tl.load(prediction + row), best)
+    elif MEAN:
+        anchor = capped(tl.load(base), logit_scale, softcap, HAS_SOFTCAP)
+        # Twice a number so large would be infinite.
+        anchor = tl.where(tl.abs(anchor) < 1e30, anchor, 0.0)
+    offset = lane[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for start in range(0, width, BLOCK):
+        column = start + offset
+        mask = column < width
+        x = capped(tl.load(base + column, mask=mask, other=float("-inf")), logit_scale, softcap, HAS_SOFTCAP)
+        if MEAN:
+            around = tl.where(mask, x - anchor, 0.0)
+            if class_weight is not None:
+                around = around * tl.load(class_weight + column, mask=mask, other=0.0).to(tl.float32)
+            apart += tl.sum(around, 1)
+        if not KEEPS_LOWEST:
+            x = tl.where(mask, x, float("-inf"))
+        highest = tl.max(x, 1)
+        above = highest > m
+        top = tl.where(above, highest, m)
+        step = (m - top) * 1.4426950408889634
+        shrink = tl.exp2(step)
+        below = (x - top[:, None]) * 1.4426950408889634
+        e = tl.exp2(below)
+        if ENTROPY:
+            # Σ (x - m)·2^(x - m), moved along with m; 2^-1000 is 0, so that the cut changes nothing but ∞·0.
+            step = tl.where(step < -1000.0, -1000.0, step)
+            below = tl.where(below < -1000.0, -1000.0, below)
+            distance = (distance + d * step) * shrink + tl.sum(e * below, 1)
+        if COLLISION:
+            squares = squares * (shrink * shrink) + tl.sum(e * e, 1)
+        if prediction is not None:
+            best = tl.where(above, first + start + lane * VECTOR + tl.argmax(x, 1), best)
+        d = d * shrink + tl.sum(e, 1)
+        m = top
+    top = tl.max(m, 0)
+    # A NaN among the logits shows in d; the maximum may skip it.
+    step = (m - top) * 1.4426950408889634
+    shrink = tl.exp2(step)
+    tl.store(moments, top)
+    tl.store(moments + 1, tl.sum(d * shrink, 0))
+    step = tl.where(step < -1000.0, -1000.0, step)
+    tl.store(moments + 2, tl.sum((distance + d * step) * shrink, 0) * 0.6931471805599453 if ENTROPY else 0.0)
+    tl.store(moments + 3, tl.sum(apart, 0) if MEAN else 0.0)
+    tl.store(moments + 4, tl.sum(squares * (shrink * shrink), 0) if COLLISION else 0.0)
+    tl.store(moments + 5, anchor if MEAN else 0.0)
+    if prediction is not None:
+        tl.store(prediction + row, tl.min(tl.where(m == top, best, first + width), 0))
+
+
+@triton.jit
+def selected_kernel(
+    logits, index, inverse_temperature, out, row_stride, width, first, count, entries, logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program takes a block of the chosen classes of all rows, and stores x of those in the block of classes."""
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = entry // count
+    column = tl.load(index + entry, mask=entry < entries, other=-1) - first
+    inside = (entry < entries) & (column >= 0) & (column < width)
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + row, mask=inside, other=1.0)
+        logit_scale = logit_scale * inverse
+        softcap = softcap * inverse
+    x = capped(tl.load(logits + row * row_stride + column, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    tl.store(out + entry, x, mask=inside)
+
+
+@triton.jit
+def derivative_kernel(
+    logits, counted, inverse_temperature, class_weight, moments, terms, out, row_stride, out_stride, width, logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program writes one block of one row's gradient but for its chosen classes."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    out += row * out_stride
+    if tl.load(counted + row) == 0:
+        tl.store(out + column, tl.zeros((BLOCK,), dtype=out.dtype.element_ty), mask=mask)
+        return
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + row)
+        logit_scale = logit_scale * inverse
+        softcap = softcap * inverse
+    loaded = tl.load(logits + row * row_stride + column, mask=mask, other=0.0)
+    # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
+    x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
+    d = slope_at(x - tl.load(moments + 6 * row), tl.load(moments + 6 * row + 1), terms, row, class_weight, column, mask, True)
+    d = through_cap(d, loaded, logit_scale, softcap, HAS_SOFTCAP)
+    tl.store(out + column, d.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def chosen_kernel(
+    logits, index, gradient, inverse_temperature, class_weight, moments, terms, values, row_stride, first, count, entries, width,
+    logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program computes the gradient at a block of the chosen classes of all rows, of those in the block of classes.
+
+    Where a class is chosen several times each gets the sum of all its upstream gradients, so that they write the same.
+    """
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = entry // count
+    column = tl.load(index + entry, mask=entry < entries, other=-1) - first
+    inside = (entry < entries) & (column >= 0) & (column < width)
+    upstream = tl.zeros((BLOCK,), dtype=tl.float32)
+    for other in range(0, count):
+        theirs = tl.load(index + row * count + other, mask=inside, other=-1) - first
+        given = tl.load(gradient + row * count + other, mask=inside, other=0.0)
+        upstream += tl.where(theirs == column, given, 0.0)
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + row, mask=inside, other=1.0)
+        logit_scale = logit_scale * inverse
+        softcap = softcap * inverse
+    loaded = tl.load(logits + row * row_stride + column, mask=inside, other=0.0)
+    x = tl.where(inside, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
+    below = x - tl.load(moments + 6 * row, mask=inside, other=0.0)
+    exp_sum = tl.load(moments + 6 * row + 1, mask=inside, other=1.0)
+    d = upstream + slope_at(below, exp_sum, terms, row, class_weight, column, inside, inside)
+    tl.store(values + entry, through_cap(d, loaded, logit_scale, softcap, HAS_SOFTCAP), mask=inside)
+
+
+@triton.jit
+def scatter_kernel(index, values, out, out_stride, first, count, entries, width, BLOCK: tl.constexpr):
+    """One program writes a block of these values to their classes, rounded once."""
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(index + entry, mask=entry < entries, other=-1) - first
+    inside = (entry < entries) & (column >= 0) & (column < width)
+    value = tl.load(values + entry, mask=inside, other=0.0)
+    tl.store(out + (entry // count) * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+statistics_launch = Launcher(statistics_kernel)
+selected_launch = Launcher(selected_kernel)
+derivative_launch = Launcher(derivative_kernel)
+chosen_launch = Launcher(chosen_kernel)
+scatter_launch = Launcher(scatter_kernel)
