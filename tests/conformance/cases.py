@@ -17,8 +17,8 @@ from conformance.variations import LAYOUTS, OFFSETS, SCALES, Change, shifted
 from liger_core import BackendError, Op, Sample, Unsupported, use
 from liger_core.plugins import registry
 
-# Elements of a sample: past these an interpreter takes minutes for all checks together, past MIDDLE for all dtypes together.
-LARGE, MIDDLE = 100_000, 50_000
+# Elements of a sample: past these an interpreter takes minutes for all checks together.
+LARGE = 100_000
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -81,21 +81,33 @@ def size(op: Op[..., Any], device: torch.device, name: str) -> int:
 
 
 def takes_minutes(case: Case) -> bool:
-    """Whether a large sample meets kernels that an interpreter runs: a CPU device type beside other implementations than the definition."""
+    """Whether a large sample meets kernels that an interpreter runs: on the CPU, all implementations but the definition."""
     if case.device.type != "cpu" or registry().implementations[case.backend][case.op.name] is case.op.reference:
         return False
-    return size(case.op, case.device, case.name) > (LARGE if case.dtype == torch.float32 else MIDDLE)
+    return size(case.op, case.device, case.name) > LARGE
 
 
 @cache
 def form_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
     """The first sample of every form of call: which arguments are given, and the values of those that are no tensors."""
-    forms: dict[str, str] = {}
+    return _first_of_each(op, device, lambda value: "Tensor" if isinstance(value, Tensor) else value)
+
+
+@cache
+def pattern_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
+    """The first sample of every form of call if numbers make no difference, as they make none to what a call saves for the backward pass."""
+    return _first_of_each(
+        op, device, lambda value: "Tensor" if isinstance(value, Tensor) else value if isinstance(value, str | bool) else None
+    )
+
+
+def _first_of_each(op: Op[..., Any], device: torch.device, seen_as: Callable[[Any], Any]) -> tuple[str, ...]:
+    """The samples that differ from those before in what `seen_as` makes of their arguments, or in what is frozen; None makes no difference."""
+    found: dict[str, str] = {}
     for sample in op.samples(device, torch.float32):
-        bound = op.signature.bind(*sample.args, **sample.kwargs)
-        form = {name: type(value).__name__ if isinstance(value, Tensor) else value for name, value in bound.arguments.items()}
-        forms.setdefault(f"{form} {sorted(sample.frozen)}", sample.name)
-    return tuple(forms.values())
+        seen = {name: seen_as(value) for name, value in arguments_of(op, sample).items()}
+        found.setdefault(f"{[pair for pair in seen.items() if pair[1] is not None]} {sorted(sample.frozen)}", sample.name)
+    return tuple(found.values())
 
 
 @cache
@@ -162,7 +174,17 @@ def change_of(magnitude: str) -> Change:
 
 
 def cases(device: torch.device, only: str | None, kind: str) -> Iterator[Case]:
-    """The cases of a kind: every dtype, float32 alone, one sample per form of call, or the definitions in float64 ("exact")."""
+    """The cases of a kind.
+
+    all       every dtype
+    float32   every sample in float32
+    form      one sample per form of call, in float32
+    pattern   one sample per pattern of what is saved, in float32
+    repeated  every dtype on a GPU, where programs run at once and in any order; elsewhere those of "form"
+    exact     the definitions in float64
+    """
+    if kind == "repeated":
+        kind = "form" if device.type == "cpu" else "all"
     for op, backend, implementation in implementations(device, only):
         definition = implementation is op.reference
         if kind == "exact":
@@ -172,8 +194,8 @@ def cases(device: torch.device, only: str | None, kind: str) -> Iterator[Case]:
         else:
             dtypes = (torch.float32,)
         for dtype in dtypes:
-            names = form_names(op, device) if kind == "form" else sample_names(op, device, dtype)
-            for name in names:
+            chosen = {"form": form_names, "pattern": pattern_names}.get(kind)
+            for name in chosen(op, device) if chosen else sample_names(op, device, dtype):
                 yield Case(op, backend, dtype, name, device)
 
 
