@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -45,7 +45,10 @@ class Case:
         return (self.op.name, self.backend, word(self.dtype), self.name)
 
     def sample(self) -> Sample:
-        return next(s for s in self.op.samples(self.device, self.dtype) if s.name == self.name)
+        """A copy of what the seed of the test draws; the random numbers go on behind it."""
+        sample, state = drawn(self.op, self.device, self.dtype, torch.initial_seed())[self.name]
+        set_random_state(self.device, state)
+        return copy_of(sample)
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
         """Call the op with this case's backend selected; a declined call skips the test."""
@@ -69,14 +72,49 @@ def implementations(device: torch.device, only: str | None) -> Iterator[tuple[Op
 
 
 @cache
+def drawn(op: Op[..., Any], device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, tuple[Sample, list[Tensor]]]:
+    """Name → sample, and the state of the random numbers behind it. Drawn once: one sample needs all those before it."""
+    torch.manual_seed(seed)
+    return {sample.name: (sample, random_state(device)) for sample in op.samples(device, dtype)}
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def set_random_state(device: torch.device, state: list[Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def copy_of(sample: Sample) -> Sample:
+    """In memory of its own, with the same strides; tensors that share memory still do."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        storage = value.untyped_storage()
+        own = storages.setdefault(storage.data_ptr(), storage.clone())
+        return value.new_empty(0).set_(own, value.storage_offset(), value.shape, value.stride())
+
+    return replace(sample, args=tuple(map(copied, sample.args)), kwargs={n: copied(v) for n, v in sample.kwargs.items()})
+
+
+def samples(op: Op[..., Any], device: torch.device, dtype: torch.dtype = torch.float32) -> list[Sample]:
+    """To be looked at, not to be changed."""
+    return [sample for sample, _ in drawn(op, device, dtype, 0).values()]
+
+
 def sample_names(op: Op[..., Any], device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    return tuple(sample.name for sample in op.samples(device, dtype))
+    return tuple(sample.name for sample in samples(op, device, dtype))
 
 
 @cache
 def size(op: Op[..., Any], device: torch.device, name: str) -> int:
     """Elements of the largest tensor of a sample."""
-    sample = next(s for s in op.samples(device, torch.float32) if s.name == name)
+    sample = next(s for s in samples(op, device) if s.name == name)
     return max(v.numel() for v in arguments_of(op, sample).values() if isinstance(v, Tensor))
 
 
@@ -104,7 +142,7 @@ def pattern_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
 def _first_of_each(op: Op[..., Any], device: torch.device, seen_as: Callable[[Any], Any]) -> tuple[str, ...]:
     """The samples that differ from those before in what `seen_as` makes of their arguments, or in what is frozen; None makes no difference."""
     found: dict[str, str] = {}
-    for sample in op.samples(device, torch.float32):
+    for sample in samples(op, device):
         seen = {name: seen_as(value) for name, value in arguments_of(op, sample).items()}
         found.setdefault(f"{[pair for pair in seen.items() if pair[1] is not None]} {sorted(sample.frozen)}", sample.name)
     return tuple(found.values())
@@ -113,7 +151,7 @@ def _first_of_each(op: Op[..., Any], device: torch.device, seen_as: Callable[[An
 @cache
 def active_outputs(op: Op[..., Any], device: torch.device, name: str) -> dict[str, int]:
     """Name → dimensions of the outputs of a sample that get a gradient."""
-    sample = next(s for s in op.samples(device, torch.float32) if s.name == name)
+    sample = next(s for s in samples(op, device) if s.name == name)
     arguments = arguments_of(op, sample)
     outputs = leaves(op.reference(**with_gradients(arguments, differentiable(arguments, sample))))
     return {name: output.dim() for name, output in outputs.items() if output.requires_grad}
@@ -131,10 +169,14 @@ def lone_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, s
 
 def _one_of_several(device: torch.device, only: str | None, kind: str) -> Iterator[tuple[Case, str]]:
     for case in cases(device, only, kind):
-        sample = case.sample()
-        names = differentiable(arguments_of(case.op, sample), sample)
+        names = _differentiable_of(case)
         if len(names) > 1:
             yield from ((case, name) for name in names)
+
+
+def _differentiable_of(case: Case) -> list[str]:
+    sample = next(s for s in samples(case.op, case.device, case.dtype) if s.name == case.name)
+    return differentiable(arguments_of(case.op, sample), sample)
 
 
 def output_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
@@ -160,9 +202,7 @@ def magnitude_cases(device: torch.device, only: str | None) -> Iterator[tuple[Ca
     for case in cases(device, only, "form"):
         yield from ((case, name) for name in SCALES)
         if case.name == form_names(case.op, device)[0]:
-            sample = case.sample()
-            names = differentiable(arguments_of(case.op, sample), sample)
-            yield from ((case, f"{name}_{direction}") for name in names for direction in OFFSETS)
+            yield from ((case, f"{name}_{direction}") for name in _differentiable_of(case) for direction in OFFSETS)
 
 
 def change_of(magnitude: str) -> Change:

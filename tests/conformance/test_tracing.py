@@ -46,9 +46,9 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def form_of(value: Any) -> Any:
-    """What makes calls of a custom op different to torch: dtypes, dimensions, layouts and options, but neither sizes nor numbers."""
+    """What sets calls of a custom op apart: which tensors are given, their dtypes and the options, but neither sizes nor numbers."""
     if isinstance(value, Tensor):
-        return value.dtype, value.dim(), value.numel() == 0, value.is_contiguous()
+        return value.dtype, value.numel() == 0
     if isinstance(value, list | tuple):
         return tuple(form_of(part) for part in value)
     return value if isinstance(value, str | bool | torch.dtype) else type(value)
