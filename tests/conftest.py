@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -50,6 +51,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if device.type not in found[name].device_types:
         kinds = " and ".join(found[name].device_types)
         raise pytest.UsageError(f"--backend {name}: it runs on {kinds} tensors, got --device {device}")
+
+
+def pytest_collection_finish() -> None:
+    """No garbage collection looks again at what the libraries and the tests themselves are made of."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def device_of(config: pytest.Config) -> torch.device:

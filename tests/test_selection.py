@@ -314,6 +314,13 @@ def test_two_threads_may_be_the_first_to_call(third: None, monkeypatch: pytest.M
         settling.set()
         return choose(found, op)
 
+    def settles() -> str:
+        try:
+            return first()
+        finally:
+            # Also after a failure, since the second thread waits.
+            settling.set()
+
     def second() -> Any:
         settling.wait()
         try:
@@ -323,7 +330,7 @@ def test_two_threads_may_be_the_first_to_call(third: None, monkeypatch: pytest.M
 
     monkeypatch.setattr(selection, "_choose", slowly)
     with ThreadPoolExecutor(2) as pool:
-        waited, other = pool.submit(first), pool.submit(second)
+        waited, other = pool.submit(settles), pool.submit(second)
         waited.result()
         log_prob, chosen = other.result()
     torch.testing.assert_close(log_prob, torch.full((2,), -math.log(4)))

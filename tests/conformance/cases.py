@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,8 @@ from conformance.variations import LAYOUTS, OFFSETS, SCALES, Change, shifted
 from liger_core import BackendError, Op, Sample, Unsupported, use
 from liger_core.plugins import registry
 
-# Elements of a sample: past these an interpreter takes minutes for all checks together, past MIDDLE for all dtypes together.
-LARGE, MIDDLE = 100_000, 50_000
+# Elements of a sample: past these an interpreter takes minutes for all checks together.
+LARGE = 100_000
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -45,7 +45,10 @@ class Case:
         return (self.op.name, self.backend, word(self.dtype), self.name)
 
     def sample(self) -> Sample:
-        return next(s for s in self.op.samples(self.device, self.dtype) if s.name == self.name)
+        """A copy of what the seed of the test draws; the random numbers go on behind it."""
+        sample, state = drawn(self.op, self.device, self.dtype, torch.initial_seed())[self.name]
+        set_random_state(self.device, state)
+        return copy_of(sample)
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
         """Call the op with this case's backend selected; a declined call skips the test."""
@@ -69,39 +72,86 @@ def implementations(device: torch.device, only: str | None) -> Iterator[tuple[Op
 
 
 @cache
+def drawn(op: Op[..., Any], device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, tuple[Sample, list[Tensor]]]:
+    """Name → sample, and the state of the random numbers behind it. Drawn once: one sample needs all those before it."""
+    torch.manual_seed(seed)
+    return {sample.name: (sample, random_state(device)) for sample in op.samples(device, dtype)}
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def set_random_state(device: torch.device, state: list[Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def copy_of(sample: Sample) -> Sample:
+    """In memory of its own, with the same strides; tensors that share memory still do."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        storage = value.untyped_storage()
+        own = storages.setdefault(storage.data_ptr(), storage.clone())
+        return value.new_empty(0).set_(own, value.storage_offset(), value.shape, value.stride())
+
+    return replace(sample, args=tuple(map(copied, sample.args)), kwargs={n: copied(v) for n, v in sample.kwargs.items()})
+
+
+def samples(op: Op[..., Any], device: torch.device, dtype: torch.dtype = torch.float32) -> list[Sample]:
+    """To be looked at, not to be changed."""
+    return [sample for sample, _ in drawn(op, device, dtype, 0).values()]
+
+
 def sample_names(op: Op[..., Any], device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    return tuple(sample.name for sample in op.samples(device, dtype))
+    return tuple(sample.name for sample in samples(op, device, dtype))
 
 
 @cache
 def size(op: Op[..., Any], device: torch.device, name: str) -> int:
     """Elements of the largest tensor of a sample."""
-    sample = next(s for s in op.samples(device, torch.float32) if s.name == name)
+    sample = next(s for s in samples(op, device) if s.name == name)
     return max(v.numel() for v in arguments_of(op, sample).values() if isinstance(v, Tensor))
 
 
 def takes_minutes(case: Case) -> bool:
-    """Whether a large sample meets kernels that an interpreter runs: a CPU device type beside other implementations than the definition."""
+    """Whether a large sample meets kernels that an interpreter runs: on the CPU, all implementations but the definition."""
     if case.device.type != "cpu" or registry().implementations[case.backend][case.op.name] is case.op.reference:
         return False
-    return size(case.op, case.device, case.name) > (LARGE if case.dtype == torch.float32 else MIDDLE)
+    return size(case.op, case.device, case.name) > LARGE
 
 
 @cache
 def form_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
     """The first sample of every form of call: which arguments are given, and the values of those that are no tensors."""
-    forms: dict[str, str] = {}
-    for sample in op.samples(device, torch.float32):
-        bound = op.signature.bind(*sample.args, **sample.kwargs)
-        form = {name: type(value).__name__ if isinstance(value, Tensor) else value for name, value in bound.arguments.items()}
-        forms.setdefault(f"{form} {sorted(sample.frozen)}", sample.name)
-    return tuple(forms.values())
+    return _first_of_each(op, device, lambda value: "Tensor" if isinstance(value, Tensor) else value)
+
+
+@cache
+def pattern_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
+    """The first sample of every form of call if numbers make no difference, as they make none to what a call saves for the backward pass."""
+    return _first_of_each(
+        op, device, lambda value: "Tensor" if isinstance(value, Tensor) else value if isinstance(value, str | bool) else None
+    )
+
+
+def _first_of_each(op: Op[..., Any], device: torch.device, seen_as: Callable[[Any], Any]) -> tuple[str, ...]:
+    """The samples that differ from those before in what `seen_as` makes of their arguments, or in what is frozen; None makes no difference."""
+    found: dict[str, str] = {}
+    for sample in samples(op, device):
+        seen = {name: seen_as(value) for name, value in arguments_of(op, sample).items()}
+        found.setdefault(f"{[pair for pair in seen.items() if pair[1] is not None]} {sorted(sample.frozen)}", sample.name)
+    return tuple(found.values())
 
 
 @cache
 def active_outputs(op: Op[..., Any], device: torch.device, name: str) -> dict[str, int]:
     """Name → dimensions of the outputs of a sample that get a gradient."""
-    sample = next(s for s in op.samples(device, torch.float32) if s.name == name)
+    sample = next(s for s in samples(op, device) if s.name == name)
     arguments = arguments_of(op, sample)
     outputs = leaves(op.reference(**with_gradients(arguments, differentiable(arguments, sample))))
     return {name: output.dim() for name, output in outputs.items() if output.requires_grad}
@@ -119,10 +169,14 @@ def lone_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, s
 
 def _one_of_several(device: torch.device, only: str | None, kind: str) -> Iterator[tuple[Case, str]]:
     for case in cases(device, only, kind):
-        sample = case.sample()
-        names = differentiable(arguments_of(case.op, sample), sample)
+        names = _differentiable_of(case)
         if len(names) > 1:
             yield from ((case, name) for name in names)
+
+
+def _differentiable_of(case: Case) -> list[str]:
+    sample = next(s for s in samples(case.op, case.device, case.dtype) if s.name == case.name)
+    return differentiable(arguments_of(case.op, sample), sample)
 
 
 def output_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
@@ -148,9 +202,7 @@ def magnitude_cases(device: torch.device, only: str | None) -> Iterator[tuple[Ca
     for case in cases(device, only, "form"):
         yield from ((case, name) for name in SCALES)
         if case.name == form_names(case.op, device)[0]:
-            sample = case.sample()
-            names = differentiable(arguments_of(case.op, sample), sample)
-            yield from ((case, f"{name}_{direction}") for name in names for direction in OFFSETS)
+            yield from ((case, f"{name}_{direction}") for name in _differentiable_of(case) for direction in OFFSETS)
 
 
 def change_of(magnitude: str) -> Change:
@@ -162,7 +214,17 @@ def change_of(magnitude: str) -> Change:
 
 
 def cases(device: torch.device, only: str | None, kind: str) -> Iterator[Case]:
-    """The cases of a kind: every dtype, float32 alone, one sample per form of call, or the definitions in float64 ("exact")."""
+    """The cases of a kind.
+
+    all       every dtype
+    float32   every sample in float32
+    form      one sample per form of call, in float32
+    pattern   one sample per pattern of what is saved, in float32
+    repeated  every dtype on a GPU, where programs run at once and in any order; elsewhere those of "form"
+    exact     the definitions in float64
+    """
+    if kind == "repeated":
+        kind = "form" if device.type == "cpu" else "all"
     for op, backend, implementation in implementations(device, only):
         definition = implementation is op.reference
         if kind == "exact":
@@ -172,8 +234,8 @@ def cases(device: torch.device, only: str | None, kind: str) -> Iterator[Case]:
         else:
             dtypes = (torch.float32,)
         for dtype in dtypes:
-            names = form_names(op, device) if kind == "form" else sample_names(op, device, dtype)
-            for name in names:
+            chosen = {"form": form_names, "pattern": pattern_names}.get(kind)
+            for name in chosen(op, device) if chosen else sample_names(op, device, dtype):
                 yield Case(op, backend, dtype, name, device)
 
 

@@ -26,7 +26,14 @@ from conftest import device_of
 from liger_core.kernels import Kernel
 from liger_core.plugins import registry
 
-KINDS = {"case": "all", "light_case": "all", "float32_case": "float32", "form_case": "form", "exact_case": "exact"}
+KINDS = {
+    "case": "all",
+    "repeated_case": "repeated",
+    "float32_case": "float32",
+    "form_case": "form",
+    "pattern_case": "pattern",
+    "exact_case": "exact",
+}
 TAKES_MINUTES = pytest.mark.skip(reason="a large sample takes an interpreter minutes; its accuracy is tested")
 # A case and the variation of it that is tested.
 PAIRS = {
@@ -89,7 +96,7 @@ def case(request: pytest.FixtureRequest, record_property: Callable[[str, Any], N
 
 
 @pytest.fixture
-def light_case(request: pytest.FixtureRequest) -> Case:
+def repeated_case(request: pytest.FixtureRequest) -> Case:
     return request.param  # type: ignore[no-any-return]
 
 
@@ -100,6 +107,11 @@ def float32_case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture
 def form_case(request: pytest.FixtureRequest) -> Case:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def pattern_case(request: pytest.FixtureRequest) -> Case:
     return request.param  # type: ignore[no-any-return]
 
 

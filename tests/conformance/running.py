@@ -92,6 +92,7 @@ class Trial:
             dense = cotangent_for(output)
             return dense if layout is None else layout(dense, 0).contiguous()
 
+        self.given = {n: v.clone() for n, v in self.arguments.items() if isinstance(v, Tensor)}
         # The definition says what the cotangents must look like, so that every backend gets the same ones.
         self.reference = run(self.define, self.arguments, self.names, draw=draw)
         self.exact = run(self.define, in_float64(self.arguments), self.names, self.reference.cotangents)
@@ -118,12 +119,13 @@ class Trial:
     def complaints(
         self, got: Result, reference: Result | None = None, exact: Result | None = None, dtype: torch.dtype | None = None
     ) -> list[str]:
-        """What does not meet the criterion; an empty list is a pass."""
+        """What does not meet the criterion, and the inputs that were overwritten; an empty list is a pass."""
         reference, exact, dtype = reference or self.reference, exact or self.exact, dtype or self.case.dtype
         # With an input frozen, an output that no longer depends on any other may still ask for a gradient.
         if not reference.active <= got.active or (got.active - reference.active and not self.partial(got)):
             return [f"differentiable outputs {sorted(reference.active)} expected, got {sorted(got.active)}"]
-        found = output_complaints(got.outputs, reference.outputs, exact.outputs, dtype, self.leeway)
+        found = [f"{name} was overwritten" for name in different_bits(self.given, self.arguments)]
+        found += output_complaints(got.outputs, reference.outputs, exact.outputs, dtype, self.leeway)
         for name, value in got.gradients.items():
             want, truth = reference.gradients[name], exact.gradients[name]
             if value is None or want is None or truth is None:

@@ -68,6 +68,16 @@ def test_an_exponential_that_overflows_fails_shifted_values(device: torch.device
     assert "output: relative error inf" in " ".join(trial.complaints(trial.run()))
 
 
+def test_an_input_that_is_overwritten_is_named(device: torch.device) -> None:
+    def overwriting(x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        x.detach().zero_()
+        return y
+
+    trial = Trial(tried(overwriting, device))
+    assert trial.complaints(trial.run()) == ["x was overwritten"]
+
+
 def test_a_failing_case_prints_what_its_sample_is_for(device: torch.device) -> None:
     trial = Trial(tried(cancelling, device))
     with pytest.raises(AssertionError, match=r"^output: wrong; gradient of x: None – this sample is for: moderate values$"):

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from conformance.cases import Case, leaves, with_gradients
+from conformance.cases import Case, arguments_of, leaves, sample_names, takes_minutes, with_gradients
+from conformance.cases import differentiable as differentiable_arguments
 from conformance.running import Trial, run
-from liger_core import use
+from liger_core import Op, use
 from liger_core.errors import GradientError
 from liger_core.kernels import Kernel, differentiable
 from liger_core.plugins import registry
@@ -44,17 +45,37 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_every_custom_op_that_a_sample_reaches_passes_opcheck(float32_case: Case) -> None:
-    trial = Trial(float32_case)
-    with Recorder() as recorder:
-        trial.run()
-    failed = []
-    for func, args, kwargs in recorder.calls:
-        try:
-            torch.library.opcheck(func, args, kwargs)
-        except torch.testing._internal.optests.OpCheckError as error:
-            failed.append(f"{func}: {error}")
-    trial.expect(failed)
+def form_of(value: Any) -> Any:
+    """What sets calls of a custom op apart: which tensors are given, their dtypes and the options, but neither sizes nor numbers."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.numel() == 0
+    if isinstance(value, list | tuple):
+        return tuple(form_of(part) for part in value)
+    return value if isinstance(value, str | bool | torch.dtype) else type(value)
+
+
+def test_every_custom_op_that_a_sample_reaches_passes_opcheck(implementation: tuple[Op[..., Any], str, Any], device: torch.device) -> None:
+    """One call of every form, from all samples of the op together."""
+    op, backend, _ = implementation
+    checked, failed = set[Any](), list[str]()
+    for name in sample_names(op, device, torch.float32):
+        case = Case(op, backend, torch.float32, name, device)
+        if takes_minutes(case):
+            continue
+        sample = case.sample()
+        arguments = arguments_of(op, sample)
+        with Recorder() as recorder:
+            run(case.call, arguments, differentiable_arguments(arguments, sample))
+        for func, args, kwargs in recorder.calls:
+            form = (func, form_of(args), form_of(tuple(kwargs.items())))
+            if form in checked:
+                continue
+            checked.add(form)
+            try:
+                torch.library.opcheck(func, args, kwargs)
+            except torch.testing._internal.optests.OpCheckError as error:
+                failed.append(f"sample {name}: {func}: {error}")
+    assert failed == []
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -87,11 +108,11 @@ class Partition:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_checkpointed_call_saves_no_result_when_compiled(form_case: Case) -> None:
-    trial, partition = Trial(form_case), Partition()
-    with use(form_case.backend, only=[form_case.op]):
+def test_a_checkpointed_call_saves_no_result_when_compiled(pattern_case: Case) -> None:
+    trial, partition = Trial(pattern_case), Partition()
+    with use(pattern_case.backend, only=[pattern_case.op]):
         compiled = torch.compile(
-            lambda given: checkpoint(lambda: form_case.op(**given), use_reentrant=False), fullgraph=True, backend=partition.backend
+            lambda given: checkpoint(lambda: pattern_case.op(**given), use_reentrant=False), fullgraph=True, backend=partition.backend
         )
         got = run(compiled, trial.arguments, trial.names, trial.cotangents)
     assert [str(node.target) for node in partition.saved()] == []
@@ -110,7 +131,7 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(form_case: Case) -
     with FakeTensorMode() as mode:
         fakes = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in trial.arguments.items()}
         outputs = leaves(form_case.call(with_gradients(fakes, trial.names)))
-    real = trial.run().outputs
+    real = leaves(form_case.call(trial.arguments))
     assert {n: (t.shape, t.dtype, t.device) for n, t in outputs.items()} == {n: (t.shape, t.dtype, t.device) for n, t in real.items()}
 
 

@@ -50,8 +50,8 @@ def test_forward_mode_ad_is_right_or_refused(form_case: Case) -> None:
             torch.testing.assert_close(one, other)
 
 
-def test_a_level_of_forward_mode_ad_changes_nothing_for_tensors_without_tangent(form_case: Case) -> None:
-    trial = Trial(form_case)
+def test_a_level_of_forward_mode_ad_changes_nothing_for_tensors_without_tangent(pattern_case: Case) -> None:
+    trial = Trial(pattern_case)
     with forward_ad.dual_level():
         got = trial.run()
     assert trial.complaints(got) == []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,21 +21,21 @@ from torch.nn.parallel import DistributedDataParallel
 import liger_hf
 from hf import tiny_models
 from hf.tiny_models import make, step, tokens, twin
-from liger_bench.ending import end
 from liger_core import use
 
 # A busy machine may keep a rank waiting for minutes; one that failed is not waited for at all, since its exception ends the others.
 PATIENCE = timedelta(minutes=10)
 
 
+# Ranks are forks of one process that has imported what takes longest. A fork ends without taking down its interpreter, which aborts
+# now and then while a thread of gloo is busy.
+FORKS = multiprocessing.get_context("forkserver")
+
+
 def on_two_ranks(work: Callable[..., None], *args: Any) -> None:
     """work(rank, *args) in two processes at once; raises what one of them raises."""
-    torch.multiprocessing.spawn(_rank, args=(work, args), nprocs=2)
-
-
-def _rank(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
-    work(rank, *args)
-    end()
+    FORKS.set_forkserver_preload(["torch.distributed.fsdp", "pytest", "transformers.models.llama.modeling_llama", "peft"])
+    torch.multiprocessing.start_processes(work, args, nprocs=2, start_method="forkserver")
 
 
 def batch(rank: int) -> dict[str, Tensor]:

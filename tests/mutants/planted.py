@@ -164,8 +164,8 @@ MUTANTS = (
         f"{CORE}/ops/cross_entropy.py",
         "passes.gradients(logits, target, statistics, grad_loss, options, grad_logits)",
         "passes.gradients(logits, target, statistics, grad_loss, options, logits)\n            grad_logits.copy_(logits)",
-        (ACCURACY, "-k", "overwritten and cross_entropy"),
-        "test_inputs_are_not_overwritten",
+        (ACCURACY, "-k", f"accurate and cross_entropy and {SMALL}"),
+        "logits was overwritten",
     ),
     Mutant(
         "normaliser read on the host",

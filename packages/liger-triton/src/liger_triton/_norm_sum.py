@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from liger_triton.launch import Launcher
 
 DIRECT_ROWS = 512
-# Columns of a program that adds whole columns, and rows that it reads at once.
-STRIP, STRIP_ROWS = 32, 128
+# Columns of a program that adds whole columns (in the interpreter a program costs milliseconds), and rows that it reads at once.
+STRIP, STRIP_ROWS = 512 if knobs.runtime.interpret else 32, 128
 
 
 # No wish how long the cache keeps what is read.
