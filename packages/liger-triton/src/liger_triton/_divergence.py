@@ -85,8 +85,60 @@ def met(m, d):
 
 
 @triton.jit
-def compared(below, inverse, beneath, their_inverse, offset, beta, of_teacher, of_student, FORMULA: tl.constexpr):
-    """(the terms of the divergence, h, q) of classes, or q · h for the forward KL, given x - m of both sides and log d - log d of the teacher.
+def steps(far):
+    """(far - 1 + e, 1 - e - far · e, 1 - e, e) where e = e^-far; the first is far²/2 near 0, and from it follow the others exactly."""
+    smaller = tl.exp2(far * -1.4426950408889634)
+    near = far < 0.5
+    over = 0.5 * far * far * (1.0 - far * (1.0 / 3 - far * (1.0 / 12 - far * (1.0 / 60 - far * (1.0 / 360 - far / 2520)))))
+    over = tl.where(near, over, far - 1.0 + smaller)
+    step = tl.where(near, far - over, 1.0 - smaller)
+    # e^-800 is 0, so that the cut changes nothing but 0 · ∞.
+    under = tl.where(near, far * step - over, step - smaller * tl.where(far > 800.0, 800.0, far))
+    return over, under, step, smaller
+
+
+@triton.jit
+def mixed(share, step, smaller):
+    """(t - log(1 + t), log(1 + t), 1 + t) where 1 + t = share + (1 - share) · smaller."""
+    t = (share - 1.0) * step
+    mixture = share + (1.0 - share) * smaller
+    s = t / (2.0 + t)
+    square = s * s
+    rest = t * s - 2.0 * s * square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))))
+    close = tl.abs(t) < 0.25
+    log = tl.log2(mixture) * 0.6931471805599453
+    rest = tl.where(close, rest, t - log)
+    return rest, tl.where(close, t - rest, log), mixture
+
+
+@triton.jit
+def mixed_slope(far, ahead, step, smaller, log, mixture, behind, beta, of_teacher, of_student):
+    """h of a mixture but for a constant, which is another one in rows where p/M of the student's largest class is nearly 0."""
+    one = tl.where(ahead, 1.0, smaller)
+    difference = (1.0 - beta) * tl.where(ahead, step, -step)
+    ratio = tl.where(behind, one, difference) / mixture
+    factor = beta * of_student - (1.0 - beta) * of_teacher
+    return factor * ratio - of_student * (log + tl.where(ahead, tl.where(far > 800.0, 800.0, far), 0.0))
+
+
+@triton.jit
+def first_slope(first, beta, of_teacher, of_student, FORMULA: tl.constexpr):
+    """h at the student's largest class."""
+    h = -first
+    if FORMULA == KIND_VARIATION:
+        h = tl.where(first == 0, 0.0, tl.where(first > 0, -0.5, 0.5))
+    elif FORMULA == KIND_MIXTURE:
+        ahead = first >= 0
+        far = tl.abs(first)
+        _, _, step, smaller = steps(far)
+        _, log, mixture = mixed(tl.where(ahead, beta, 1.0 - beta), step, smaller)
+        h = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, of_teacher, of_student)
+    return h
+
+
+@triton.jit
+def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, of_teacher, of_student, FORMULA: tl.constexpr):
+    """(the terms of the divergence, h less that of the student's largest class, q) of classes, or q · h for the forward KL.
 
     As in liger_core/ops/_divergence.py: the larger of p and q times a function of far = |log p - log q|, by a series where it is small.
     """
@@ -97,47 +149,30 @@ def compared(below, inverse, beneath, their_inverse, offset, beta, of_teacher, o
     far = tl.abs(apart)
     ahead = apart >= 0
     larger = tl.where(ahead, p, q)
-    sign = tl.where(ahead, -1.0, 1.0)
-    smaller = tl.exp2(far * -1.4426950408889634)
-    cut = tl.where(far > 800.0, 800.0, far)
-    near = far < 0.5
-    over = 0.5 * far * far * (1.0 - far * (1.0 / 3 - far * (1.0 / 12 - far * (1.0 / 60 - far * (1.0 / 360 - far / 2520)))))
-    over = tl.where(near, over, far - 1.0 + smaller)
-    step = tl.where(near, far - over, 1.0 - smaller)
-    under = tl.where(near, far * step - over, step - smaller * cut)
+    over, under, step, smaller = steps(far)
     if FORMULA == KIND_FORWARD:
         value = tl.where(larger > 0, larger * tl.where(ahead, over, under), 0.0)
-        slope = sign * larger * step
+        slope = tl.where(ahead, -larger, larger) * step
     elif FORMULA == KIND_VARIATION:
         value = 0.5 * larger * step
-        slope = tl.where(apart == 0, 0.0, 0.5 * sign)
+        slope = tl.where(apart == 0, 0.0, tl.where(ahead, -0.5, 0.5)) - h
     elif FORMULA == KIND_MIXTURE:
-        share = tl.where(ahead, beta, 1.0 - beta)
-        t = (share - 1.0) * step
-        mixture = share + (1.0 - share) * smaller
-        s = t / (2.0 + t)
-        square = s * s
-        rest = t * s - 2.0 * s * square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))))
-        close = tl.abs(t) < 0.25
-        log = tl.log2(mixture) * 0.6931471805599453
-        rest = tl.where(close, rest, t - log)
-        log = tl.where(close, t - rest, log)
+        rest, log, mixture = mixed(tl.where(ahead, beta, 1.0 - beta), step, smaller)
         of_larger = tl.where(ahead, of_teacher, of_student)
         of_smaller = tl.where(ahead, of_student, of_teacher)
         value = larger * (of_larger * rest + of_smaller * (under + rest + step * log))
-        factor = (1.0 - beta) * ((1.0 - beta) * of_teacher - beta * of_student)
-        slope = factor * sign * step / mixture - of_student * (log + tl.where(ahead, cut, 0.0))
+        slope = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, of_teacher, of_student) - h
     else:
         value = tl.where(larger > 0, larger * tl.where(ahead, under, over), 0.0)
-        slope = -apart
+        slope = first - apart
     return value, slope, q
 
 
 @triton.jit
-def pulled(slope, q, first, mean, FORMULA: tl.constexpr):
+def pulled(slope, q, mean, FORMULA: tl.constexpr):
     """The gradient over x of the student."""
     if FORMULA != KIND_FORWARD:
-        slope = tl.where(q > 0, q * ((slope - first) - mean), 0.0)
+        slope = tl.where(q > 0, q * (slope - mean), 0.0)
     return slope
 
 
@@ -184,6 +219,8 @@ def divergence_kernel(
     m = tl.full((BLOCK // VECTOR,), -3.4028234663852886e38, dtype=tl.float32)
     d = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
     their_m = m
+    # The teacher's x at each thread's largest of the student.
+    their_first = m
     their_d = d
     sharp_d = d
     offset = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -197,6 +234,10 @@ def divergence_kernel(
         # The mask also keeps the product that x may be from being fused into x - m, where m is a rounded one.
         x = tl.where(mask, x, float("-inf"))
         y = tl.where(mask, y, float("-inf"))
+        if FORMULA != KIND_FORWARD:
+            highest = tl.max(x, 1)
+            there = tl.max(tl.where(x == highest[:, None], y, float("-inf")), 1)
+            their_first = tl.where(highest > m, there, tl.where(highest == m, tl.maximum(there, their_first), their_first))
         if HARD:
             top = tl.maximum(m, tl.max(x, 1))
             sharp = tl.sum(tl.exp2((x - top[:, None]) * temperature * 1.4426950408889634), 1)
@@ -212,6 +253,9 @@ def divergence_kernel(
     their_inverse = 1.0 / their_sum
     sharp_inverse = 1.0 / sharp_sum
     apart = tl.log2(exp_sum / their_sum) * 0.6931471805599453
+    their_first = tl.max(tl.where(m == top, their_first, float("-inf")), 0)
+    first = (their_first - their_top) + apart
+    h = first_slope(first, beta, of_teacher, of_student, FORMULA)
     in_range = (label >= 0) & (label < width)
     chosen = 0.0
     if HARD:
@@ -219,9 +263,6 @@ def divergence_kernel(
         chosen = capped(tl.load(base + tl.where(in_range, label, 0)), logit_scale, softcap, HAS_SOFTCAP)
     values = tl.zeros((BLOCK,), dtype=tl.float32)
     slopes = tl.zeros((BLOCK,), dtype=tl.float32)
-    shares = tl.zeros((BLOCK,), dtype=tl.float32)
-    firsts = tl.zeros((BLOCK,), dtype=tl.float32)
-    counts = tl.zeros((BLOCK,), dtype=tl.float32)
     WRITES: tl.constexpr = GRADIENT and FORMULA == KIND_FORWARD
     for start in range(0, width, BLOCK):
         column = start + lane
@@ -232,15 +273,10 @@ def divergence_kernel(
         )
         x = tl.where(mask, x, float("-inf"))
         y = tl.where(mask, y, float("-inf"))
-        value, slope, q = compared(x - top, inverse, y - their_top, their_inverse, apart, beta, of_teacher, of_student, FORMULA)
+        value, slope, q = compared(x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, of_teacher, of_student, FORMULA)
         values += value
         if FORMULA != KIND_FORWARD:
-            # The sums over all other classes than the largest, whose own h is what theirs are compared with.
-            first = x == top
-            firsts += tl.where(first, slope, 0.0)
-            counts += tl.where(first, 1.0, 0.0)
-            slopes += tl.where(first | (q == 0), 0.0, q * slope)
-            shares += tl.where(first, 0.0, q)
+            slopes += tl.where(q > 0, q * slope, 0.0)
         if WRITES:
             pull = slope
             if HARD:
@@ -251,11 +287,7 @@ def divergence_kernel(
                 pull = pull * (1.0 - u * u)
             tl.store(base + column, pull.to(student.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     total = tl.sum(values, 0)
-    h = 0.0
-    mean = 0.0
-    if FORMULA != KIND_FORWARD:
-        h = tl.sum(firsts, 0) / tl.sum(counts, 0)
-        mean = tl.sum(slopes, 0) - h * tl.sum(shares, 0)
+    mean = tl.sum(slopes, 0)
     if HARD:
         hard = tl.log2(sharp_sum) * 0.6931471805599453 - (chosen - top) * temperature
         total = (1.0 - hard_weight) * total + hard_weight * tl.where(in_range, hard, float("nan"))
@@ -264,7 +296,7 @@ def divergence_kernel(
     tl.store(moments + 1, exp_sum)
     tl.store(moments + 2, their_top)
     tl.store(moments + 3, their_sum)
-    tl.store(moments + 4, h)
+    tl.store(moments + 4, their_first)
     tl.store(moments + 5, mean)
     tl.store(moments + 6, sharp_sum)
     if GRADIENT and FORMULA != KIND_FORWARD:
@@ -276,8 +308,10 @@ def divergence_kernel(
             y = capped(y, their_scale, their_softcap, TEACHER_SOFTCAP)
             x = tl.where(mask, x, 0.0)
             y = tl.where(mask, y, 0.0)
-            value, slope, q = compared(x - top, inverse, y - their_top, their_inverse, apart, beta, of_teacher, of_student, FORMULA)
-            pull = pulled(slope, q, h, mean, FORMULA)
+            value, slope, q = compared(
+                x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, of_teacher, of_student, FORMULA
+            )
+            pull = pulled(slope, q, mean, FORMULA)
             if HARD:
                 pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(x - top, sharp_inverse, column, label, temperature)
             pull = pull * factor
@@ -316,9 +350,12 @@ def gradient_kernel(
     x = tl.where(mask, x, 0.0)
     y = tl.where(mask, y, 0.0)
     below = x - tl.load(moments)
-    beneath = y - tl.load(moments + 2)
-    value, slope, q = compared(below, 1.0 / exp_sum, beneath, 1.0 / their_sum, apart, beta, of_teacher, of_student, FORMULA)
-    pull = pulled(slope, q, tl.load(moments + 4), tl.load(moments + 5), FORMULA)
+    their_top = tl.load(moments + 2)
+    beneath = y - their_top
+    first = (tl.load(moments + 4) - their_top) + apart
+    h = first_slope(first, beta, of_teacher, of_student, FORMULA)
+    _, slope, q = compared(below, 1.0 / exp_sum, beneath, 1.0 / their_sum, apart, first, h, beta, of_teacher, of_student, FORMULA)
+    pull = pulled(slope, q, tl.load(moments + 5), FORMULA)
     if HARD:
         sharp_inverse = 1.0 / tl.load(moments + 6)
         pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(below, sharp_inverse, column, label, temperature)

@@ -45,10 +45,13 @@ KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd", "total_variation",
 MIXED: tuple[Kind, ...] = ("jsd", "skewed_kl", "skewed_reverse_kl")
 # Formulas of the row passes: the two KL, all that have a mixture, total variation.
 FORWARD, REVERSE, MIXTURE, VARIATION = range(4)
-# Numbers a row in the moments: m and d of the student, m and d of the teacher, h₀, Σ q (h - h₀), and d of the student without temperature.
+# Numbers a row in the moments: m and d of the student, m and d of the teacher, the teacher's x at the student's largest, Σ q (h - h₀), and
+# d of the student without temperature.
 MOMENTS = 7
 # e^-FAR is 0 in float32 and, with a margin, in float64, so that a distance that is cut here changes nothing but 0 · ∞.
 FAR = 800.0
+# log p - log q below which p counts as much smaller than q.
+BEHIND = -0.7
 # Where series take over from differences that cancel, and their terms in float64.
 NEAR, TERMS = 0.5, 14
 
@@ -126,9 +129,7 @@ class TorchDivergencePasses:
             value, slope, q = _compared(x, theirs, moments, options)
             loss = value.sum(-1)
             if options.formula != FORWARD:
-                first = x == moments[:, :1]
-                moments[:, 4] = torch.where(first, slope, 0.0).sum(-1) / first.sum(-1)
-                moments[:, 5] = torch.where(first | (q == 0), 0.0, q * (slope - moments[:, 4:5])).sum(-1)
+                moments[:, 5] = torch.where(q > 0, q * slope, 0.0).sum(-1)
             if options.hard_weight and labels is not None:
                 own = (x.gather(-1, _inside(labels, x)[:, None])[:, 0] - moments[:, 0]) * options.temperature
                 hard = moments[:, 6].log() - own
@@ -176,6 +177,7 @@ def _moments(x: Tensor, theirs: Tensor, options: DivergenceOptions) -> Tensor:
     for column, side in ((0, x), (2, theirs)):
         moments[:, column] = side.amax(-1)
         moments[:, column + 1] = (side - moments[:, column, None]).exp().sum(-1)
+    moments[:, 4] = theirs.gather(-1, x.argmax(-1, keepdim=True))[:, 0]
     moments[:, 6] = 1.0
     if options.hard_weight:
         moments[:, 6] = ((x - moments[:, :1]) * options.temperature).exp().sum(-1)
@@ -183,39 +185,61 @@ def _moments(x: Tensor, theirs: Tensor, options: DivergenceOptions) -> Tensor:
 
 
 def _compared(x: Tensor, theirs: Tensor, moments: Tensor, options: DivergenceOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """(the terms of the divergence, h, q) of each class; for the forward KL q · h, which is finite."""
-    top, total, their_top, their_total = moments[:, :4].split(1, -1)
+    """(the terms of the divergence, h - h₀, q) of each class; for the forward KL q · h, which is finite."""
+    top, total, their_top, their_total, their_first = moments[:, :5].split(1, -1)
     below, beneath = x - top, theirs - their_top
     q, p = below.exp() / total, beneath.exp() / their_total
-    apart = (beneath - below) + (total / their_total).log()
-    apart = torch.where((below == -torch.inf) & (beneath == -torch.inf), 0.0, apart)
+    offset = (total / their_total).log()
+    apart = torch.where((below == -torch.inf) & (beneath == -torch.inf), 0.0, (beneath - below) + offset)
+    # That of the student's largest x, whose own distance is 0.
+    first = (their_first - their_top) + offset
     far, ahead = apart.abs(), apart >= 0
-    larger, sign = torch.where(ahead, p, q), torch.where(ahead, -1.0, 1.0)
-    smaller = (-far).exp()
-    near = far < NEAR
-    # far - 1 + e^-far, which is far²/2 near 0; from it 1 - e^-far and 1 - e^-far - far · e^-far follow without cancellation.
-    over = torch.where(near, _series(far), far - 1.0 + smaller)
-    step = torch.where(near, far - over, 1.0 - smaller)
-    under = torch.where(near, far * step - over, step - smaller * far.clamp(max=FAR))
+    larger = torch.where(ahead, p, q)
+    over, under, step, smaller = _steps(far)
+    if options.formula == FORWARD:
+        value = torch.where(larger > 0, larger * torch.where(ahead, over, under), 0.0)
+        return value, torch.where(ahead, -larger, larger) * step, q
+    if options.formula == REVERSE:
+        return torch.where(larger > 0, larger * torch.where(ahead, under, over), 0.0), first - apart, q
     if options.formula == VARIATION:
-        return 0.5 * larger * step, 0.5 * torch.where(apart == 0, 0.0, sign), q
-    if options.formula != MIXTURE:
-        forward = options.formula == FORWARD
-        value = torch.where(larger > 0, larger * torch.where(ahead == forward, over, under), 0.0)
-        return value, sign * larger * step if forward else -apart, q
+        return 0.5 * larger * step, 0.5 * (first.sign() - apart.sign()), q
     # M = larger · (1 + t).
     share = torch.where(ahead, options.beta, 1.0 - options.beta)
-    t, mixture = -(1.0 - share) * step, share + (1.0 - share) * smaller
-    close = t.abs() < 0.5 * NEAR
-    log = torch.where(close, 0.0, mixture.log())
-    rest = torch.where(close, _log_series(t), t - log)
-    log = torch.where(close, t - rest, log)
+    rest, log, _ = _mixed(share, step, smaller)
     of_larger = torch.where(ahead, options.of_teacher, options.of_student)
     of_smaller = torch.where(ahead, options.of_student, options.of_teacher)
     value = larger * (of_larger * rest + of_smaller * (under + rest + step * log))
-    log_ratio = -log - torch.where(ahead, far.clamp(max=FAR), 0.0)
-    slope = (1.0 - options.beta) * ((1.0 - options.beta) * options.of_teacher - options.beta * options.of_student)
-    return value, slope * sign * step / mixture + options.of_student * log_ratio, q
+    behind = first < BEHIND
+    return value, _slope(apart, behind, options) - _slope(first, behind, options), q
+
+
+def _steps(far: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(far - 1 + e, 1 - e - far · e, 1 - e, e) where e = e^-far; the first is far²/2 near 0, and from it follow the others exactly."""
+    smaller, near = (-far).exp(), far < NEAR
+    over = torch.where(near, _series(far), far - 1.0 + smaller)
+    step = torch.where(near, far - over, 1.0 - smaller)
+    under = torch.where(near, far * step - over, step - smaller * far.clamp(max=FAR))
+    return over, under, step, smaller
+
+
+def _mixed(share: Tensor, step: Tensor, smaller: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(t - log(1 + t), log(1 + t), 1 + t) where 1 + t = share + (1 - share) · smaller."""
+    t, mixture = (share - 1.0) * step, share + (1.0 - share) * smaller
+    close = t.abs() < 0.5 * NEAR
+    log = torch.where(close, 0.0, mixture.log())
+    rest = torch.where(close, _log_series(t), t - log)
+    return rest, torch.where(close, t - rest, log), mixture
+
+
+def _slope(apart: Tensor, behind: Tensor, options: DivergenceOptions) -> Tensor:
+    """h of a mixture but for a constant, which is another one in rows where p/M of the student's largest class is nearly 0."""
+    far, ahead = apart.abs(), apart >= 0
+    _, _, step, smaller = _steps(far)
+    _, log, mixture = _mixed(torch.where(ahead, options.beta, 1.0 - options.beta), step, smaller)
+    factor = (1.0 - options.beta) * options.of_teacher - options.beta * options.of_student
+    # 1 - p/M, or -p/M.
+    ratio = torch.where(behind, torch.where(ahead, -1.0, -smaller), (1.0 - options.beta) * torch.where(ahead, -step, step)) / mixture
+    return factor * ratio - options.of_student * (log + torch.where(ahead, far.clamp(max=FAR), 0.0))
 
 
 def _series(far: Tensor) -> Tensor:
@@ -243,7 +267,7 @@ def _gradient(
     """row_factor · d loss / d student."""
     _, slope, q = _compared(x, theirs, moments, options)
     if options.formula != FORWARD:
-        slope = torch.where(q > 0, q * ((slope - moments[:, 4:5]) - moments[:, 5:6]), 0.0)
+        slope = torch.where(q > 0, q * (slope - moments[:, 5:6]), 0.0)
     factor = torch.full_like(moments[:, 0], options.logit_scale)
     if row_factor is not None:
         factor = row_factor.to(x.dtype) * options.logit_scale
