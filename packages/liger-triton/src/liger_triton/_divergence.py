@@ -9,6 +9,7 @@ from torch import Tensor
 
 from liger_core.ops._divergence import FORWARD, MIXTURE, VARIATION, DivergenceOptions, DivergenceResults
 from liger_triton._logits import GRADIENT, Shape, capped
+from liger_triton._softmax_loss import TritonPasses
 from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, rows_of
 
 # Two rows are read at a time, so blocks have half the columns of those of one row.
@@ -16,7 +17,7 @@ COMPARED = Shape(4096, 16)
 KIND_FORWARD, KIND_MIXTURE, KIND_VARIATION = tl.constexpr(FORWARD), tl.constexpr(MIXTURE), tl.constexpr(VARIATION)
 
 
-class TritonDivergencePasses:
+class TritonDivergencePasses(TritonPasses):
     """One program a row, which reads both sides twice or three times; but for the first time from the L2 cache."""
 
     def divergences(

@@ -37,6 +37,7 @@ from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.op import Misuse, Sample, Work, Workload
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, row_workloads
 from liger_core.ops._loss_options import Reduction, check_reduction
+from liger_core.ops._softmax_loss import RowPasses, TorchPasses
 from liger_core.ops._token_passes import blocks
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl"]
@@ -98,10 +99,8 @@ class DivergenceResults(NamedTuple):
         return DivergenceResults(self.loss[rows], self.moments[rows])
 
 
-class DivergencePasses(Protocol):
-    """What a backend provides; logits are (rows, classes)."""
-
-    def __hash__(self) -> int: ...
+class DivergencePasses(RowPasses, Protocol):
+    """What a backend provides beside the passes of the losses; logits are (rows, classes)."""
 
     def divergences(
         self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults, options: DivergenceOptions,
@@ -116,7 +115,7 @@ class DivergencePasses(Protocol):
         """Write row_factor · d loss / d student into out, given the moments of each row; out may be student."""
 
 
-class TorchDivergencePasses:
+class TorchDivergencePasses(TorchPasses):
     """The row passes in pure PyTorch, a block of rows at a time."""
 
     def divergences(
