@@ -256,7 +256,10 @@ def _divergence(z: Tensor, other: Tensor, kind: str, beta: float) -> Tensor:
         return kl(log_q, log_p)
     if kind == "total_variation":
         return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
-    mixture = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    # Where both are 0 any finite number will do.
+    neither = (log_p == -torch.inf) & (log_q == -torch.inf)
+    shares = (torch.where(neither, 0.0, side) + math.log(share) for side, share in ((log_p, beta), (log_q, 1 - beta)))
+    mixture = torch.logaddexp(*shares)
     return {
         "skewed_kl": lambda: kl(log_p, mixture),
         "skewed_reverse_kl": lambda: kl(log_q, mixture),

@@ -99,13 +99,19 @@ def steps(far):
 
 
 @triton.jit
+def log_series(t):
+    """t - log(1 + t) for a small t, with s = t / (2 + t)."""
+    s = t / (2.0 + t)
+    square = s * s
+    return t * s - 2.0 * s * square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))))
+
+
+@triton.jit
 def mixed(share, step, smaller):
     """(t - log(1 + t), log(1 + t), 1 + t) where 1 + t = share + (1 - share) · smaller."""
     t = (share - 1.0) * step
     mixture = share + (1.0 - share) * smaller
-    s = t / (2.0 + t)
-    square = s * s
-    rest = t * s - 2.0 * s * square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))))
+    rest = log_series(t)
     close = tl.abs(t) < 0.25
     log = tl.log2(mixture) * 0.6931471805599453
     rest = tl.where(close, rest, t - log)
@@ -158,10 +164,14 @@ def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, of_
         value = 0.5 * larger * step
         slope = tl.where(apart == 0, 0.0, tl.where(ahead, -0.5, 0.5)) - h
     elif FORMULA == KIND_MIXTURE:
-        rest, log, mixture = mixed(tl.where(ahead, beta, 1.0 - beta), step, smaller)
+        share = tl.where(ahead, beta, 1.0 - beta)
+        rest, log, mixture = mixed(share, step, smaller)
+        # The smaller side's KL in units of larger; by its own series where M is close to it, as it is for a share of nearly 0.
+        ratio = share * step / smaller
+        of_other = tl.where(ratio < 0.25, smaller * log_series(ratio), under + rest + step * log)
         of_larger = tl.where(ahead, of_teacher, of_student)
         of_smaller = tl.where(ahead, of_student, of_teacher)
-        value = larger * (of_larger * rest + of_smaller * (under + rest + step * log))
+        value = larger * (of_larger * rest + of_smaller * of_other)
         slope = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, of_teacher, of_student) - h
     else:
         value = tl.where(larger > 0, larger * tl.where(ahead, under, over), 0.0)

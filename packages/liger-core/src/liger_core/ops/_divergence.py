@@ -38,7 +38,6 @@ from liger_core.op import Misuse, Sample, Work, Workload
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, row_workloads
 from liger_core.ops._loss_options import Reduction, check_reduction
 from liger_core.ops._softmax_loss import RowPasses, TorchPasses
-from liger_core.ops._token_passes import blocks
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl"]
 KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl")
@@ -53,6 +52,8 @@ MOMENTS = 7
 FAR = 800.0
 # log p - log q below which p counts as much smaller than q.
 BEHIND = -0.7
+# Elements of each side that the pure-PyTorch passes work on at a time; they hold some 25 tensors of this size.
+REFERENCE_BLOCK = 1 << 17
 # Where series take over from differences that cancel, and their terms in float64.
 NEAR, TERMS = 0.5, 14
 
@@ -122,7 +123,7 @@ class TorchDivergencePasses(TorchPasses):
         self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults, options: DivergenceOptions,
         row_factor: Tensor | None, gradient: bool,
     ) -> None:  # fmt: skip
-        for rows in blocks(student):
+        for rows in _blocks(student):
             x, theirs, labels = *_both(student[rows], teacher[rows], options), None if target is None else target[rows]
             moments, counted = _moments(x, theirs, options), _counted(x, labels, options)
             value, slope, q = _compared(x, theirs, moments, options)
@@ -144,9 +145,15 @@ class TorchDivergencePasses(TorchPasses):
         self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor, options: DivergenceOptions,
         out: Tensor,
     ) -> None:  # fmt: skip
-        for rows in blocks(student):
+        for rows in _blocks(student):
             x, theirs, labels = *_both(student[rows], teacher[rows], options), None if target is None else target[rows]
             out[rows] = _gradient(x, theirs, labels, moments[rows], row_factor[rows], options).to(out.dtype)
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Blocks of rows with at most REFERENCE_BLOCK elements."""
+    rows = max(1, REFERENCE_BLOCK // logits.shape[1])
+    return [slice(i, min(i + rows, logits.shape[0])) for i in range(0, logits.shape[0], rows)]
 
 
 TORCH_DIVERGENCES = TorchDivergencePasses()
@@ -203,13 +210,21 @@ def _compared(x: Tensor, theirs: Tensor, moments: Tensor, options: DivergenceOpt
     if options.formula == VARIATION:
         return 0.5 * larger * step, 0.5 * (first.sign() - apart.sign()), q
     # M = larger · (1 + t).
-    share = torch.where(ahead, options.beta, 1.0 - options.beta)
+    share = _either(ahead, options.beta, 1.0 - options.beta, far)
     rest, log, _ = _mixed(share, step, smaller)
-    of_larger = torch.where(ahead, options.of_teacher, options.of_student)
-    of_smaller = torch.where(ahead, options.of_student, options.of_teacher)
-    value = larger * (of_larger * rest + of_smaller * (under + rest + step * log))
+    of_larger = _either(ahead, options.of_teacher, options.of_student, far)
+    of_smaller = _either(ahead, options.of_student, options.of_teacher, far)
+    # The smaller side's KL in units of larger; by its own series where M is close to it, as it is for a share of nearly 0.
+    ratio = share * step / smaller
+    of_other = torch.where(ratio < 0.5 * NEAR, smaller * _log_series(ratio), under + rest + step * log)
+    value = larger * (of_larger * rest + of_smaller * of_other)
     behind = first < BEHIND
     return value, _slope(apart, behind, options) - _slope(first, behind, options), q
+
+
+def _either(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
+    """One of two numbers, in the dtype of a tensor; of numbers alone torch.where makes float32."""
+    return torch.where(condition, like.new_full((), one), other)
 
 
 def _steps(far: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -234,7 +249,7 @@ def _slope(apart: Tensor, behind: Tensor, options: DivergenceOptions) -> Tensor:
     """h of a mixture but for a constant, which is another one in rows where p/M of the student's largest class is nearly 0."""
     far, ahead = apart.abs(), apart >= 0
     _, _, step, smaller = _steps(far)
-    _, log, mixture = _mixed(torch.where(ahead, options.beta, 1.0 - options.beta), step, smaller)
+    _, log, mixture = _mixed(_either(ahead, options.beta, 1.0 - options.beta, far), step, smaller)
     factor = (1.0 - options.beta) * options.of_teacher - options.beta * options.of_student
     # 1 - p/M, or -p/M.
     ratio = torch.where(behind, torch.where(ahead, -1.0, -smaller), (1.0 - options.beta) * torch.where(ahead, -step, step)) / mixture
