@@ -30,6 +30,7 @@ from fuzz.drawing import (
     weighted,
     writable,
 )
+from liger_core.ops._divergence import KINDS
 
 # Elements of the largest tensor of a call, and rows that programs of their own walk.
 ELEMENTS, ROWS = 20_000, 300
@@ -175,6 +176,64 @@ def linear_log_prob(draw: Draw, limits: Limits) -> Example:
         number, ignored = min(classes, draw(st.sampled_from((1, 3, 8)))), draw(st.sampled_from((0, 1, 2, 3)))
         arguments["allowed"] = Labels((*shape, number), classes, ignore_index, ignored, seed=4, distinct=True)
     return example(draw, arguments, ("hidden", "weight", "bias"))
+
+
+def linear_divergence(draw: Draw, limits: Limits) -> Example:
+    arguments, shape, classes = _head(draw, limits)
+    dtype = arguments["hidden"].dtype if "float64" in limits.dtypes else draw(st.sampled_from(limits.dtypes))
+    width = size(draw, max(1, min(257, limits.elements // max(prod(shape), classes))), least=1)
+    arguments |= {
+        "teacher_hidden": floats(draw, (*shape, width), dtype),
+        "teacher_weight": floats(draw, (classes, width), dtype, scale=draw(st.sampled_from((0.1, 0.3, 1.0)))),
+        "kind": draw(st.sampled_from(KINDS)),
+        "beta": draw(_SHARE),
+        "temperature": draw(weighted((3, (1.0,)), (1, (0.7, 3.0, 0.1, 100.0)))),
+        "softcap": _softcap(draw),
+        "teacher_logit_scale": draw(weighted((3, (1.0,)), (1, (0.25, 2.0, -0.5, 0.0, 30.0)))),
+        "teacher_softcap": _softcap(draw),
+        "ignore_index": _ignored(draw, classes),
+        **_reduction(draw),
+    }
+    if draw(st.booleans()):
+        arguments["teacher_bias"] = floats(draw, (classes,), dtype)
+    if draw(st.booleans()):
+        arguments["target"] = _target(draw, shape, classes, arguments["ignore_index"])
+        arguments["hard_weight"] = draw(weighted((1, (0.0,)), (1, (0.1, 0.5))))
+    if "budget" in arguments:
+        arguments["budget"] += classes * getattr(torch, dtype).itemsize
+    return example(draw, arguments, ("hidden", "weight", "bias"))
+
+
+def kl_div(draw: Draw, limits: Limits) -> Example:
+    return _divergence(draw, limits, reverse=draw(st.booleans()), skew=draw(weighted((2, (0.0,)), (1, (0.1, 0.5, 0.9)))))
+
+
+def jsd(draw: Draw, limits: Limits) -> Example:
+    return _divergence(draw, limits, beta=draw(_SHARE))
+
+
+def total_variation(draw: Draw, limits: Limits) -> Example:
+    return _divergence(draw, limits)
+
+
+_SHARE = weighted((2, (0.5,)), (1, (0.1, 0.3, 0.9, 0.999)))
+
+
+def _divergence(draw: Draw, limits: Limits, **options: Any) -> Example:
+    dtype, classes = draw(st.sampled_from(limits.dtypes)), _classes(draw, limits)
+    shape = (*leading(draw, min(limits.rows, max(1, limits.elements // classes))), classes)
+    student, teacher = floats(draw, shape, dtype), floats(draw, shape, dtype)
+    if classes > 1 and draw(weighted((9, (False,)), (1, (True,)))):
+        student, teacher = replace(student, values="impossible"), replace(teacher, values="impossible")
+    options |= {"temperature": draw(weighted((3, (1.0,)), (1, (0.7, 3.0, 0.1, 100.0)))), **_reduction(draw)}
+    return example(draw, {"student": student, "teacher": teacher, **options}, ("student",))
+
+
+def _reduction(draw: Draw) -> dict[str, Any]:
+    """How a divergence is reduced."""
+    reduction = draw(st.sampled_from(("mean", "sum", "none")))
+    number = draw(st.sampled_from((37.0, 3, 1e-3, 1e6, Scalar(37.0, "float32"), Scalar(12, "int64"))))
+    return {"reduction": reduction, "normalizer": number if reduction == "mean" and draw(weighted((2, (False,)), (1, (True,)))) else None}
 
 
 def _head(draw: Draw, limits: Limits) -> tuple[dict[str, Any], tuple[int, ...], int]:

@@ -190,6 +190,119 @@ def linear_log_prob(
     return (log_prob, kept(entropy)) if return_entropy else log_prob
 
 
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    target: Tensor | None = None,
+    hard_weight: float = 0.0,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk: int | str | None = None,
+    budget: int | None = None,
+    pack: bool = True,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    z = _capped(_logits(hidden, weight, bias), logit_scale, softcap)
+    other = _capped(_logits(teacher_hidden, teacher_weight, teacher_bias), teacher_logit_scale, teacher_softcap)
+    loss = _divergence(z / temperature, other / temperature, kind, beta)
+    counted = torch.ones(z.shape[0], dtype=torch.bool, device=z.device) if target is None else target.reshape(-1) != ignore_index
+    if hard_weight and target is not None:
+        loss = (1 - hard_weight) * loss - hard_weight * _chosen(_softmax(z)[0], target.reshape(-1), counted)
+    return _reduced(torch.where(counted, loss, 0.0).reshape(hidden.shape[:-1]), reduction, normalizer, counted.sum())
+
+
+def kl_div(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    reverse: bool = False,
+    skew: float = 0.0,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    kind, beta = ("reverse_kl", 0.5) if reverse else ("forward_kl", 0.5)
+    if skew:
+        kind, beta = ("skewed_reverse_kl", 1 - skew) if reverse else ("skewed_kl", skew)
+    return _of_logits(student, teacher, kind, beta, temperature, reduction, normalizer)
+
+
+def jsd(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    return _of_logits(student, teacher, "jsd", beta, temperature, reduction, normalizer)
+
+
+def total_variation(
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    return _of_logits(student, teacher, "total_variation", 0.5, temperature, reduction, normalizer)
+
+
+def _of_logits(
+    student: Tensor, teacher: Tensor, kind: str, beta: float, temperature: float, reduction: str, normalizer: Tensor | float | None
+) -> Tensor:
+    dtype = wide(student.dtype)
+    loss = _divergence(student.to(dtype) / temperature, teacher.to(dtype) / temperature, kind, beta)
+    return _reduced(loss, reduction, normalizer, torch.tensor(loss.numel()))
+
+
+def _divergence(z: Tensor, other: Tensor, kind: str, beta: float) -> Tensor:
+    """Divergence of the last dimension, of log-probabilities as they are."""
+    log_q, log_p = _softmax(z)[0], _softmax(other.to(z.dtype))[0]
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        possible = log_a > -torch.inf
+        return torch.where(possible, log_a.exp() * (torch.where(possible, log_a, 0.0) - torch.where(possible, log_b, 0.0)), 0.0).sum(-1)
+
+    if kind == "forward_kl":
+        return kl(log_p, log_q)
+    if kind == "reverse_kl":
+        return kl(log_q, log_p)
+    if kind == "total_variation":
+        return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    # Where both are 0 any finite number will do.
+    neither = (log_p == -torch.inf) & (log_q == -torch.inf)
+    shares = (torch.where(neither, 0.0, side) + math.log(share) for side, share in ((log_p, beta), (log_q, 1 - beta)))
+    mixture = torch.logaddexp(*shares)
+    return {
+        "skewed_kl": lambda: kl(log_p, mixture),
+        "skewed_reverse_kl": lambda: kl(log_q, mixture),
+        "jsd": lambda: beta * kl(log_p, mixture) + (1 - beta) * kl(log_q, mixture),
+    }[kind]()
+
+
+def _reduced(loss: Tensor, reduction: str, normalizer: Tensor | float | None, count: Tensor) -> Tensor:
+    if reduction == "none":
+        return loss
+    return loss.sum() / ((count.clamp(min=1) if normalizer is None else normalizer) if reduction == "mean" else 1)
+
+
 def rows(op: str, given: Mapping[str, Any]) -> Tensor:
     """The rows of which the softmax is taken, for a loss by its name."""
     if op == "cross_entropy":
@@ -212,9 +325,9 @@ def _softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = z.detach().amax(-1, keepdim=True)
     below = z - top
     rest = below.exp().sum(-1).log()
-    log_p = below - rest[:, None]
+    log_p = below - rest[..., None]
     p = log_p.exp()
-    return log_p, top[:, 0] + rest, -(p * torch.where(p > 0, log_p, 0.0)).sum(-1)
+    return log_p, top[..., 0] + rest, -(p * torch.where(p > 0, log_p, 0.0)).sum(-1)
 
 
 def _chosen(log_p: Tensor, labels: Tensor, counted: Tensor) -> Tensor:

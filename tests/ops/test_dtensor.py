@@ -32,6 +32,10 @@ PLAIN: dict[str, tuple[Tensor, ...]] = {
     "cross_entropy": (LOGITS, TARGET),
     "linear_cross_entropy": (HIDDEN, HEAD, TARGET),
     "linear_log_prob": (HIDDEN, HEAD, TARGET),
+    "linear_divergence": (HIDDEN, HEAD, HIDDEN, HEAD),
+    "kl_div": (LOGITS, LOGITS),
+    "jsd": (LOGITS, LOGITS),
+    "total_variation": (LOGITS, LOGITS),
 }
 
 

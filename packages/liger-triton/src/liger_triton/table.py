@@ -26,6 +26,10 @@ HANDED_OVER = {
     "cross_entropy": 0,
     "linear_cross_entropy": 0,
     "linear_log_prob": 0,
+    "linear_divergence": 0,
+    "kl_div": 0,
+    "jsd": 0,
+    "total_variation": 0,
 }
 
 TABLE: dict[Op[..., Any], Implementation] = {

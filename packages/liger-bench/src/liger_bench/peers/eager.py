@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -141,5 +142,78 @@ def linear_log_prob(
     return log_prob, entropy.where(counted, 0.0)
 
 
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    # It holds the logits of both sides.
+    logits, teacher = F.linear(hidden, weight, bias), F.linear(teacher_hidden, teacher_weight, teacher_bias)
+    return _divergence(kind, logits, teacher, beta, temperature, reduction, normalizer)
+
+
+def kl_div(
+    student: Tensor,
+    teacher: Tensor,
+    reverse: bool = False,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    return _divergence("reverse_kl" if reverse else "forward_kl", student, teacher, 0.5, temperature, reduction, normalizer)
+
+
+def jsd(
+    student: Tensor,
+    teacher: Tensor,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    return _divergence("jsd", student, teacher, beta, temperature, reduction, normalizer)
+
+
+def total_variation(
+    student: Tensor, teacher: Tensor, temperature: float = 1.0, reduction: str = "mean", normalizer: Tensor | float | None = None
+) -> Tensor:
+    return _divergence("total_variation", student, teacher, 0.5, temperature, reduction, normalizer)
+
+
+def _divergence(
+    kind: str, student: Tensor, teacher: Tensor, beta: float, temperature: float, reduction: str, normalizer: Tensor | float | None
+) -> Tensor:
+    """As the trainers write it: log-softmax of both sides in float32, then torch.nn.functional.kl_div."""
+    log_q, log_p = (torch.log_softmax(x.float() / temperature, dim=-1) for x in (student, teacher))
+
+    def kl(log_first: Tensor, log_second: Tensor) -> Tensor:
+        return F.kl_div(log_second, log_first, reduction="none", log_target=True).sum(-1)
+
+    if kind == "forward_kl":
+        loss = kl(log_p, log_q)
+    elif kind == "reverse_kl":
+        loss = kl(log_q, log_p)
+    elif kind == "total_variation":
+        loss = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    else:
+        mixture = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+        of_teacher, of_student = {"skewed_kl": (1.0, 0.0), "skewed_reverse_kl": (0.0, 1.0)}.get(kind, (beta, 1.0 - beta))
+        loss = of_teacher * kl(log_p, mixture) + of_student * kl(log_q, mixture)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / (loss.numel() if normalizer is None else normalizer)
+
+
 # Where Transformers writes an op otherwise than its reference does.
-CALLS = by_name(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob)
+CALLS = by_name(
+    *(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob),
+    *(linear_divergence, kl_div, jsd, total_variation),
+)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preference, policy and fine-tuning losses: formulas on log-probabilities, which a Head computes without holding the logits."""
+"""Preference, policy, distillation and fine-tuning losses: formulas on log-probabilities, which a Head computes without holding the logits."""
 
 from liger_core.losses.averaging import Averaging
 from liger_core.losses.dft import DFTMetrics, dft
+from liger_core.losses.distillation import cosine_distillation, topk_distillation
 from liger_core.losses.head import Head
 from liger_core.losses.kto import KTOMetrics, kto, kto_baseline
 from liger_core.losses.off_policy import OffPolicy
@@ -24,6 +25,7 @@ __all__ = [
     "PreferenceMetrics",
     "Sapo",
     "Vespo",
+    "cosine_distillation",
     "cpo",
     "dft",
     "dpo",
@@ -33,4 +35,5 @@ __all__ = [
     "orpo",
     "ppo",
     "simpo",
+    "topk_distillation",
 ]

@@ -4,10 +4,14 @@
 from liger_core.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from liger_core.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_core.ops.geglu import geglu as geglu
+from liger_core.ops.jsd import jsd as jsd
+from liger_core.ops.kl_div import kl_div as kl_div
 from liger_core.ops.layer_norm import layer_norm as layer_norm
 from liger_core.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from liger_core.ops.linear_divergence import linear_divergence as linear_divergence
 from liger_core.ops.linear_log_prob import linear_log_prob as linear_log_prob
 from liger_core.ops.relu_squared import relu_squared as relu_squared
 from liger_core.ops.rms_norm import rms_norm as rms_norm
 from liger_core.ops.rope import rope as rope
 from liger_core.ops.swiglu import swiglu as swiglu
+from liger_core.ops.total_variation import total_variation as total_variation

@@ -163,12 +163,7 @@ class Loop:
         self.passes = passes
         self.reduced = differentiable(
             make_kernel("linear_cross_entropy", self._allocate_reduced, self._launch_reduced),
-            make_kernel(
-                "linear_cross_entropy_backward",
-                self._allocate_reduced_backward,
-                self._launch_reduced_backward,
-                self._recycle_reduced_backward,
-            ),
+            SumsBackward(passes).kernel("linear_cross_entropy_backward", make_kernel),
             public=4,
         )
 
@@ -181,7 +176,7 @@ class Loop:
         return (
             torch.empty((), dtype=wide, device=device),
             *row_results(hidden, asked)[1:],
-            torch.empty((), dtype=wide, device=device) if _divides_late(hidden, divide) else None,
+            torch.empty((), dtype=wide, device=device) if divides_late(hidden, divide) else None,
             torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if needs[0] else None,
             torch.empty(weight.shape, dtype=chunks.chunking(hidden, weight).dtype, device=device) if needs[1] else None,
             torch.empty(weight.shape[0], dtype=wide, device=device) if needs[2] else None,
@@ -201,8 +196,8 @@ class Loop:
         loss, results = results.loss, results._replace(loss=results.statistics.new_empty(head.hidden.shape[0]))
         packed = Packed(head, counted.index())
         factors = packed.take(factors)
-        inner, running = packed.results(results), _Running(sums._replace(sum_hidden=packed.like(sums.sum_hidden)))
-        for part, logits in _logits(packed.head, rows):
+        inner, running = packed.results(results), Running(sums._replace(sum_hidden=packed.like(sums.sum_hidden)))
+        for part, logits in logits_of(packed.head, rows):
             factor = None if factors is None else factors[part]
             self.passes.losses(logits, packed.head.target[part], _part(inner, part), options, factor, gradient)
             running.add(part, logits, packed.head)
@@ -215,22 +210,32 @@ class Loop:
             if scale is not None:
                 scale.copy_(inverse)
 
-    def _allocate_reduced_backward(
+
+class SumsBackward:
+    """The backward pass of a loss whose gradients are there but for the upstream gradient, one number."""
+
+    def __init__(self, passes: RowPasses) -> None:
+        self.passes = passes
+
+    def kernel(self, name: str, make_kernel: Callable[..., Kernel]) -> Kernel:
+        return make_kernel(name, self.allocate, self.launch, self.recycle)
+
+    def allocate(
         self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None, needs: list[bool]
     ) -> Outputs:
         wanted = zip(needs, sums if main_grad is None else sums._replace(sum_weight=None), strict=True)
         return tuple(torch.empty_like(t, dtype=weight.dtype) if need and t is not None else None for need, t in wanted)
 
-    def _recycle_reduced_backward(
+    def recycle(
         self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None, needs: list[bool]
     ) -> Outputs:
         """The sums themselves, where they have the dtype of the gradient: scaling them in place saves their size once more."""
         fresh = [need and t is not None and t.dtype != weight.dtype for need, t in zip(needs, sums, strict=True)]
-        made = self._allocate_reduced_backward(grad_loss, weight, scale, sums, main_grad, fresh)
+        made = self.allocate(grad_loss, weight, scale, sums, main_grad, fresh)
         kept = sums if main_grad is None else sums._replace(sum_weight=None)
         return tuple(t if need and new is None else new for need, t, new in zip(needs, kept, made, strict=True))
 
-    def _launch_reduced_backward(
+    def launch(
         self, gradients: Gradients, /, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None,
         needs: list[bool],
     ) -> None:  # fmt: skip
@@ -249,7 +254,7 @@ def loop_of(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Loop:
     return Loop(passes, make_kernel)
 
 
-def _divides_late(hidden: Tensor, divide: Tensor | None) -> bool:
+def divides_late(hidden: Tensor, divide: Tensor | None) -> bool:
     """1/normalizer waits for the backward pass in float16, where a probability divided by the number of tokens underflows."""
     return divide is not None and hidden.dtype == torch.float16
 
@@ -258,10 +263,11 @@ def _part(results: RowResults, part: slice) -> RowResults:
     return RowResults(*(None if r is None else r[part] for r in results))  # type: ignore[arg-type]
 
 
-def _logits(head: Head, rows: int) -> Iterator[tuple[slice, Tensor]]:
+def logits_of(head: Head, rows: int, buffer: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
     """(rows, logits) chunk by chunk, in one reused buffer."""
     count, classes = head.hidden.shape[0], head.weight.shape[0]
-    buffer = torch.empty(min(rows, count), classes, dtype=head.hidden.dtype, device=head.hidden.device)
+    if buffer is None:
+        buffer = torch.empty(min(rows, count), classes, dtype=head.hidden.dtype, device=head.hidden.device)
     for start in range(0, count, rows):
         part = slice(start, min(start + rows, count))
         logits = buffer[: part.stop - part.start]
@@ -272,7 +278,7 @@ def _logits(head: Head, rows: int) -> Iterator[tuple[slice, Tensor]]:
         yield part, logits
 
 
-class _Running:
+class Running:
     """The sums while the chunks go by."""
 
     def __init__(self, sums: Sums) -> None:

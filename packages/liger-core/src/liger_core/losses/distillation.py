@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation from what a teacher stores or sends: its most likely classes, or its hidden states."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import ShapeError
+from liger_core.ops import jsd, kl_div, total_variation
+from liger_core.ops._inputs import accumulator
+
+TopKKind = Literal["forward_kl", "reverse_kl", "jsd", "total_variation"]
+
+
+def topk_distillation(
+    log_prob: Tensor, teacher_log_prob: Tensor, *, kind: TopKKind = "forward_kl", beta: float = 0.5, tail: bool = True
+) -> Tensor:
+    """Divergence of each row over the K classes that a teacher gives, and one bucket for all others.
+
+        p = (e^teacher_log_prob, 1 - Σ e^teacher_log_prob),   q = (e^log_prob, 1 - Σ e^log_prob)
+
+        forward_kl       KL(p ‖ q)          jsd              beta · KL(p ‖ M) + (1 - beta) · KL(q ‖ M),   M = beta · p + (1 - beta) · q
+        reverse_kl       KL(q ‖ p)          total_variation  ½ Σ |p - q|
+
+    log_prob          (..., K)   of the student at the teacher's classes, from linear_log_prob with targets (..., K)
+    teacher_log_prob  (..., K)   of the teacher; -inf where a row has fewer than K classes (with none at all its loss is 0 by the
+                      bucket); gets no gradient
+    tail              the bucket. Without it both sides are normalized to the K classes. A bucket of less than one rounding of 1, as where
+                      the K classes have all the mass, counts as one rounding on that side, without a gradient
+    returns           (...), float32 (float64 for float64)
+
+    With the bucket this is a lower bound of the divergence over all classes:
+
+        log_prob = linear_log_prob(hidden, weight, top_classes)
+        loss = topk_distillation(log_prob, top_log_prob)[mask].mean()
+
+    Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    Hinton et al. 2015, arXiv:1503.02531.
+    """
+    name = "topk_distillation"
+    checks.floating(name, 2, log_prob=log_prob, teacher_log_prob=teacher_log_prob)
+    checks.at_least_one_dimension(name, "log_prob", log_prob)
+    if teacher_log_prob.shape != log_prob.shape or log_prob.shape[-1] == 0:
+        shape = checks.shape(log_prob)
+        checks.fail(
+            ShapeError, name, f"teacher_log_prob must have shape (..., K) like log_prob {shape}, got {checks.shape(teacher_log_prob)}"
+        )
+    checks.constant(name, teacher_log_prob=teacher_log_prob)
+    checks.choice(name, "kind", kind, ("forward_kl", "reverse_kl", "jsd", "total_variation"))
+    dtype = accumulator(log_prob.dtype)
+    teacher = teacher_log_prob.to(dtype)
+    student = torch.where(teacher > -torch.inf, log_prob.to(dtype), -torch.inf)
+    if tail:
+        student, teacher = (torch.cat((side, _log_tail(side)), -1) for side in (student, teacher))
+    # Log-probabilities are logits, which these ops normalize.
+    loss: Tensor
+    if kind == "jsd":
+        loss = jsd(student, teacher, beta=beta, reduction="none")
+    elif kind == "total_variation":
+        loss = total_variation(student, teacher, reduction="none")
+    else:
+        loss = kl_div(student, teacher, reverse=kind == "reverse_kl", reduction="none")
+    return loss
+
+
+def _log_tail(log_prob: Tensor) -> Tensor:
+    """log(1 - Σ e^log_prob), where the sum may be 1, or a little more by its roundings."""
+    mass = log_prob.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(log_prob.dtype).eps)
+    # Each branch sees only what it is exact for, and so does its gradient.
+    small = mass < -0.6931471805599453
+    rest = torch.where(small, mass, -1.0).exp().neg().log1p()
+    return torch.where(small, rest, torch.where(small, -1.0, mass).expm1().neg().log())
+
+
+def cosine_distillation(hidden: Tensor, teacher: Tensor) -> Tensor:
+    """One minus the cosine of the angle between the student's and the teacher's hidden state of each token.
+
+        loss = 1 - cos(hidden, teacher) = ½ |hidden/|hidden| - teacher/|teacher||²
+
+    hidden   (..., H)   any floating dtype
+    teacher  (..., H)   of the same width, by a projection if need be; gets no gradient
+    returns  (...), float32 (float64 for float64)
+
+    The second form has all digits where the angle is small. A row of zeros on either side has loss 1 and no gradient.
+    Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    Sanh et al. 2019, arXiv:1910.01108 (DistilBERT).
+    """
+    name = "cosine_distillation"
+    checks.floating(name, 2, hidden=hidden, teacher=teacher)
+    checks.at_least_one_dimension(name, "hidden", hidden)
+    if teacher.shape != hidden.shape:
+        sentence = f"teacher must have shape {checks.shape(hidden)} like hidden, got {checks.shape(teacher)}; project one of them"
+        checks.fail(ShapeError, name, sentence)
+    checks.constant(name, teacher=teacher)
+    dtype = accumulator(hidden.dtype)
+    sides = [side.to(dtype) for side in (hidden, teacher)]
+    norms = [torch.linalg.vector_norm(side, dim=-1, keepdim=True) for side in sides]
+    some = ((norms[0] > 0) & (norms[1] > 0))[..., 0]
+    student, other = (side / torch.where(norm > 0, norm, 1.0) for side, norm in zip(sides, norms, strict=True))
+    return torch.where(some, 0.5 * (student - other).square().sum(-1), 1.0)

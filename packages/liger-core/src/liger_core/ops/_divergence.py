@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row mathematics that the divergences share, its pure-PyTorch implementation, and the ops on logits that are made of it.
+
+For one row, p is the softmax of the teacher's x and q that of the student's, where
+
+    x = logit_scale · a, then softcap · tanh(x / softcap), then x / temperature          M = beta · p + (1 - beta) · q
+
+    forward_kl           KL(p ‖ q)                 reverse_kl           KL(q ‖ p)
+    skewed_kl            KL(p ‖ M)                 skewed_reverse_kl    KL(q ‖ M)
+    jsd                  beta · KL(p ‖ M) + (1 - beta) · KL(q ‖ M)
+    total_variation      ½ Σ |p - q|
+
+Each is Σ f(p, q), and its gradient over the student's x is q · (h - Σ q h) with h = ∂f/∂q. A few rules keep it exact:
+
+* What a row needs of each side are m = max x and d = Σ e^(x - m). Everything else follows from u = log p - log q, a difference of
+  differences x - m, whose size does not depend on that of the logits.
+* KL(p ‖ M) is summed as Σ (p log(p/M) - p + M), which adds 0 and makes every term ≥ 0. Near p = q nothing cancels, and a
+  round-off of d enters squared.
+* Of p and q the larger one is factored out, so that the rest is a function of e^-|u| ≤ 1 and cannot overflow.
+* h is taken less its value h₀ at the student's largest x. Where that class has nearly all of q, its gradient q · (h - Σ q h) would
+  otherwise be the difference of two equal numbers.
+* A class at -inf on both sides counts for nothing. At -inf for the student alone it makes KL(p ‖ q) infinite, for the teacher alone KL(q ‖ p).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
+from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.op import Misuse, Sample, Work, Workload
+from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, row_workloads
+from liger_core.ops._loss_options import Reduction, check_reduction
+from liger_core.ops._softmax_loss import RowPasses, TorchPasses
+
+Kind = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl"]
+KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl")
+# Those that have a mixture.
+MIXED: tuple[Kind, ...] = ("jsd", "skewed_kl", "skewed_reverse_kl")
+# Formulas of the row passes: the two KL, all that have a mixture, total variation.
+FORWARD, REVERSE, MIXTURE, VARIATION = range(4)
+# Numbers a row in the moments: m and d of the student, m and d of the teacher, the teacher's x at the student's largest, Σ q (h - h₀), and
+# d of the student without temperature.
+MOMENTS = 7
+# e^-FAR is 0 in float32 and, with a margin, in float64, so that a distance that is cut here changes nothing but 0 · ∞.
+FAR = 800.0
+# log p - log q below which p counts as much smaller than q.
+BEHIND = -0.7
+# Elements of each side that the pure-PyTorch passes work on at a time; they hold some 25 tensors of this size.
+REFERENCE_BLOCK = 1 << 17
+# Where series take over from differences that cancel, and their terms in float64.
+NEAR, TERMS = 0.5, 14
+
+
+class DivergenceOptions(NamedTuple):
+    """The scalars of the formulas above; scales and caps are divided by the temperature already.
+
+    of_teacher, of_student  factors of KL(p ‖ M) and KL(q ‖ M)
+    hard_weight             share of the cross entropy with the target
+    """
+
+    formula: int
+    beta: float
+    of_teacher: float
+    of_student: float
+    temperature: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    teacher_logit_scale: float = 1.0
+    teacher_softcap: float | None = None
+    hard_weight: float = 0.0
+    ignore_index: int = -100
+
+    @classmethod
+    def given(cls, kind: Kind, beta: float, temperature: float = 1.0, **more: Any) -> DivergenceOptions:
+        """From the options of an op."""
+        formula = {"forward_kl": FORWARD, "reverse_kl": REVERSE, "total_variation": VARIATION}.get(kind, MIXTURE)
+        of_teacher, of_student = {"skewed_kl": (1.0, 0.0), "skewed_reverse_kl": (0.0, 1.0)}.get(kind, (beta, 1.0 - beta))
+        # c · tanh(s·a / c) / T = (c/T) · tanh((s/T)·a / (c/T)): a temperature is part of scale and cap.
+        for name in ("logit_scale", "teacher_logit_scale"):
+            more[name] = more.get(name, 1.0) / temperature
+        for name in ("softcap", "teacher_softcap"):
+            more[name] = None if more.get(name) is None else more[name] / temperature
+        return cls(formula, beta, of_teacher, of_student, temperature, **more)
+
+
+class DivergenceResults(NamedTuple):
+    """For each row its loss and its moments (rows, MOMENTS)."""
+
+    loss: Tensor
+    moments: Tensor
+
+    def of(self, rows: slice) -> DivergenceResults:
+        return DivergenceResults(self.loss[rows], self.moments[rows])
+
+
+class DivergencePasses(RowPasses, Protocol):
+    """What a backend provides beside the passes of the losses; logits are (rows, classes)."""
+
+    def divergences(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults, options: DivergenceOptions,
+        row_factor: Tensor | None, gradient: bool,
+    ) -> None:  # fmt: skip
+        """Fill results; with gradient also overwrite student by row_factor · d loss / d student (row_factor is 1 if None)."""
+
+    def divergence_gradients(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor, options: DivergenceOptions,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        """Write row_factor · d loss / d student into out, given the moments of each row; out may be student."""
+
+
+class TorchDivergencePasses(TorchPasses):
+    """The row passes in pure PyTorch, a block of rows at a time."""
+
+    def divergences(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults, options: DivergenceOptions,
+        row_factor: Tensor | None, gradient: bool,
+    ) -> None:  # fmt: skip
+        for rows in _blocks(student):
+            x, theirs, labels = *_both(student[rows], teacher[rows], options), None if target is None else target[rows]
+            moments, counted = _moments(x, theirs, options), _counted(x, labels, options)
+            value, slope, q = _compared(x, theirs, moments, options)
+            loss = value.sum(-1)
+            if options.formula != FORWARD:
+                moments[:, 5] = torch.where(q > 0, q * slope, 0.0).sum(-1)
+            if options.hard_weight and labels is not None:
+                own = (x.gather(-1, _inside(labels, x)[:, None])[:, 0] - moments[:, 0]) * options.temperature
+                hard = moments[:, 6].log() - own
+                hard = torch.where((labels < 0) | (labels >= x.shape[1]), float("nan"), hard)
+                loss = (1.0 - options.hard_weight) * loss + options.hard_weight * hard
+            results.loss[rows] = torch.where(counted, loss, 0.0)
+            results.moments[rows] = moments
+            if gradient:
+                factor = None if row_factor is None else row_factor[rows]
+                student[rows] = _gradient(x, theirs, labels, moments, factor, options).to(student.dtype)
+
+    def divergence_gradients(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor, options: DivergenceOptions,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        for rows in _blocks(student):
+            x, theirs, labels = *_both(student[rows], teacher[rows], options), None if target is None else target[rows]
+            out[rows] = _gradient(x, theirs, labels, moments[rows], row_factor[rows], options).to(out.dtype)
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Blocks of rows with at most REFERENCE_BLOCK elements."""
+    rows = max(1, REFERENCE_BLOCK // logits.shape[1])
+    return [slice(i, min(i + rows, logits.shape[0])) for i in range(0, logits.shape[0], rows)]
+
+
+TORCH_DIVERGENCES = TorchDivergencePasses()
+
+
+def _both(student: Tensor, teacher: Tensor, options: DivergenceOptions) -> tuple[Tensor, Tensor]:
+    """x of both sides, in the accumulator of the student."""
+    dtype = accumulator(student.dtype)
+    x, theirs = student.to(dtype) * options.logit_scale, teacher.to(dtype) * options.teacher_logit_scale
+    if options.softcap is not None:
+        x = torch.tanh(x / options.softcap) * options.softcap
+    if options.teacher_softcap is not None:
+        theirs = torch.tanh(theirs / options.teacher_softcap) * options.teacher_softcap
+    return x, theirs
+
+
+def _counted(x: Tensor, target: Tensor | None, options: DivergenceOptions) -> Tensor:
+    return x.new_ones(x.shape[0], dtype=torch.bool) if target is None else target != options.ignore_index
+
+
+def _inside(target: Tensor, x: Tensor) -> Tensor:
+    return target.clamp(0, x.shape[1] - 1)
+
+
+def _moments(x: Tensor, theirs: Tensor, options: DivergenceOptions) -> Tensor:
+    moments = x.new_zeros(x.shape[0], MOMENTS)
+    for column, side in ((0, x), (2, theirs)):
+        moments[:, column] = side.amax(-1)
+        moments[:, column + 1] = (side - moments[:, column, None]).exp().sum(-1)
+    moments[:, 4] = theirs.gather(-1, x.argmax(-1, keepdim=True))[:, 0]
+    moments[:, 6] = 1.0
+    if options.hard_weight:
+        moments[:, 6] = ((x - moments[:, :1]) * options.temperature).exp().sum(-1)
+    return moments
+
+
+def _compared(x: Tensor, theirs: Tensor, moments: Tensor, options: DivergenceOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """(the terms of the divergence, h - h₀, q) of each class; for the forward KL q · h, which is finite."""
+    top, total, their_top, their_total, their_first = moments[:, :5].split(1, -1)
+    below, beneath = x - top, theirs - their_top
+    q, p = below.exp() / total, beneath.exp() / their_total
+    offset = (total / their_total).log()
+    apart = torch.where((below == -torch.inf) & (beneath == -torch.inf), 0.0, (beneath - below) + offset)
+    # That of the student's largest x, whose own distance is 0.
+    first = (their_first - their_top) + offset
+    far, ahead = apart.abs(), apart >= 0
+    larger = torch.where(ahead, p, q)
+    over, under, step, smaller = _steps(far)
+    if options.formula == FORWARD:
+        value = torch.where(larger > 0, larger * torch.where(ahead, over, under), 0.0)
+        return value, torch.where(ahead, -larger, larger) * step, q
+    if options.formula == REVERSE:
+        return torch.where(larger > 0, larger * torch.where(ahead, under, over), 0.0), first - apart, q
+    if options.formula == VARIATION:
+        return 0.5 * larger * step, 0.5 * (first.sign() - apart.sign()), q
+    # M = larger · (1 + t).
+    share = _either(ahead, options.beta, 1.0 - options.beta, far)
+    rest, log, _ = _mixed(share, step, smaller)
+    of_larger = _either(ahead, options.of_teacher, options.of_student, far)
+    of_smaller = _either(ahead, options.of_student, options.of_teacher, far)
+    # The smaller side's KL in units of larger; by its own series where M is close to it, as it is for a share of nearly 0.
+    ratio = share * step / smaller
+    of_other = torch.where(ratio < 0.5 * NEAR, smaller * _log_series(ratio), under + rest + step * log)
+    value = larger * (of_larger * rest + of_smaller * of_other)
+    behind = first < BEHIND
+    return value, _slope(apart, behind, options) - _slope(first, behind, options), q
+
+
+def _either(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
+    """One of two numbers, in the dtype of a tensor; of numbers alone torch.where makes float32."""
+    return torch.where(condition, like.new_full((), one), other)
+
+
+def _steps(far: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(far - 1 + e, 1 - e - far · e, 1 - e, e) where e = e^-far; the first is far²/2 near 0, and from it follow the others exactly."""
+    smaller, near = (-far).exp(), far < NEAR
+    over = torch.where(near, _series(far), far - 1.0 + smaller)
+    step = torch.where(near, far - over, 1.0 - smaller)
+    under = torch.where(near, far * step - over, step - smaller * far.clamp(max=FAR))
+    return over, under, step, smaller
+
+
+def _mixed(share: Tensor, step: Tensor, smaller: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(t - log(1 + t), log(1 + t), 1 + t) where 1 + t = share + (1 - share) · smaller."""
+    t, mixture = (share - 1.0) * step, share + (1.0 - share) * smaller
+    close = t.abs() < 0.5 * NEAR
+    log = torch.where(close, 0.0, mixture.log())
+    rest = torch.where(close, _log_series(t), t - log)
+    return rest, torch.where(close, t - rest, log), mixture
+
+
+def _slope(apart: Tensor, behind: Tensor, options: DivergenceOptions) -> Tensor:
+    """h of a mixture but for a constant, which is another one in rows where p/M of the student's largest class is nearly 0."""
+    far, ahead = apart.abs(), apart >= 0
+    _, _, step, smaller = _steps(far)
+    _, log, mixture = _mixed(_either(ahead, options.beta, 1.0 - options.beta, far), step, smaller)
+    factor = (1.0 - options.beta) * options.of_teacher - options.beta * options.of_student
+    # 1 - p/M, or -p/M.
+    ratio = torch.where(behind, torch.where(ahead, -1.0, -smaller), (1.0 - options.beta) * torch.where(ahead, -step, step)) / mixture
+    return factor * ratio - options.of_student * (log + torch.where(ahead, far.clamp(max=FAR), 0.0))
+
+
+def _series(far: Tensor) -> Tensor:
+    """far - 1 + e^-far = far²/2 · (1 - far/3 · (1 - far/4 · (1 - …)))."""
+    near = far.clamp(max=NEAR)
+    total = torch.ones_like(near)
+    for number in range(TERMS, 2, -1):
+        total = 1.0 - near / number * total
+    return 0.5 * near.square() * total
+
+
+def _log_series(t: Tensor) -> Tensor:
+    """t - log(1 + t), with s = t / (2 + t): t·s - 2s³ · (1/3 + s²/5 + s⁴/7 + …)."""
+    t = t.clamp(-0.5 * NEAR, 0.5 * NEAR)
+    s = t / (2.0 + t)
+    total, square = torch.zeros_like(s), s.square()
+    for number in range(2 * TERMS + 1, 1, -2):
+        total = total * square + 1.0 / number
+    return t * s - 2.0 * s * square * total
+
+
+def _gradient(
+    x: Tensor, theirs: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor | None, options: DivergenceOptions
+) -> Tensor:
+    """row_factor · d loss / d student."""
+    _, slope, q = _compared(x, theirs, moments, options)
+    if options.formula != FORWARD:
+        slope = torch.where(q > 0, q * (slope - moments[:, 5:6]), 0.0)
+    factor = torch.full_like(moments[:, 0], options.logit_scale)
+    if row_factor is not None:
+        factor = row_factor.to(x.dtype) * options.logit_scale
+    if options.hard_weight and target is not None:
+        sharp = ((x - moments[:, :1]) * options.temperature).exp() / moments[:, 6:7]
+        sharp.scatter_add_(-1, _inside(target, x)[:, None], torch.full_like(moments[:, :1], -1.0))
+        slope = (1.0 - options.hard_weight) * slope + options.hard_weight * options.temperature * sharp
+        factor = torch.where((target < 0) | (target >= x.shape[1]), float("nan"), factor)
+    slope = slope * factor[:, None]
+    if options.softcap is not None:
+        slope = slope * (1.0 - (x / options.softcap).square())
+    # A row that is not counted gets zeros even where its own logits are infinite or NaN.
+    return torch.where(_counted(x, target, options)[:, None], slope, 0.0)
+
+
+# -- the ops on logits
+
+
+def check_logits(name: str, student: Tensor, teacher: Tensor, temperature: float, reduction: Reduction, normalizer: Any) -> None:
+    """What the divergences of logits take."""
+    checks.floating(name, 2, student=student, teacher=teacher)
+    checks.at_least_one_dimension(name, "student", student)
+    if student.shape[-1] == 0:
+        checks.fail(ShapeError, name, f"student must have at least one class, got {checks.shape(student)}")
+    if teacher.shape != student.shape:
+        checks.fail(ShapeError, name, f"teacher must have shape {checks.shape(student)} like student, got {checks.shape(teacher)}")
+    checks.constant(name, teacher=teacher)
+    checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
+    check_reduction(name, student, reduction, normalizer)
+
+
+def check_mixture(name: str, label: str, value: Any) -> None:
+    """A weight between 0 and 1, at which a mixture is none."""
+    checks.fraction(name, label, value)
+    if not 0.0 < value < 1.0:
+        checks.fail(OptionError, name, f"{label} must be a number in (0, 1), got {value!r}")
+
+
+def logit_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """The calls that every divergence of logits must get right."""
+
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    def sample(name: str, student: Tensor, teacher: Tensor, *, why: str, **options: Any) -> Sample:
+        return Sample(name, (student, teacher), options, why=why, frozen=("teacher", "normalizer"))
+
+    yield sample("one_block", n(4, 64), n(4, 64), why="the vocabulary is one block")
+    yield sample("odd_width", n(5, 101), n(5, 101), why="mask on the last block")
+    yield sample("several_blocks", n(3, 9000), n(3, 9000), why="the row is longer than one block")
+    yield sample("leading_shape", n(2, 3, 40), n(2, 3, 40), why="any leading shape")
+    yield sample("one_token", n(40), n(40), why="no leading shape")
+    yield sample("sum", n(5, 50), n(5, 50), reduction="sum", why="no normaliser")
+    yield sample("none", n(5, 50), n(5, 50), reduction="none", why="every row has its own upstream gradient")
+    yield sample("normalizer", n(5, 50), n(5, 50), normalizer=torch.tensor(37.0, device=device), why="an external count on the device")
+    yield sample("temperature", n(5, 50), n(5, 50), temperature=2.5, why="both sides are divided by the temperature")
+    student = n(5, 50)
+    near = (student.double() + 0.05 * torch.randn(5, 50, device=device, dtype=torch.float64)).to(dtype)
+    yield sample("near", student, near, why="a student that is close to its teacher: nothing cancels")
+    yield sample("peaked", n(4, 60, scale=8.0), n(4, 60, scale=8.0), why="softmax close to one class on both sides")
+    yield sample("common_offset", n(4, 60) + 3e4, n(4, 60) - 3e4, why="what the logits of a side have in common cancels")
+    student, teacher = n(4, 60), n(4, 60)
+    student[:, 40:], teacher[:, 40:] = -torch.inf, -torch.inf
+    yield sample("padded_classes", student, teacher, why="classes that are impossible on both sides count for nothing")
+    yield sample("log_probabilities", n(4, 60).log_softmax(-1), n(4, 60).log_softmax(-1), why="log-probabilities are logits")
+    yield sample("empty", n(0, 30), n(0, 30), why="no rows: the loss is 0 and nothing is launched")
+    yield sample("one_class", n(4, 1), n(4, 1), why="a single column: divergence 0")
+    yield sample("strided_rows", n(5, 160)[:, :80], n(5, 200)[:, 3:83], why="rows are read through their strides")
+    yield sample("transposed", n(40, 6).t(), n(40, 6).t(), why="the last dimension is not contiguous")
+
+
+def logit_misuses(name: str, device: torch.device) -> Iterator[Misuse]:
+    """The wrong calls that the divergences of logits share."""
+    misuse = misuses_of(name)
+    x = torch.zeros(3, 8, device=device)
+    yield misuse("teacher_shape", (x, x[:2]), ShapeError, "teacher must have shape (3, 8) like student, got (2, 8)")
+    yield misuse("no_class", (x[:, :0], x[:, :0]), ShapeError, "student must have at least one class, got (3, 0)")
+    yield misuse("integers", (x.int(), x), DtypeError, "student must have a floating dtype, got torch.int32")
+    yield misuse("no_teacher", (x, None), DtypeError, "teacher must be a tensor, got NoneType")
+    message = "temperature must be a finite number > 0, since the logits are divided by it, got 0.0"
+    yield misuse("temperature", (x, x), OptionError, message, temperature=0.0)
+    yield misuse("reduction", (x, x), OptionError, "reduction must be one of 'mean', 'sum', 'none', got 'batchmean'", reduction="batchmean")
+    message = "normalizer needs reduction='mean', which it divides by, got reduction='sum'"
+    yield misuse("normalizer", (x, x), OptionError, message, reduction="sum", normalizer=3.0)
+    message = "teacher must not require a gradient, since the op does not define one; pass teacher.detach()"
+    yield misuse("trainable_teacher", (x, x.clone().requires_grad_()), OptionError, message)
+    elsewhere = torch.zeros(3, 8, device="meta")
+    yield misuse("device", (x, elsewhere), DeviceError, f"teacher must be on {x.device} like student, got meta")
+
+
+def logit_workloads() -> Iterator[Workload]:
+    def draw(device: torch.device, dtype: torch.dtype, rows: int, classes: int) -> tuple[Tensor, ...]:
+        return normal(device, dtype, rows, classes), normal(device, dtype, rows, classes)
+
+    usual = ((1024, 8192), (8192, 40960), (8192, 128256), (8192, 151936))
+    return row_workloads(draw, "NV", usual, quick=(256, 8192), rows=ROWS[:-2], columns=128256, widths=CLASSES)
+
+
+def logit_work(student: Tensor, teacher: Tensor, **options: Any) -> Work:
+    """Both are read, and both again beside the gradient that is written."""
+    size, theirs = student.numel() * student.element_size(), teacher.numel() * teacher.element_size()
+    return Work(size + theirs, 3 * size + 2 * theirs)
+
+
+class LogitDivergences:
+    """The kernels of the divergences of logits, for a backend's row passes: losses of rows, of which all else is plain PyTorch."""
+
+    def __init__(self, passes: DivergencePasses, make_kernel: Callable[..., Kernel]) -> None:
+        self.passes = passes
+        self.rows = differentiable(
+            make_kernel("divergence", self._allocate, self._launch),
+            make_kernel("divergence_backward", self._allocate_backward, self._launch_backward),
+        )
+
+    def _allocate(self, student: Tensor, teacher: Tensor, options: DivergenceOptions) -> Outputs:
+        return divergence_results(student)
+
+    def _launch(self, results: DivergenceResults, /, student: Tensor, teacher: Tensor, options: DivergenceOptions) -> None:
+        if student.shape[0]:
+            self.passes.divergences(student, teacher, None, results, options, None, False)
+
+    def _allocate_backward(self, grad_loss: Tensor, student: Tensor, *rest: Any) -> Outputs:
+        return (torch.empty(student.shape, dtype=student.dtype, device=student.device),)
+
+    def _launch_backward(
+        self, grad_student: Tensor, /, grad_loss: Tensor, student: Tensor, teacher: Tensor, moments: Tensor, options: DivergenceOptions,
+        needs: list[bool],
+    ) -> None:  # fmt: skip
+        if student.shape[0]:
+            self.passes.divergence_gradients(student, teacher, None, moments, grad_loss, options, grad_student)
+
+    def __call__(
+        self, student: Tensor, teacher: Tensor, options: DivergenceOptions, reduction: Reduction, normalizer: Tensor | float | None
+    ) -> Tensor:
+        """Divergence of the last dimension, reduced."""
+        rows, theirs = (t.reshape(-1, t.shape[-1]) for t in (student, teacher))
+        loss: Tensor = self.rows(rows, theirs, options)
+        if reduction == "none":
+            return loss.reshape(student.shape[:-1])
+        loss = loss.sum()
+        return loss if reduction == "sum" else loss / (max(rows.shape[0], 1) if normalizer is None else normalizer)
+
+
+@functools.cache
+def logit_divergences(passes: DivergencePasses, make_kernel: Callable[..., Kernel]) -> LogitDivergences:
+    """The kernels of a backend, which its ops share."""
+    return LogitDivergences(passes, make_kernel)
+
+
+def divergence_results(like: Tensor) -> DivergenceResults:
+    """New memory for the results of as many rows as the tensor has, on its device."""
+    rows, dtype = like.shape[0], accumulator(like.dtype)
+    return DivergenceResults(
+        torch.empty(rows, dtype=dtype, device=like.device), torch.empty(rows, MOMENTS, dtype=dtype, device=like.device)
+    )

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of linear_divergence: chunks of the student's logits, beside which a few rows of the teacher's are held at a time.
+
+The upstream gradient of a row is one factor g. So what is kept of a row for a later backward pass is the gradient G of its logits but
+for g, and dX = g · (G @ W), dW = Gᵀ @ (g · X): what meets g has the width of the head, not that of the vocabulary, and G is rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.ops._chunked_loss import (
+    CHUNK_BYTES,
+    CPU_BYTES,
+    ChunkOptions,
+    Counted,
+    Gradients,
+    Head,
+    Packed,
+    Running,
+    Sums,
+    SumsBackward,
+    accumulate,
+    chunking,
+    divides_late,
+    logits_of,
+)
+from liger_core.ops._divergence import DivergenceOptions, DivergencePasses, DivergenceResults, divergence_results
+from liger_core.ops._inputs import accumulator
+from liger_core.ops._token_passes import blocks
+
+# Rows of the teacher's logits that are held at a time, and how much of a budget they take at most. 512 rows fill an H200 with several
+# waves of tiles; fewer than LEAST are not worth keeping the gradient of the logits for.
+THEIR_ROWS, THEIR_SHARE, LEAST = 512, 8, 256
+
+
+class HeadPair(NamedTuple):
+    """Rows (N, H) with their head, their targets, and those of the teacher (N, T) with its own."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    teacher_hidden: Tensor
+    teacher_weight: Tensor
+    teacher_bias: Tensor | None
+
+    def student(self) -> Head:
+        return Head(self.hidden, self.weight, self.target, self.bias)
+
+    def teacher(self, rows: slice) -> Head:
+        return Head(self.teacher_hidden[rows], self.teacher_weight, self.target[rows], self.teacher_bias)
+
+
+class Cut(NamedTuple):
+    """Rows of the student's and of the teacher's logits held at a time, and the dtype in which the gradient of weight is summed."""
+
+    rows: int
+    theirs: int
+    dtype: torch.dtype
+
+
+class DivergenceLoop:
+    """The kernels for a backend's row passes.
+
+    reduced  (heads, divide, options, chunk options) → summed loss; its gradients are computed in the forward pass
+    rows     (heads, options, chunk options) → the loss of each row
+    """
+
+    def __init__(self, passes: DivergencePasses, make_kernel: Callable[..., Kernel]) -> None:
+        self.passes = passes
+        self.reduced = differentiable(
+            make_kernel("linear_divergence", self._allocate_reduced, self._launch_reduced),
+            SumsBackward(passes).kernel("linear_divergence_backward", make_kernel),
+        )
+        self.rows = differentiable(
+            make_kernel("linear_divergence_rows", self._allocate_rows, self._launch_rows),
+            make_kernel("linear_divergence_rows_backward", self._allocate_rows_backward, self._launch_rows_backward),
+        )
+
+    def _walk(
+        self, pair: HeadPair, cut: Cut, kept: Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor, Iterator[tuple[slice, Tensor, Tensor]]]]:
+        """(rows, logits of the student, (rows, their logits, those of the teacher) part by part) chunk by chunk."""
+
+        def parts(chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+            for rows, theirs in logits_of(pair.teacher(chunk), cut.theirs):
+                yield slice(chunk.start + rows.start, chunk.start + rows.stop), logits[rows], theirs
+
+        for chunk, logits in logits_of(pair.student(), cut.rows, kept):
+            yield chunk, logits, parts(chunk, logits)
+
+    def _allocate_reduced(
+        self, pair: HeadPair, divide: Tensor | None, options: DivergenceOptions, chunks: ChunkOptions, needs: list[bool]
+    ) -> Outputs:
+        hidden, weight, wide, device = pair.hidden, pair.weight, accumulator(pair.hidden.dtype), pair.hidden.device
+        return (
+            torch.empty((), dtype=wide, device=device),
+            torch.empty((), dtype=wide, device=device) if divides_late(hidden, divide) else None,
+            torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if needs[0] else None,
+            torch.empty(weight.shape, dtype=_cut(pair, chunks).dtype, device=device) if needs[1] else None,
+            torch.empty(weight.shape[0], dtype=wide, device=device) if needs[2] else None,
+        )
+
+    def _launch_reduced(
+        self, loss: Tensor, scale: Tensor | None, sums: Sums, /, pair: HeadPair, divide: Tensor | None, options: DivergenceOptions,
+        chunks: ChunkOptions, needs: list[bool],
+    ) -> None:  # fmt: skip
+        gradient = any(needs)
+        cut = _cut(pair, chunks)
+        inverse = None if divide is None else divide.reciprocal()
+        packed, pair, _ = _packed(pair, options, chunks)
+        results = divergence_results(pair.hidden)
+        factor = inverse.expand(pair.hidden.shape[0]) if inverse is not None and scale is None else None
+        running = Running(sums._replace(sum_hidden=packed.like(sums.sum_hidden)))
+        for chunk, logits, parts in self._walk(pair, cut if gradient else cut._replace(rows=cut.theirs)):
+            for part, ours, theirs in parts:
+                given = None if factor is None else factor[part]
+                self.passes.divergences(ours, theirs, pair.target[part], results.of(part), options, given, gradient)
+            running.add(chunk, logits, packed.head)
+        running.finish()
+        packed.scatter_rows(running.sums.sum_hidden, sums.sum_hidden)
+        torch.sum(results.loss, dim=0, out=loss)
+        if inverse is not None:
+            loss.mul_(inverse)
+            if scale is not None:
+                scale.copy_(inverse)
+
+    def _allocate_rows(self, pair: HeadPair, options: DivergenceOptions, chunks: ChunkOptions, needs: list[bool]) -> Outputs:
+        hidden, keeps = pair.hidden, any(needs) and _keeps(pair, chunks) > 0
+        classes = pair.weight.shape[0]
+        return (
+            *divergence_results(hidden),
+            torch.empty((), dtype=torch.int64),
+            torch.empty(hidden.shape[0], classes, dtype=hidden.dtype, device=hidden.device) if keeps else None,
+        )
+
+    def _launch_rows(
+        self, loss: Tensor, moments: Tensor, number: Tensor, kept: Tensor | None, /, pair: HeadPair, options: DivergenceOptions,
+        chunks: ChunkOptions, needs: list[bool],
+    ) -> None:  # fmt: skip
+        whole, cut = DivergenceResults(loss, moments), _cut(pair, chunks)
+        cut = (
+            cut._replace(rows=cut.theirs) if kept is None else cut._replace(rows=max(1, pair.hidden.shape[0]), theirs=_keeps(pair, chunks))
+        )
+        packed, pair, known = _packed(pair, options, chunks)
+        number.fill_(known)
+        results = DivergenceResults(*map(packed.take, whole)) if packed.index is None else divergence_results(pair.hidden)
+        if kept is not None:
+            kept[pair.hidden.shape[0] :].zero_()
+        for _, _, parts in self._walk(pair, cut, kept):
+            for part, ours, theirs in parts:
+                self.passes.divergences(ours, theirs, pair.target[part], results.of(part), options, None, kept is not None)
+        packed.scatter(results, whole, DivergenceResults._fields)
+
+    def _allocate_rows_backward(
+        self, grad_loss: Tensor, pair: HeadPair, moments: Tensor, number: Tensor, kept: Tensor | None, options: DivergenceOptions,
+        chunks: ChunkOptions, needs: list[bool],
+    ) -> Outputs:  # fmt: skip
+        given = (pair.hidden, pair.weight if chunks.main_grad is None else None, pair.bias)
+        return tuple(
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
+            for need, t in zip(needs, given, strict=True)
+        )
+
+    def _launch_rows_backward(
+        self, gradients: Gradients, /, grad_loss: Tensor, pair: HeadPair, moments: Tensor, number: Tensor, kept: Tensor | None,
+        options: DivergenceOptions, chunks: ChunkOptions, needs: list[bool],
+    ) -> None:  # fmt: skip
+        cut = _cut(pair, chunks)
+        packed, pair, _ = _packed(pair, options, chunks, int(number))
+        factor, largest = _factors(packed.take(grad_loss), pair, options)
+        sums = _summed(packed, pair, gradients, chunks, cut.dtype if kept is None and cut.rows < pair.hidden.shape[0] else None, needs)
+        if kept is None:
+            running, moments = Running(sums), packed.take(moments)
+            for chunk, logits, parts in self._walk(pair, cut):
+                for part, ours, theirs in parts:
+                    self.passes.divergence_gradients(ours, theirs, pair.target[part], moments[part], factor[part], options, ours)
+                running.add(chunk, logits, packed.head)
+            running.finish()
+        else:
+            _weighed(kept[: pair.hidden.shape[0]], factor, pair, sums, _keeps(pair, chunks))
+        _finished(sums, packed, gradients, chunks.main_grad if needs[1] else None, largest)
+
+
+@functools.cache
+def divergence_loop(passes: DivergencePasses, make_kernel: Callable[..., Kernel]) -> DivergenceLoop:
+    """The loop of a backend."""
+    return DivergenceLoop(passes, make_kernel)
+
+
+def _held(pair: HeadPair, chunks: ChunkOptions) -> int:
+    return chunks.budget or (CPU_BYTES if pair.hidden.device.type == "cpu" else CHUNK_BYTES)
+
+
+def _cut(pair: HeadPair, chunks: ChunkOptions) -> Cut:
+    """How the logits are cut: those of the teacher take a small part of the budget, the rest is as in linear_cross_entropy."""
+    hidden, (classes, _) = pair.hidden, pair.weight.shape
+    row = classes * pair.teacher_hidden.dtype.itemsize
+    theirs = max(1, min(THEIR_ROWS, _held(pair, chunks) // (THEIR_SHARE * row)))
+    rows, dtype = chunking(
+        *(*hidden.shape, classes, hidden.dtype, hidden.device.type),
+        chunk=chunks.chunk,
+        budget=chunks.budget and max(1, chunks.budget - theirs * row),
+        accumulate_dtype=chunks.accumulate_dtype,
+    )  # fmt: skip
+    return Cut(rows, min(rows, THEIR_ROWS if chunks.chunk else theirs), dtype)
+
+
+def _keeps(pair: HeadPair, chunks: ChunkOptions) -> int:
+    """How many rows of the teacher's logits fit beside the gradient of all logits, 0 if it is not to be kept."""
+    (rows, width), classes = pair.hidden.shape, pair.weight.shape[0]
+    wide, item = accumulator(pair.hidden.dtype).itemsize, pair.hidden.dtype.itemsize
+    spare = _held(pair, chunks) - rows * classes * item
+    # The backward pass has a row of the gradient of hidden in float32 instead, and hidden once more.
+    fits = min(spare // (classes * pair.teacher_hidden.dtype.itemsize), (spare - rows * width * item) // (width * wide))
+    return 0 if chunks.chunk or fits < min(LEAST, max(rows, 1)) else min(fits, THEIR_ROWS)
+
+
+def _packed(pair: HeadPair, options: DivergenceOptions, chunks: ChunkOptions, number: int | None = None) -> tuple[Packed, HeadPair, int]:
+    """The rows that count, and how many they are."""
+    known = Counted(pair.student(), options.ignore_index, chunks.pack, number)
+    packed = Packed(pair.student(), known.index())
+    hidden, _, target, _ = packed.head
+    return packed, pair._replace(hidden=hidden, target=target, teacher_hidden=packed.take(pair.teacher_hidden)), known.number or 0
+
+
+def _factors(grad_loss: Tensor, pair: HeadPair, options: DivergenceOptions) -> tuple[Tensor, Tensor | None]:
+    """The upstream gradient of each row, and in float16 the power of two that it was divided by."""
+    # The gradient at an ignored row may be infinite; it counts for nothing.
+    factor = torch.where(pair.target != options.ignore_index, grad_loss, 0.0)
+    if pair.hidden.dtype != torch.float16 or not factor.numel():
+        return factor, None
+    largest = factor.abs().amax()
+    largest = torch.ldexp(torch.ones_like(largest), torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
+    return factor / largest, largest
+
+
+def _summed(
+    packed: Packed, pair: HeadPair, gradients: Gradients, chunks: ChunkOptions, dtype: torch.dtype | None, needs: list[bool]
+) -> Sums:
+    """Memory for the sums: the gradients themselves, or main_grad, where nothing has to be rounded or scaled afterwards."""
+    weight, wide = pair.weight, accumulator(pair.weight.dtype)
+    of_weight = gradients.grad_weight
+    if needs[1] and (of_weight is None or (dtype is not None and dtype != of_weight.dtype)):
+        of_weight = torch.empty(weight.shape, dtype=torch.float32 if of_weight is None else dtype, device=weight.device)
+    of_bias = None if gradients.grad_bias is None else torch.empty(weight.shape[0], dtype=wide, device=weight.device)
+    return Sums(packed.like(gradients.grad_hidden), of_weight, of_bias)
+
+
+def _weighed(kept: Tensor, factor: Tensor, pair: HeadPair, sums: Sums, rows: int) -> None:
+    """The sums from the gradient of the logits but for the factor of each row."""
+    of_hidden, of_weight, of_bias = sums
+    hidden, count = pair.hidden, pair.hidden.shape[0]
+    if of_hidden is not None and count:
+        buffer = torch.empty(min(rows, count), hidden.shape[1], dtype=accumulator(hidden.dtype), device=hidden.device)
+        for start in range(0, count, rows):
+            part = slice(start, min(start + rows, count))
+            out = buffer[: part.stop - part.start]
+            accumulate(out, kept[part], pair.weight, first=True)
+            torch.mul(out, factor[part, None], out=of_hidden[part])
+    if of_weight is not None:
+        if count:
+            accumulate(of_weight, kept.t(), torch.mul(hidden, factor[:, None], out=torch.empty_like(hidden)), first=True)
+        else:
+            of_weight.zero_()
+    if of_bias is not None:
+        of_bias.zero_()
+        for part in blocks(kept):
+            of_bias += factor[part] @ kept[part].to(factor.dtype)
+
+
+def _finished(sums: Sums, packed: Packed, gradients: Gradients, main_grad: Tensor | None, largest: Tensor | None) -> None:
+    """The gradients from the sums."""
+    if largest is not None:
+        for summed in sums:
+            if summed is not None:
+                summed.mul_(largest)
+    if main_grad is not None and sums.sum_weight is not None:
+        # .data has a version counter of its own: a kept graph may add once more.
+        main_grad.data.add_(sums.sum_weight)
+    for summed, gradient in zip(sums[1:], gradients[1:], strict=True):
+        if summed is not None and gradient is not None and summed is not gradient:
+            gradient.copy_(summed)
+    packed.scatter_rows(sums.sum_hidden, gradients.grad_hidden)

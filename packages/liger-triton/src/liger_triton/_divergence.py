@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row passes of the divergences in Triton: two rows of logits, compared by one program."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core.ops._divergence import FORWARD, MIXTURE, VARIATION, DivergenceOptions, DivergenceResults
+from liger_triton._logits import GRADIENT, Shape, capped
+from liger_triton._softmax_loss import TritonPasses
+from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, rows_of
+
+# Two rows are read at a time, so blocks have half the columns of those of one row.
+COMPARED = Shape(4096, 16)
+KIND_FORWARD, KIND_MIXTURE, KIND_VARIATION = tl.constexpr(FORWARD), tl.constexpr(MIXTURE), tl.constexpr(VARIATION)
+
+
+class TritonDivergencePasses(TritonPasses):
+    """One program a row, which reads both sides twice or three times; but for the first time from the L2 cache."""
+
+    def divergences(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults, options: DivergenceOptions,
+        row_factor: Tensor | None, gradient: bool,
+    ) -> None:  # fmt: skip
+        rows, width = student.shape
+        if rows == 0:
+            return
+        student, teacher = student if gradient else rows_of(student), rows_of(teacher)
+        block = min(COMPARED.block, power_of_two(width))
+        divergence_launch(
+            (rows,), student, teacher, None if target is None else target.contiguous(), row_factor, results.loss, results.moments,
+            student.stride(0), teacher.stride(0), 0 if row_factor is None else row_factor.stride(0), width, *_scalars(options),
+            **_forms(options), GRADIENT=gradient, BLOCK=block, VECTOR=min(VECTOR, block), num_warps=COMPARED.warps,
+            enable_fp_fusion=fuses(block),
+        )  # fmt: skip
+
+    def divergence_gradients(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor, options: DivergenceOptions,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        rows, width = student.shape
+        if rows == 0:
+            return
+        student, teacher = rows_of(student), rows_of(teacher)
+        block = min(GRADIENT.block, power_of_two(width))
+        gradient_launch(
+            (rows, cdiv(width, block)), student, teacher, None if target is None else target.contiguous(), row_factor, moments, out,
+            student.stride(0), teacher.stride(0), row_factor.stride(0), out.stride(0), width, *_scalars(options),
+            **_forms(options), BLOCK=block, num_warps=GRADIENT.warps,
+        )  # fmt: skip
+
+
+PASSES = TritonDivergencePasses()
+
+
+def _scalars(options: DivergenceOptions) -> tuple[int | float, ...]:
+    return (
+        options.ignore_index, options.beta, options.of_teacher, options.of_student, options.temperature, options.hard_weight,
+        options.logit_scale, options.softcap or 1.0, options.teacher_logit_scale, options.teacher_softcap or 1.0,
+    )  # fmt: skip
+
+
+def _forms(options: DivergenceOptions) -> dict[str, int | bool]:
+    return {
+        "FORMULA": options.formula,
+        "HARD": options.hard_weight > 0,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "TEACHER_SOFTCAP": options.teacher_softcap is not None,
+    }
+
+
+@triton.jit
+def grown(m, d, x):
+    """The maximum and the sum of e^(x - m) of each thread, with VECTOR neighbors more."""
+    top = tl.maximum(m, tl.max(x, 1))
+    return top, d * tl.exp2((m - top) * 1.4426950408889634) + tl.sum(tl.exp2((x - top[:, None]) * 1.4426950408889634), 1)
+
+
+@triton.jit
+def met(m, d):
+    """The maximum and the sum of a row from those of its threads. A NaN among the logits shows in the sum."""
+    top = tl.max(m, 0)
+    return top, tl.sum(d * tl.exp2((m - top) * 1.4426950408889634), 0)
+
+
+@triton.jit
+def steps(far):
+    """(far - 1 + e, 1 - e - far · e, 1 - e, e) where e = e^-far; the first is far²/2 near 0, and from it follow the others exactly."""
+    smaller = tl.exp2(far * -1.4426950408889634)
+    near = far < 0.5
+    over = 0.5 * far * far * (1.0 - far * (1.0 / 3 - far * (1.0 / 12 - far * (1.0 / 60 - far * (1.0 / 360 - far / 2520)))))
+    over = tl.where(near, over, far - 1.0 + smaller)
+    step = tl.where(near, far - over, 1.0 - smaller)
+    # e^-800 is 0, so that the cut changes nothing but 0 · ∞.
+    under = tl.where(near, far * step - over, step - smaller * tl.where(far > 800.0, 800.0, far))
+    return over, under, step, smaller
+
+
+@triton.jit
+def log_series(t):
+    """t - log(1 + t) for a small t, with s = t / (2 + t)."""
+    s = t / (2.0 + t)
+    square = s * s
+    return t * s - 2.0 * s * square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))))
+
+
+@triton.jit
+def mixed(share, step, smaller):
+    """(t - log(1 + t), log(1 + t), 1 + t) where 1 + t = share + (1 - share) · smaller."""
+    t = (share - 1.0) * step
+    mixture = share + (1.0 - share) * smaller
+    rest = log_series(t)
+    close = tl.abs(t) < 0.25
+    log = tl.log2(mixture) * 0.6931471805599453
+    rest = tl.where(close, rest, t - log)
+    return rest, tl.where(close, t - rest, log), mixture
+
+
+@triton.jit
+def mixed_slope(far, ahead, step, smaller, log, mixture, behind, beta, of_teacher, of_student):
+    """h of a mixture but for a constant, which is another one in rows where p/M of the student's largest class is nearly 0."""
+    one = tl.where(ahead, 1.0, smaller)
+    difference = (1.0 - beta) * tl.where(ahead, step, -step)
+    ratio = tl.where(behind, one, difference) / mixture
+    factor = beta * of_student - (1.0 - beta) * of_teacher
+    return factor * ratio - of_student * (log + tl.where(ahead, tl.where(far > 800.0, 800.0, far), 0.0))
+
+
+@triton.jit
+def first_slope(first, beta, of_teacher, of_student, FORMULA: tl.constexpr):
+    """h at the student's largest class."""
+    h = -first
+    if FORMULA == KIND_VARIATION:
+        h = tl.where(first == 0, 0.0, tl.where(first > 0, -0.5, 0.5))
+    elif FORMULA == KIND_MIXTURE:
+        ahead = first >= 0
+        far = tl.abs(first)
+        _, _, step, smaller = steps(far)
+        _, log, mixture = mixed(tl.where(ahead, beta, 1.0 - beta), step, smaller)
+        h = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, of_teacher, of_student)
+    return h
+
+
+@triton.jit
+def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, of_teacher, of_student, FORMULA: tl.constexpr):
+    """(the terms of the divergence, h less that of the student's largest class, q) of classes, or q · h for the forward KL.
+
+    As in liger_core/ops/_divergence.py: the larger of p and q times a function of far = |log p - log q|, by a series where it is small.
+    """
+    q = tl.exp2(below * 1.4426950408889634) * inverse
+    p = tl.exp2(beneath * 1.4426950408889634) * their_inverse
+    apart = (beneath - below) + offset
+    apart = tl.where((below == float("-inf")) & (beneath == float("-inf")), 0.0, apart)
+    far = tl.abs(apart)
+    ahead = apart >= 0
+    larger = tl.where(ahead, p, q)
+    over, under, step, smaller = steps(far)
+    if FORMULA == KIND_FORWARD:
+        value = tl.where(larger > 0, larger * tl.where(ahead, over, under), 0.0)
+        slope = tl.where(ahead, -larger, larger) * step
+    elif FORMULA == KIND_VARIATION:
+        value = 0.5 * larger * step
+        slope = tl.where(apart == 0, 0.0, tl.where(ahead, -0.5, 0.5)) - h
+    elif FORMULA == KIND_MIXTURE:
+        share = tl.where(ahead, beta, 1.0 - beta)
+        rest, log, mixture = mixed(share, step, smaller)
+        # The smaller side's KL in units of larger; by its own series where M is close to it, as it is for a share of nearly 0.
+        ratio = share * step / smaller
+        of_other = tl.where(ratio < 0.25, smaller * log_series(ratio), under + rest + step * log)
+        of_larger = tl.where(ahead, of_teacher, of_student)
+        of_smaller = tl.where(ahead, of_student, of_teacher)
+        value = larger * (of_larger * rest + of_smaller * of_other)
+        slope = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, of_teacher, of_student) - h
+    else:
+        value = tl.where(larger > 0, larger * tl.where(ahead, under, over), 0.0)
+        slope = first - apart
+    return value, slope, q
+
+
+@triton.jit
+def pulled(slope, q, mean, FORMULA: tl.constexpr):
+    """The gradient over x of the student."""
+    if FORMULA != KIND_FORWARD:
+        slope = tl.where(q > 0, q * (slope - mean), 0.0)
+    return slope
+
+
+@triton.jit
+def sharpened(below, sharp_inverse, column, label, temperature):
+    """The gradient of the cross entropy: the softmax without temperature, less 1 at the label."""
+    sharp = tl.exp2(below * temperature * 1.4426950408889634) * sharp_inverse
+    return temperature * tl.where(column == label, sharp - 1.0, sharp)
+
+
+@triton.jit
+def divergence_kernel(
+    student, teacher, target, row_factor, loss, moments, row_stride, their_stride, factor_stride, width,
+    ignore_index, beta, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
+    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """One program takes one row: maximum and sum of both sides, then the loss, then, if asked, the gradient over the student's logits.
+
+    A thread takes VECTOR neighbors at a time and keeps its own maximum and sum; threads meet only once a row. The forward KL needs no
+    Σ q h, so that its gradient is written while its terms are added.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    base = student + row * row_stride
+    theirs = teacher + row * their_stride
+    moments += 7 * row
+    lane = tl.arange(0, BLOCK)
+    label = 0
+    factor = logit_scale
+    if target is not None:
+        label = tl.load(target + row)
+        if label == ignore_index:
+            number = tl.arange(0, 8)
+            tl.store(loss + row, 0.0)
+            tl.store(moments + number, ((number == 1) | (number == 3) | (number == 6)).to(tl.float32), mask=number < 7)
+            if GRADIENT:
+                for start in range(0, width, BLOCK):
+                    column = start + lane
+                    tl.store(base + column, tl.zeros((BLOCK,), dtype=student.dtype.element_ty), mask=column < width)
+            return
+    if row_factor is not None:
+        factor = factor * tl.load(row_factor + row * factor_stride).to(tl.float32)
+    # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
+    m = tl.full((BLOCK // VECTOR,), -3.4028234663852886e38, dtype=tl.float32)
+    d = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
+    their_m = m
+    # The teacher's x at each thread's largest of the student.
+    their_first = m
+    their_d = d
+    sharp_d = d
+    offset = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for start in range(0, width, BLOCK):
+        column = start + offset
+        mask = column < width
+        x = capped(tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_last"), logit_scale, softcap, HAS_SOFTCAP)
+        y = capped(
+            tl.load(theirs + column, mask=mask, other=0.0, eviction_policy="evict_last"), their_scale, their_softcap, TEACHER_SOFTCAP
+        )
+        # The mask also keeps the product that x may be from being fused into x - m, where m is a rounded one.
+        x = tl.where(mask, x, float("-inf"))
+        y = tl.where(mask, y, float("-inf"))
+        if FORMULA != KIND_FORWARD:
+            highest = tl.max(x, 1)
+            there = tl.max(tl.where(x == highest[:, None], y, float("-inf")), 1)
+            their_first = tl.where(highest > m, there, tl.where(highest == m, tl.maximum(there, their_first), their_first))
+        if HARD:
+            top = tl.maximum(m, tl.max(x, 1))
+            sharp = tl.sum(tl.exp2((x - top[:, None]) * temperature * 1.4426950408889634), 1)
+            sharp_d = sharp_d * tl.exp2((m - top) * temperature * 1.4426950408889634) + sharp
+        m, d = grown(m, d, x)
+        their_m, their_d = grown(their_m, their_d, y)
+    top, exp_sum = met(m, d)
+    their_top, their_sum = met(their_m, their_d)
+    sharp_sum = 1.0
+    if HARD:
+        sharp_sum = tl.sum(sharp_d * tl.exp2((m - top) * temperature * 1.4426950408889634), 0)
+    inverse = 1.0 / exp_sum
+    their_inverse = 1.0 / their_sum
+    sharp_inverse = 1.0 / sharp_sum
+    apart = tl.log2(exp_sum / their_sum) * 0.6931471805599453
+    their_first = tl.max(tl.where(m == top, their_first, float("-inf")), 0)
+    first = (their_first - their_top) + apart
+    h = first_slope(first, beta, of_teacher, of_student, FORMULA)
+    in_range = (label >= 0) & (label < width)
+    chosen = 0.0
+    if HARD:
+        factor = tl.where(in_range, factor, float("nan"))
+        chosen = capped(tl.load(base + tl.where(in_range, label, 0)), logit_scale, softcap, HAS_SOFTCAP)
+    values = tl.zeros((BLOCK,), dtype=tl.float32)
+    slopes = tl.zeros((BLOCK,), dtype=tl.float32)
+    WRITES: tl.constexpr = GRADIENT and FORMULA == KIND_FORWARD
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        mask = column < width
+        x = capped(tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_last"), logit_scale, softcap, HAS_SOFTCAP)
+        y = capped(
+            tl.load(theirs + column, mask=mask, other=0.0, eviction_policy="evict_last"), their_scale, their_softcap, TEACHER_SOFTCAP
+        )
+        x = tl.where(mask, x, float("-inf"))
+        y = tl.where(mask, y, float("-inf"))
+        value, slope, q = compared(x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, of_teacher, of_student, FORMULA)
+        values += value
+        if FORMULA != KIND_FORWARD:
+            slopes += tl.where(q > 0, q * slope, 0.0)
+        if WRITES:
+            pull = slope
+            if HARD:
+                pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(x - top, sharp_inverse, column, label, temperature)
+            pull = pull * factor
+            if HAS_SOFTCAP:
+                u = tl.where(mask, x * (1.0 / softcap), 0.0)
+                pull = pull * (1.0 - u * u)
+            tl.store(base + column, pull.to(student.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    total = tl.sum(values, 0)
+    mean = tl.sum(slopes, 0)
+    if HARD:
+        hard = tl.log2(sharp_sum) * 0.6931471805599453 - (chosen - top) * temperature
+        total = (1.0 - hard_weight) * total + hard_weight * tl.where(in_range, hard, float("nan"))
+    tl.store(loss + row, total)
+    tl.store(moments, top)
+    tl.store(moments + 1, exp_sum)
+    tl.store(moments + 2, their_top)
+    tl.store(moments + 3, their_sum)
+    tl.store(moments + 4, their_first)
+    tl.store(moments + 5, mean)
+    tl.store(moments + 6, sharp_sum)
+    if GRADIENT and FORMULA != KIND_FORWARD:
+        for start in range(0, width, BLOCK):
+            column = start + lane
+            mask = column < width
+            x = capped(tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first"), logit_scale, softcap, HAS_SOFTCAP)
+            y = tl.load(theirs + column, mask=mask, other=0.0, eviction_policy="evict_first")
+            y = capped(y, their_scale, their_softcap, TEACHER_SOFTCAP)
+            x = tl.where(mask, x, 0.0)
+            y = tl.where(mask, y, 0.0)
+            value, slope, q = compared(
+                x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, of_teacher, of_student, FORMULA
+            )
+            pull = pulled(slope, q, mean, FORMULA)
+            if HARD:
+                pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(x - top, sharp_inverse, column, label, temperature)
+            pull = pull * factor
+            if HAS_SOFTCAP:
+                u = x * (1.0 / softcap)
+                pull = pull * (1.0 - u * u)
+            tl.store(base + column, pull.to(student.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def gradient_kernel(
+    student, teacher, target, row_factor, moments, out, row_stride, their_stride, factor_stride, out_stride, width,
+    ignore_index, beta, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
+    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program writes one block of one row's gradient, from the moments that the forward pass kept."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    label = 0
+    factor = logit_scale * tl.load(row_factor + row * factor_stride).to(tl.float32)
+    if target is not None:
+        label = tl.load(target + row)
+        if label == ignore_index:
+            tl.store(out + row * out_stride + column, tl.zeros((BLOCK,), dtype=out.dtype.element_ty), mask=mask)
+            return
+    if HARD:
+        factor = tl.where((label >= 0) & (label < width), factor, float("nan"))
+    moments += 7 * row
+    exp_sum = tl.load(moments + 1)
+    their_sum = tl.load(moments + 3)
+    apart = tl.log2(exp_sum / their_sum) * 0.6931471805599453
+    x = capped(tl.load(student + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    y = capped(tl.load(teacher + row * their_stride + column, mask=mask, other=0.0), their_scale, their_softcap, TEACHER_SOFTCAP)
+    # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
+    x = tl.where(mask, x, 0.0)
+    y = tl.where(mask, y, 0.0)
+    below = x - tl.load(moments)
+    their_top = tl.load(moments + 2)
+    beneath = y - their_top
+    first = (tl.load(moments + 4) - their_top) + apart
+    h = first_slope(first, beta, of_teacher, of_student, FORMULA)
+    _, slope, q = compared(below, 1.0 / exp_sum, beneath, 1.0 / their_sum, apart, first, h, beta, of_teacher, of_student, FORMULA)
+    pull = pulled(slope, q, tl.load(moments + 5), FORMULA)
+    if HARD:
+        sharp_inverse = 1.0 / tl.load(moments + 6)
+        pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(below, sharp_inverse, column, label, temperature)
+    pull = pull * factor
+    if HAS_SOFTCAP:
+        u = x * (1.0 / softcap)
+        pull = pull * (1.0 - u * u)
+    tl.store(out + row * out_stride + column, pull.to(out.dtype.element_ty), mask=mask)
+
+
+divergence_launch = Launcher(divergence_kernel)
+gradient_launch = Launcher(gradient_kernel)

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""total_variation in Triton: the row passes of the divergences."""
+
+from __future__ import annotations
+
+from liger_core.ops.total_variation import implementation
+from liger_triton._divergence import PASSES
+from liger_triton.launch import TritonKernel, supported
+
+total_variation = implementation(PASSES, TritonKernel, supported)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about topk_distillation and cosine_distillation: their formulas in float64, full mass, padding, zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_core import OptionError, ShapeError, kl_div, linear_log_prob
+from liger_core.losses import cosine_distillation, topk_distillation
+from ops.agreement import leaf
+
+KIND = pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "total_variation"])
+TAIL = pytest.mark.parametrize("tail", [True, False], ids=["tail", "no_tail"])
+
+
+def some_log_probs(device: torch.device, scale: float = 1.0, k: int = 8, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Of 6 rows and 40 classes, those of the teacher's k most likely ones on both sides."""
+    student, teacher = (torch.randn(6, 40, dtype=torch.float64) * scale for _ in range(2))
+    top = teacher.log_softmax(-1).topk(k, dim=-1)
+    chosen = student.log_softmax(-1).gather(-1, top.indices)
+    return chosen.to(device, dtype).requires_grad_(), top.values.to(device, dtype)
+
+
+def transcription(log_prob: Tensor, teacher_log_prob: Tensor, kind: str, beta: float, tail: bool) -> Tensor:
+    """The formulas of the docstring, bucket by bucket."""
+    q, p = log_prob.exp(), teacher_log_prob.exp()
+    if tail:
+        q, p = (torch.cat((side, 1 - side.sum(-1, keepdim=True)), -1) for side in (q, p))
+    else:
+        q, p = (side / side.sum(-1, keepdim=True) for side in (q, p))
+    mixture = beta * p + (1 - beta) * q
+
+    def kl(first: Tensor, second: Tensor) -> Tensor:
+        return (first * (first / second).log()).sum(-1)
+
+    return {
+        "forward_kl": lambda: kl(p, q),
+        "reverse_kl": lambda: kl(q, p),
+        "jsd": lambda: beta * kl(p, mixture) + (1 - beta) * kl(q, mixture),
+        "total_variation": lambda: 0.5 * (p - q).abs().sum(-1),
+    }[kind]()
+
+
+@KIND
+@TAIL
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+def test_topk_distillation_is_the_divergence_of_its_buckets(kind: Any, tail: bool, scale: float, device: torch.device) -> None:
+    student, teacher = some_log_probs(device, scale)
+    exact_student = student.detach().double().requires_grad_()
+    loss = topk_distillation(student, teacher, kind=kind, beta=0.3, tail=tail)
+    exact = transcription(exact_student, teacher.double(), kind, 0.3, tail)
+    upstream = torch.randn(6, device=device)
+    (gradient,) = torch.autograd.grad(loss, student, upstream)
+    (wanted,) = torch.autograd.grad(exact, exact_student, upstream.double())
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@KIND
+def test_all_classes_give_the_divergence_of_the_whole_softmax(kind: Any, device: torch.device) -> None:
+    student, teacher = some_log_probs(device, k=40)
+    whole, buckets = (topk_distillation(student, teacher, kind=kind, tail=tail) for tail in (False, True))
+    torch.testing.assert_close(buckets, whole, rtol=1e-4, atol=1e-5)
+    gradients = [torch.autograd.grad(loss.sum(), student)[0] for loss in (buckets, whole)]
+    assert gradients[0].isfinite().all()
+    # The bucket takes part in the normalization with one rounding of 1.
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+
+
+@KIND
+@pytest.mark.parametrize("excess", [-1e-9, 0.0, 1e-6])
+def test_a_mass_of_one_or_a_rounding_more_is_finite(kind: Any, excess: float, device: torch.device) -> None:
+    sure = torch.tensor([[excess, -20.0, -30.0]], device=device)
+    for student, teacher in ((sure, sure.flip(-1)), (sure, torch.full_like(sure, -1.2)), (torch.full_like(sure, -1.2), sure)):
+        given = student.clone().requires_grad_()
+        loss = topk_distillation(given, teacher, kind=kind)
+        assert loss.isfinite().all()
+        assert torch.autograd.grad(loss.sum(), given)[0].isfinite().all()
+
+
+@KIND
+@TAIL
+def test_rows_may_have_fewer_classes(kind: Any, tail: bool, device: torch.device) -> None:
+    student, teacher = some_log_probs(device)
+    # As linear_log_prob gives it for ignored targets: 0.
+    padded = F.pad(student, (0, 2)), F.pad(teacher, (0, 2), value=-torch.inf)
+    plain = topk_distillation(student, teacher, kind=kind, tail=tail)
+    torch.testing.assert_close(topk_distillation(*padded, kind=kind, tail=tail), plain)
+    (gradient,) = torch.autograd.grad(topk_distillation(*padded, kind=kind, tail=tail).sum(), student)
+    torch.testing.assert_close(gradient, torch.autograd.grad(plain.sum(), student)[0])
+
+
+def test_a_row_without_any_class_has_neither_loss_nor_gradient(device: torch.device) -> None:
+    student, teacher = some_log_probs(device)
+    teacher[2] = -torch.inf
+    loss = topk_distillation(student, teacher)
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    assert loss[2] == 0
+    assert not gradient[2].any()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@TAIL
+def test_topk_distillation_agrees_with_the_server_distillation_of_trl(beta: float, tail: bool) -> None:
+    trl = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer", reason="TRL cannot be imported")
+    student, teacher = some_log_probs(torch.device("cpu"))
+    sides, mask = [student, teacher], torch.ones(6, 8, dtype=torch.bool)
+    if tail:
+        (student_side, mask), (teacher_side, _) = (trl._add_tail_bucket(side, torch.ones(6, 8, dtype=torch.bool)) for side in sides)
+        sides = [student_side, teacher_side]
+    else:
+        sides = [side - side.logsumexp(-1, keepdim=True) for side in sides]
+    theirs = trl._jsd_divergence(*sides, beta, mask)
+    theirs = theirs.sum(-1) if theirs.dim() == 2 else theirs
+    kind: Any = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    ours = topk_distillation(student, teacher, kind=kind, tail=tail)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_topk_distillation_through_the_head_bounds_the_divergence_from_below(device: torch.device) -> None:
+    hidden, weight = leaf(5, 16, device=device), leaf(60, 16, device=device, scale=0.3)
+    teacher = torch.randn(5, 60, device=device)
+    top = teacher.log_softmax(-1).topk(12, dim=-1)
+    rows = topk_distillation(linear_log_prob(hidden, weight, top.indices), top.values)
+    full = kl_div(hidden @ weight.t(), teacher, reduction="none")
+    assert (rows <= full + 1e-6).all()
+    assert all(t.isfinite().all() and t.any() for t in torch.autograd.grad(rows.sum(), (hidden, weight)))
+
+
+def test_topk_distillation_names_what_is_wrong(device: torch.device) -> None:
+    student, teacher = some_log_probs(device)
+    with pytest.raises(ShapeError, match=r"teacher_log_prob must have shape \(\.\.\., K\) like log_prob \(6, 8\), got \(6, 7\)"):
+        topk_distillation(student, teacher[:, 1:])
+    with pytest.raises(OptionError, match=r"teacher_log_prob must not require a gradient"):
+        topk_distillation(teacher, student)
+    with pytest.raises(OptionError, match="kind must be one of"):
+        topk_distillation(student, teacher, kind="kl")  # type: ignore[arg-type]
+
+
+def test_cosine_distillation_is_one_minus_the_cosine(device: torch.device) -> None:
+    hidden, teacher, upstream = leaf(3, 4, 20, device=device), torch.randn(3, 4, 20, device=device), torch.randn(3, 4, device=device)
+    ours, plain = cosine_distillation(hidden, teacher), 1 - F.cosine_similarity(hidden, teacher, dim=-1)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(torch.autograd.grad(ours, hidden, upstream), torch.autograd.grad(plain, hidden, upstream))
+
+
+def test_a_small_angle_keeps_its_digits(device: torch.device) -> None:
+    hidden = torch.randn(4, 64, device=device, dtype=torch.float64)
+    near = (hidden + 1e-4 * torch.randn(4, 64, device=device, dtype=torch.float64)).float()
+    exact = 1 - F.cosine_similarity(hidden.float().double(), near.double(), dim=-1)
+    torch.testing.assert_close(cosine_distillation(hidden.float(), near).double(), exact, rtol=1e-2, atol=0)
+
+
+def test_hidden_states_of_zeros_have_loss_one_and_no_gradient(device: torch.device) -> None:
+    hidden, teacher = leaf(3, 8, device=device), torch.randn(3, 8, device=device)
+    teacher[1] = 0.0
+    with torch.no_grad():
+        hidden[0] = 0.0
+    loss = cosine_distillation(hidden, teacher)
+    (gradient,) = torch.autograd.grad(loss.sum(), hidden)
+    assert loss[:2].tolist() == [1.0, 1.0]
+    assert not gradient[:2].any()
+    assert gradient.isfinite().all()

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about linear_divergence, kl_div, jsd and total_variation that their samples do not say: other formulas, TRL's, what is held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_core import GradientError, OptionError, jsd, kl_div, linear_cross_entropy, linear_divergence, total_variation
+from liger_core.ops._divergence import KINDS, REFERENCE_BLOCK
+from ops.agreement import disagreements, leaf
+from ops.allocations import allocations
+from ops.test_cross_entropy import some_targets
+
+KIND = pytest.mark.parametrize("kind", KINDS)
+REDUCTION = pytest.mark.parametrize("reduction", ["mean", "none"])
+# Rows and classes of a head whose logits show among what is allocated.
+ROWS, CLASSES, WIDTH = 2048, 8192, 32
+LOGITS = ROWS * CLASSES * 4
+
+
+def heads(device: torch.device, rows: int = 9, classes: int = 30, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """A student of width 20 and a teacher of width 12."""
+    return {
+        "hidden": leaf(rows, 20, device=device, dtype=dtype),
+        "weight": leaf(classes, 20, device=device, dtype=dtype, scale=0.3),
+        "teacher_hidden": torch.randn(rows, 12, device=device).to(dtype),
+        "teacher_weight": torch.randn(classes, 12, device=device).to(dtype) * 0.5,
+    }
+
+
+def divergence(student: Tensor, teacher: Tensor, kind: str, beta: float = 0.5) -> Tensor:
+    """Composed of torch.nn.functional.kl_div, whose arguments are the second distribution and the first."""
+    log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
+    mixture = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1.0 - beta))
+
+    def kl(first: Tensor, second: Tensor) -> Tensor:
+        return F.kl_div(second, first, reduction="none", log_target=True).sum(-1)
+
+    return {
+        "forward_kl": lambda: kl(log_p, log_q),
+        "reverse_kl": lambda: kl(log_q, log_p),
+        "jsd": lambda: beta * kl(log_p, mixture) + (1.0 - beta) * kl(log_q, mixture),
+        "total_variation": lambda: 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1),
+        "skewed_kl": lambda: kl(log_p, mixture),
+        "skewed_reverse_kl": lambda: kl(log_q, mixture),
+    }[kind]()
+
+
+@KIND
+@pytest.mark.parametrize("chunk", [None, 4], ids=["one_chunk", "chunks"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@REDUCTION
+def test_linear_divergence_is_composed_of_functions_of_pytorch(
+    kind: Any, chunk: int | None, temperature: float, reduction: Any, device: torch.device
+) -> None:
+    def formula(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
+        found = divergence(hidden @ weight.t() / temperature, teacher_hidden @ teacher_weight.t() / temperature, kind, 0.3)
+        return found if reduction == "none" else found.mean()
+
+    def call(**given: Tensor) -> Tensor:
+        return linear_divergence(**given, kind=kind, beta=0.3, chunk=chunk, temperature=temperature, reduction=reduction)
+
+    assert disagreements(call, formula, **heads(device)) == []
+
+
+@pytest.mark.parametrize("name", ["kl_div", "kl_div_reverse", "kl_div_skewed", "kl_div_skewed_reverse", "jsd", "total_variation"])
+def test_divergences_of_logits_are_composed_of_functions_of_pytorch(name: str, device: torch.device) -> None:
+    call, kind, beta = {
+        "kl_div": (kl_div, "forward_kl", 0.5),
+        "kl_div_reverse": (lambda **given: kl_div(**given, reverse=True), "reverse_kl", 0.5),
+        "kl_div_skewed": (lambda **given: kl_div(**given, skew=0.1), "skewed_kl", 0.1),
+        "kl_div_skewed_reverse": (lambda **given: kl_div(**given, skew=0.1, reverse=True), "skewed_reverse_kl", 0.9),
+        "jsd": (lambda **given: jsd(**given, beta=0.2), "jsd", 0.2),
+        "total_variation": (total_variation, "total_variation", 0.5),
+    }[name]
+
+    def formula(student: Tensor, teacher: Tensor) -> Tensor:
+        return divergence(student, teacher, kind, beta).mean()
+
+    assert disagreements(call, formula, student=leaf(7, 30, device=device), teacher=torch.randn(7, 30, device=device)) == []
+
+
+def test_log_probabilities_are_logits(device: torch.device) -> None:
+    student, teacher = torch.randn(5, 40, device=device), torch.randn(5, 40, device=device)
+    for op in (kl_div, jsd, total_variation):
+        torch.testing.assert_close(op(student.log_softmax(-1), teacher.log_softmax(-1)), op(student, teacher))
+
+
+def test_a_mixture_that_is_nearly_one_side_tends_to_the_kl_of_the_other(device: torch.device) -> None:
+    student, teacher = torch.randn(5, 40, device=device), torch.randn(5, 40, device=device)
+    torch.testing.assert_close(kl_div(student, teacher, skew=1e-7), kl_div(student, teacher), rtol=1e-5, atol=0)
+    torch.testing.assert_close(jsd(student, teacher, beta=1e-6) / 1e-6, kl_div(student, teacher), rtol=1e-4, atol=0)
+    torch.testing.assert_close(jsd(student, teacher, beta=1 - 1e-6) / 1e-6, kl_div(student, teacher, reverse=True), rtol=0.1, atol=0)
+
+
+@KIND
+def test_a_student_close_to_its_teacher_has_a_divergence_of_all_digits(kind: Any, device: torch.device) -> None:
+    teacher = torch.randn(4, 300, device=device, dtype=torch.float64)
+    student = (teacher + 1e-3 * torch.randn(4, 300, device=device, dtype=torch.float64)).float()
+    teacher = teacher.float()
+    call = of_logits(kind)
+    # In float32 plain PyTorch is off by half of it.
+    exact = divergence(student.double(), teacher.double(), kind)
+    tolerance = 1e-3 if kind == "total_variation" else 1e-4
+    torch.testing.assert_close(call(student, teacher).double(), exact, rtol=tolerance, atol=0)
+
+
+def of_logits(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The op on logits for a kind, row by row."""
+    op, options = {
+        "forward_kl": (kl_div, {}),
+        "reverse_kl": (kl_div, {"reverse": True}),
+        "jsd": (jsd, {}),
+        "total_variation": (total_variation, {}),
+        "skewed_kl": (kl_div, {"skew": 0.5}),
+        "skewed_reverse_kl": (kl_div, {"skew": 0.5, "reverse": True}),
+    }[kind]
+    return lambda student, teacher: op(student, teacher, reduction="none", **options)  # type: ignore[operator]
+
+
+@KIND
+def test_classes_that_are_impossible_on_both_sides_change_nothing(kind: Any, device: torch.device) -> None:
+    student, teacher, upstream = leaf(4, 30, device=device), torch.randn(4, 30, device=device), torch.randn(4, device=device)
+    padding = torch.full((4, 5), -torch.inf, device=device)
+    plain = of_logits(kind)(student, teacher)
+    padded = of_logits(kind)(torch.cat((student, padding), -1), torch.cat((teacher, padding), -1))
+    torch.testing.assert_close(padded, plain)
+    torch.testing.assert_close(torch.autograd.grad(padded, student, upstream), torch.autograd.grad(plain, student, upstream))
+
+
+def test_a_class_that_one_side_rules_out_is_infinite_for_one_kl_and_finite_for_the_other(device: torch.device) -> None:
+    student, teacher = torch.zeros(1, 3, device=device), torch.zeros(1, 3, device=device)
+    student[0, 2] = -torch.inf
+    half = torch.tensor(1.5, device=device).log()
+    assert kl_div(student, teacher) == torch.inf
+    torch.testing.assert_close(kl_div(student, teacher, reverse=True), half)
+    torch.testing.assert_close(kl_div(teacher, student), half)
+    assert kl_div(teacher, student, reverse=True) == torch.inf
+    assert jsd(student, teacher).isfinite()
+    torch.testing.assert_close(total_variation(student, teacher), torch.tensor(1 / 3, device=device))
+
+
+@KIND
+def test_huge_logits_give_finite_divergences_and_gradients(kind: Any, device: torch.device) -> None:
+    student, teacher = leaf(4, 50, device=device, scale=1e4), torch.randn(4, 50, device=device) * 1e4 + 1e6
+    loss = of_logits(kind)(student, teacher)
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    assert loss.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+@KIND
+@pytest.mark.parametrize("chunk", [None, 2], ids=["kept", "recomputed"])
+def test_an_ignored_row_has_nothing_whatever_arrives(kind: Any, chunk: int | None, device: torch.device) -> None:
+    given, target = heads(device), some_targets(30, 9, device=device)
+    with torch.no_grad():
+        given["hidden"][target == -100] = torch.inf
+        given["teacher_hidden"][target == -100] = torch.nan
+    loss = linear_divergence(**given, kind=kind, target=target, chunk=chunk, reduction="none", hard_weight=0.3)
+    upstream = torch.where(target == -100, torch.inf, 1.0)
+    of_hidden, of_weight = torch.autograd.grad(loss, (given["hidden"], given["weight"]), upstream)
+    assert not loss[target == -100].any()
+    assert not of_hidden[target == -100].any()
+    assert of_hidden.isfinite().all()
+    assert of_weight.isfinite().all()
+
+
+def test_the_mean_is_over_counted_rows(device: torch.device) -> None:
+    given, target = heads(device), some_targets(30, 9, device=device)
+    rows = linear_divergence(**given, target=target, reduction="none")
+    torch.testing.assert_close(linear_divergence(**given, target=target), rows.sum() / (target != -100).sum())
+    torch.testing.assert_close(linear_divergence(**given), linear_divergence(**given, reduction="sum") / 9)
+
+
+def test_a_hard_weight_of_one_is_the_cross_entropy_without_temperature(device: torch.device) -> None:
+    given, target = heads(device), some_targets(30, 9, device=device)
+    hard = linear_divergence(**given, target=target, hard_weight=1.0, temperature=3.0)
+    soft = linear_cross_entropy(given["hidden"], given["weight"], target)
+    torch.testing.assert_close(hard, soft)
+    inputs = given["hidden"], given["weight"]
+    torch.testing.assert_close(torch.autograd.grad(hard, inputs), torch.autograd.grad(soft, inputs))
+
+
+@KIND
+@REDUCTION
+def test_kept_and_recomputed_logits_give_the_same_gradients(kind: Any, reduction: Any, device: torch.device) -> None:
+    given = heads(device)
+    inputs = given["hidden"], given["weight"]
+    upstream = torch.randn(9, device=device) if reduction == "none" else None
+    found = [
+        torch.autograd.grad(linear_divergence(**given, kind=kind, reduction=reduction, **options), inputs, upstream)
+        for options in ({}, {"chunk": 4}, {"budget": 9 * 30 * 4})
+    ]
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_main_grad_gets_what_weight_would(device: torch.device) -> None:
+    given, target = heads(device), some_targets(30, 9, device=device)
+    upstream = torch.randn(9, device=device)
+    for reduction, options in (("sum", {}), ("none", {}), ("none", {"chunk": 4})):
+        main_grad = torch.ones(30, 20, device=device)
+        arguments: dict[str, Any] = {**given, "target": target, "reduction": reduction, **options}
+        factor = upstream if reduction == "none" else None
+        (expected,) = torch.autograd.grad(linear_divergence(**arguments), given["weight"], factor)
+        weight = given["weight"].detach().requires_grad_()
+        linear_divergence(**{**arguments, "weight": weight}, main_grad=main_grad).backward(factor)
+        assert weight.grad is None
+        torch.testing.assert_close(main_grad, expected + 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_teacher_may_have_another_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    given = heads(device)
+    low = {n: t.to(dtype) if n.startswith("teacher") else t for n, t in given.items()}
+    torch.testing.assert_close(linear_divergence(**low), linear_divergence(**given), rtol=0.02, atol=0.02)
+
+
+def test_a_teacher_that_wants_a_gradient_is_an_error_unless_gradients_are_off(device: torch.device) -> None:
+    given = heads(device)
+    given["teacher_weight"].requires_grad_()
+    with pytest.raises(OptionError, match=r"teacher_weight must not require a gradient.*pass teacher_weight.detach\(\)"):
+        linear_divergence(**given)
+    with torch.no_grad():
+        assert linear_divergence(**given).isfinite()
+
+
+def test_a_second_derivative_is_refused(device: torch.device) -> None:
+    given = heads(device)
+    with pytest.raises(GradientError, match="must not be differentiated again"):
+        torch.autograd.grad(linear_divergence(**given), given["hidden"], create_graph=True)
+
+
+def wide_heads(device: torch.device) -> dict[str, Tensor]:
+    return {
+        "hidden": leaf(ROWS, WIDTH, device=device),
+        "weight": leaf(CLASSES, WIDTH, device=device),
+        "teacher_hidden": torch.randn(ROWS, WIDTH, device=device),
+        "teacher_weight": torch.randn(CLASSES, WIDTH, device=device),
+    }
+
+
+@REDUCTION
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "recomputed"])
+def test_what_is_held_beyond_gradients_fits_the_budget(reduction: Any, kept: bool, measured_device: torch.device) -> None:
+    given = wide_heads(measured_device)
+    budget = LOGITS + LOGITS // 2 + (1 << 20) if kept else LOGITS // 4 + (2 << 20)
+    gradients = (ROWS + CLASSES) * WIDTH * 4
+
+    def step() -> Any:
+        loss = linear_divergence(**given, kind="jsd", reduction=reduction, budget=budget)
+        return torch.autograd.grad(loss.sum(), (given["hidden"], given["weight"]))
+
+    # The reference holds blocks of its own besides.
+    passes = 0 if measured_device.type == "cuda" else 26 * 4 * REFERENCE_BLOCK
+    assert allocations(step, measured_device).peak <= budget + gradients + passes + (1 << 20)
+
+
+def test_no_tensor_of_all_the_logits_is_made_by_chunks(measured_device: torch.device) -> None:
+    given = wide_heads(measured_device)
+    for reduction in ("mean", "none"):
+        loss = lambda: linear_divergence(**given, reduction=reduction, chunk=64).sum().backward()  # noqa: B023, E731
+        assert allocations(loss, measured_device).largest < LOGITS
+
+
+def test_a_frozen_weight_gets_no_memory(measured_device: torch.device) -> None:
+    given = wide_heads(measured_device)
+    given["weight"] = given["weight"].detach()
+
+    def step() -> Any:
+        return torch.autograd.grad(linear_divergence(**given, chunk=8), given["hidden"])
+
+    # A chunk has fewer bytes than the gradient of weight.
+    largest = allocations(step, measured_device).largest
+    assert largest < CLASSES * WIDTH * 4 or measured_device.type == "cpu"
+
+
+# -- TRL
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_linear_divergence_agrees_with_the_chunked_function_of_trl(beta: float, temperature: float) -> None:
+    chunked = pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL with a chunked divergence is not installed")
+    given = heads(torch.device("cpu"))
+    kind: Any = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    caps = {"logit_scale": 0.5, "softcap": 3.0, "teacher_logit_scale": 2.0, "teacher_softcap": 4.0}
+    ours = linear_divergence(**given, kind=kind, beta=beta or 0.5, temperature=temperature, reduction="none", **caps)
+    theirs, _ = chunked.ChunkedDivergenceFunction.apply(
+        given["hidden"], given["weight"], None, given["teacher_hidden"], given["teacher_weight"], None, beta, temperature, *caps.values()
+    )
+    torch.testing.assert_close(ours, theirs)
+    inputs, upstream = (given["hidden"], given["weight"]), torch.randn(9)
+    torch.testing.assert_close(torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(theirs, inputs, upstream))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_divergences_of_logits_agree_with_the_generalized_jsd_of_trl(beta: float) -> None:
+    trainer = pytest.importorskip("trl.experimental.gkd.gkd_trainer", reason="TRL with GKD is not installed").GKDTrainer
+    student, teacher = leaf(2, 5, 30, device=torch.device("cpu")), torch.randn(2, 5, 30)
+    labels = torch.randint(30, (2, 5))
+    labels[0, :2] = -100
+    theirs = trainer.generalized_jsd_loss(student, teacher, labels, beta=beta, temperature=1.5)
+    rows = {0.0: kl_div, 1.0: lambda *args, **options: kl_div(*args, reverse=True, **options)}.get(
+        beta, lambda *args, **options: jsd(*args, beta=beta, **options)
+    )(student, teacher, temperature=1.5, reduction="none")
+    ours = rows[labels != -100].mean()
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(torch.autograd.grad(ours, student), torch.autograd.grad(theirs, student))
