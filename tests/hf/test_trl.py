@@ -13,7 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import liger_hf
+import liger_hf.trl
 from hf.tiny_models import VOCABULARY, make, twin
+from liger_core import Unsupported
 
 trl = pytest.importorskip("trl", reason="needs trl and datasets: pip install trl")
 datasets = pytest.importorskip("datasets")
@@ -98,6 +100,85 @@ def test_a_trainer_of_trl_has_the_losses_of_the_plain_model_and_keeps_its_head(
     assert seen != []
     assert len(losses) == 2
     assert losses == pytest.approx(history(TRAINERS[name](plain, tmp_path)), abs=2e-4)
+
+
+def kto(model: Any, folder: Path, **options: Any) -> Any:
+    rows = [{"prompt": sentence(i), "completion": " " + sentence(i + 50), "label": i % 2 == 0} for i in range(8)]
+    reference = make(tie_word_embeddings=False)
+    settings = trl.KTOConfig(str(folder), **SETTINGS)
+    return trl.KTOTrainer(
+        model, reference, settings, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer(), **options
+    )
+
+
+@pytest.mark.parametrize("name", [*TRAINERS, "kto"])
+def test_a_trainer_of_trl_runs_on_our_head_and_comes_to_the_same_weights(name: str, tmp_path: Path) -> None:
+    trainers = {**TRAINERS, "kto": kto}
+    plain = make(tie_word_embeddings=False).train()
+    other, calls = twin(plain), []
+    original = liger_hf.trl.linear_log_prob
+    with pytest.MonkeyPatch.context() as patched, liger_hf.use_in_trl():
+        patched.setattr(liger_hf.trl, "linear_log_prob", lambda *args, **options: calls.append(1) or original(*args, **options))
+        losses = history(trainers[name](other, tmp_path))
+    assert calls != []
+    assert losses == pytest.approx(history(trainers[name](plain, tmp_path)), abs=1e-5)
+    for ours, theirs in zip(other.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+@pytest.mark.parametrize("asked", [OUTPUTS, ("log_probs",), ("log_probs", "entropy"), ("log_probs", "is_top1")], ids="+".join)
+@pytest.mark.parametrize("options", [(1.0, None, 1.0), (0.7, 5.0, 0.5)], ids=["plain", "temperature, softcap and scale"])
+def test_our_head_gives_trl_what_its_own_gives(asked: tuple[str, ...], options: tuple[Any, ...]) -> None:
+    temperature, softcap, scale = options
+    targets = torch.randint(50, (7,))
+    bias = torch.randn(50)
+
+    def call(function: Any) -> tuple[list[Any], tuple[torch.Tensor, ...]]:
+        torch.manual_seed(3)
+        hidden, weight = torch.randn(7, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+        found = function.apply(hidden, weight, bias, targets, temperature, 32, softcap, scale, asked)
+        loss = sum((i + 1) * value.sum() for i, value in enumerate(found[:2]) if value is not None)
+        return list(found), torch.autograd.grad(loss, (hidden, weight))
+
+    expected = call(trl.trainer.utils._ChunkedLogProbFunction)
+    with liger_hf.use_in_trl():
+        got = call(trl.trainer.utils._ChunkedLogProbFunction)
+    assert [v is None for v in got[0]] == [v is None for v in expected[0]]
+    for ours, theirs in zip((*got[0], *got[1]), (*expected[0], *expected[1]), strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_float32_head_gets_logits_that_are_not_rounded() -> None:
+    hidden, weight = torch.randn(7, 64).bfloat16(), torch.randn(50, 64).bfloat16()
+    targets = torch.randint(50, (7,))
+    with liger_hf.use_in_trl():
+        found = trl.trainer.utils._ChunkedLogProbFunction.apply(hidden.float(), weight, None, targets, 1.0, 32)[0]
+    exact = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-4)
+
+
+def test_undo_brings_back_the_function_of_trl() -> None:
+    original = trl.trainer.utils._ChunkedLogProbFunction
+    first = liger_hf.use_in_trl()
+    second = liger_hf.use_in_trl()
+    second.undo()
+    first.undo()
+    first.undo()
+    assert trl.trainer.utils._ChunkedLogProbFunction is original
+
+
+def test_another_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        @staticmethod
+        def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> None: ...
+
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", Other)
+    with pytest.raises(Unsupported, match=r"^use_in_trl knows the head of TRL 1\.16, got .*takes other arguments$"):
+        liger_hf.use_in_trl()
 
 
 def test_a_head_of_trl_that_was_there_before_is_left_and_named() -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from liger_hf.report import Report, Row
     from liger_hf.rule import Candidate, Found, Rule
     from liger_hf.rules.head.lazy_logits import LazyLogits
+    from liger_hf.trl import TRLHead, use_in_trl
 
 __version__ = "0.1.0"
 
@@ -30,9 +31,11 @@ __all__ = [
     "Report",
     "Row",
     "Rule",
+    "TRLHead",
     "apply",
     "compat",
     "inspect",
+    "use_in_trl",
 ]
 
 HOMES = {
@@ -46,8 +49,10 @@ HOMES = {
     "Report": "report",
     "Row": "report",
     "Rule": "rule",
+    "TRLHead": "trl",
     "apply": "application",
     "inspect": "inspection",
+    "use_in_trl": "trl",
 }
 
 
