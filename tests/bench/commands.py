@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import forks
 
 InProcess = Callable[..., tuple[int, str]]
 START = "from liger_core.commands import main; main()"
@@ -37,4 +38,4 @@ class Finished:
 
 
 def run_liger(*arguments: str, start: str = START) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", start, *arguments], capture_output=True, text=True, timeout=300)
+    return forks.run(start, *arguments)

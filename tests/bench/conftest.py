@@ -3,16 +3,31 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+
 import pytest
 
-from bench.commands import TWICE, Finished, run_liger
+import forks
+from bench.commands import START, TWICE, Finished, run_liger
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes_are_forks() -> Iterator[None]:
+    """Those of sweeps and benchmarks, in which a new interpreter would spend most of its time importing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("liger_bench.process.multiprocessing", forks)
+        yield
 
 
 @pytest.fixture(scope="session")
 def tiny_demo(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A demo of six short steps on the CPU: enough for the loss to fall whatever the text."""
     folder = tmp_path_factory.mktemp("demo")
-    done = run_liger("demo", "--steps", "6", "--batch", "2", "--sequence", "64", "--device", "cpu", "--out", str(folder), "--json")
+    command = ("demo", "--steps", "6", "--batch", "2", "--sequence", "64", "--device", "cpu", "--out", str(folder), "--json")
+    # What libraries print while they are imported is seen as well.
+    done = subprocess.run([sys.executable, "-c", START, *command], capture_output=True, text=True, timeout=300)
     return Finished(done.returncode, done.stdout, done.stderr, folder)
 
 

@@ -147,12 +147,6 @@ def test_replicas_of_data_parallel_are_refused_with_a_sentence() -> None:
 # -- sharded models
 
 
-@pytest.mark.slow
-def test_fsdp2_has_no_sharded_head_within_the_forward(tmp_path: Path) -> None:
-    ways = tuple(way for way in two_ranks.WAYS if way.startswith("fsdp2"))
-    two_ranks.on_two_ranks(two_ranks.work, str(tmp_path / "store"), ways, False)
-
-
 def fsdp1(rank: int, store: str, patch: bool) -> None:
     import torch.distributed as dist
 
@@ -178,25 +172,7 @@ def test_fsdp1_has_the_whole_head_within_the_forward(tmp_path: Path) -> None:
     two_ranks.on_two_ranks(fsdp1, str(tmp_path / "store"), True)
 
 
-@pytest.mark.slow
-def test_zero_3_gathers_a_head_that_has_no_elements_between_steps(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="needs deepspeed")
-    runs = [("everything", "zero3", False)]
-    two_ranks.on_two_ranks(two_ranks.train, str(tmp_path / "store"), runs)
-
-
 # -- the rest
-
-
-def test_compiled_models_are_one_graph() -> None:
-    torch.compiler.reset()
-    patched, plain = pair()
-    inputs = tokens()
-    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
-    loss = compiled(**inputs).loss
-    loss.backward()
-    torch.testing.assert_close(loss.detach(), step(plain, **inputs)["loss"], rtol=1e-5, atol=0)
-    torch.compiler.reset()
 
 
 def test_norms_one_after_the_other_do_not_overwrite_what_a_backward_needs() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import forks
 import liger_hf
 from hf import tiny_models
 from hf.tiny_models import make, step, tokens, twin
@@ -27,15 +27,9 @@ from liger_core import use
 PATIENCE = timedelta(minutes=10)
 
 
-# Ranks are forks of one process that has imported what takes longest. A fork ends without taking down its interpreter, which aborts
-# now and then while a thread of gloo is busy.
-FORKS = multiprocessing.get_context("forkserver")
-
-
 def on_two_ranks(work: Callable[..., None], *args: Any) -> None:
     """work(rank, *args) in two processes at once; raises what one of them raises."""
-    FORKS.set_forkserver_preload(["torch.distributed.fsdp", "pytest", "transformers.models.llama.modeling_llama", "peft"])
-    torch.multiprocessing.start_processes(work, args, nprocs=2, start_method="forkserver")
+    forks.on_ranks(2, work, *args)
 
 
 def batch(rank: int) -> dict[str, Tensor]:
@@ -204,9 +198,8 @@ def _zero(stage: int) -> Run:
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def run(model: Any, gradients: Expected, rank: int, patch_last: bool) -> list[float]:
-        # DeepSpeed reads the first when it is imported; it looks for MPI if one of the others, which its launcher would set, is missing.
-        os.environ.update(DS_ACCELERATOR=tiny_models.DEVICE.type, LOCAL_RANK=str(rank), RANK=str(rank))
-        os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+        # DeepSpeed reads it when it is imported.
+        os.environ["DS_ACCELERATOR"] = tiny_models.DEVICE.type
         engine, losses = patched_and_wrapped(model, engine_of, patch_last), []
         for name, weight in inside_peft(model).lm_head.named_parameters():
             if (weight.numel() == 0) != (stage == 3):

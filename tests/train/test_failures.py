@@ -9,8 +9,6 @@ import platform
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+import forks
 from bench.commands import InProcess
 from liger_core.errors import OptionError
 from liger_train import techniques
@@ -105,7 +104,7 @@ def test_a_killed_run_resumes_with_the_losses_of_an_uninterrupted_one(
     liger: InProcess, small: Setup, whole: list[float], tmp_path: Path
 ) -> None:
     arguments = [*small.command().split()[1:], "--output", str(tmp_path / "saved"), "--save-every", "2", "--out", str(tmp_path / "rows")]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, timeout=300)
+    killed = forks.run(KILLED, *arguments)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert f"step 5/6 · loss {whole[4]:.4f} · " in killed.stderr
     assert liger(*arguments, "--resume")[0] == 0
@@ -257,7 +256,7 @@ from liger_train.train import saved
 with saved.held(Path({str(tmp_path)!r})):
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == -signal.SIGKILL
+    assert forks.run(script).returncode == -signal.SIGKILL
     assert "process " in (tmp_path / saved.LOCK).read_text()
     saved.check_output(tmp_path, resume=False)
     assert (tmp_path / saved.LOCK).read_text() == ""
@@ -316,7 +315,6 @@ import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from liger_bench.ending import end
 from liger_train import zero
 from liger_train.train.run import run
 from liger_train.setup import Setup
@@ -328,7 +326,6 @@ run(replace(setup, steps=2), folder=folder)
 row = run(setup, folder=folder, resume=True)
 assert row.losses == run(setup).losses, row
 assert len(row.losses) == 4
-end()
 """
 
 
@@ -337,7 +334,7 @@ end()
 @pytest.mark.parametrize("technique", [{"shard": "zero3", "offload": "parameters"}, {"shard": "fsdp2"}], ids=["zero3", "fsdp2"])
 def test_a_sharded_run_resumes_exactly_and_saves_a_model(small: Setup, tmp_path: Path, technique: dict[str, Any]) -> None:
     setup = four_steps(small, technique)
-    done = subprocess.run([sys.executable, "-c", SHARDED, repr(setup), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    done = forks.run(SHARDED, repr(setup), str(tmp_path))
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
     begun = AutoModelForCausalLM.from_pretrained(small.model)

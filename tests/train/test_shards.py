@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,10 +53,8 @@ def ways(device: str) -> dict[str, dict[str, Any]]:
     return {way: options for way, options in WAYS.items() if device == "cuda" or way != "fsdp2-offload-parameters"}
 
 
-def work(rank: int, folder: str, port: int, device: str) -> None:
+def work(rank: int, folder: str, device: str) -> None:
     """One process: every way, plain and with Liger, one after the other; writes the losses."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port))
     torch.set_num_threads(1)
     if device == "cuda":
         # For all ways: FSDP2 sums norms of gradients that are offloaded on the host.
@@ -96,11 +93,9 @@ def is_there(way: str, trained: Trained) -> None:
 @pytest.fixture(scope="module", params=DEVICES, ids=["gloo", "nccl"])
 def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[float]]]]:
     """By rank: way → liger → losses."""
-    from liger_train.train.processes import free_port
-
     folder = tmp_path_factory.mktemp("shards")
     saved_model(folder / "model")
-    on_two_ranks(work, str(folder), free_port(), request.param)
+    on_two_ranks(work, str(folder), request.param)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

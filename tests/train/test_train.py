@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+import forks
 from bench.commands import InProcess
 from liger_bench import machine
 from liger_core.errors import OptionError
@@ -395,9 +396,7 @@ def test_the_output_of_deepspeed_is_not_among_the_results(small: Setup, row: Row
     # DeepSpeed's own AdamW is compiled for most of a minute.
     script = "from liger_train import zero; zero.adam_problem = lambda: 'not compiled here'; from liger_core.commands import main; main()"
     sharded = replace(small, shard="zero3", offload="parameters")
-    done = subprocess.run(
-        [sys.executable, "-c", script, *sharded.command().split()[1:], "--json"], capture_output=True, text=True, timeout=300
-    )
+    done = forks.run(script, *sharded.command().split()[1:], "--json")
     assert done.returncode == 0, done.stderr
     (printed,) = json.loads(done.stdout)["rows"]
     assert printed["losses"] == pytest.approx(row.losses, rel=1e-4)
