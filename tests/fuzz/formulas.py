@@ -277,7 +277,7 @@ def _divergence(z: Tensor, other: Tensor, kind: str, beta: float) -> Tensor:
     log_q, log_p = _softmax(z)[0], _softmax(other.to(z.dtype))[0]
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-        possible = log_a > -torch.inf
+        possible = log_a != -torch.inf
         return torch.where(possible, log_a.exp() * (torch.where(possible, log_a, 0.0) - torch.where(possible, log_b, 0.0)), 0.0).sum(-1)
 
     if kind == "forward_kl":
