@@ -128,13 +128,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(
         "statistics_blocks", call((9,), 20, 70), options, why="blocks of classes, of which the first is kept and the last one is short"
     )
-    # Whole numbers, so that equal logits of different matmuls are equal.
-    tied = normal(device, dtype, 70, 20).round()
-    tied[3], tied[33], tied[60] = tied[9], tied[9], tied[9]
-    call_of_tied = normal(device, dtype, 5, 20).abs().round() * tied[9].sign(), tied, integers(device, 70, 5)
-    yield Sample(
-        "tied_predictions", call_of_tied, {**options, "budget": 5 * (20 * 4 + 23 * dtype.itemsize)}, why="the first of equal logits"
-    )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for name, more in (("kept", {}), ("recomputed", {"budget": 9 * (20 * 4 + 23 * 6)})):
         options = {"logits_dtype": wide, "return_entropy": True, **more}
