@@ -44,12 +44,6 @@ def stride(name: str, file: str, old: str, new: str, which: str) -> Mutant:
     return Mutant(f"triton: {name}", f"{TRITON}/{file}", old, new, selected, "test_upstream_gradients_are_read_through_their_strides", True)
 
 
-def shared_stride(name: str, file: str, old: str, new: str) -> Mutant:
-    """The same in the losses' code that every backend shares."""
-    selected = (ACCURACY, "--backend", "reference", "-k", "strides and sliced and linear and (none or one_token or entropy)")
-    return Mutant(name, f"{CORE}/ops/{file}", old, new, selected, "test_upstream_gradients_are_read_through_their_strides")
-
-
 def loss(name: str, file: str, old: str, new: str, test: str, seen: str) -> Mutant:
     """A bug in the mathematics that every backend shares, which only independent formulas can show."""
     return Mutant(name, f"{CORE}/ops/{file}", old, new, (test,), seen)
@@ -149,7 +143,7 @@ MUTANTS = (
         "        if kept is not None and gradients.scratch is None:",
         "        if kept is not None and False:",
         "tests/ops/test_linear_log_prob.py",
-        "test_a_graph_that_is_kept_gives_the_same_gradients_again",
+        "test_the_entropy_of_equal_logits_is_at_its_maximum",
     ),
     loss(
         "gradients ignore the temperatures of tokens",
@@ -655,18 +649,6 @@ MUTANTS = (
         "out.stride(0), row_factor.stride(0), width",
         "out.stride(0), min(row_factor.stride(0), 1), width",
         "cross_entropy and float32 and none",
-    ),
-    shared_stride(
-        "gradients of losses and log-probabilities read as if dense",
-        "_token_loop.py",
-        "torch.where(named, of_chosen, 0.0)",
-        "torch.where(named, of_chosen.as_strided(named.shape, (named.shape[1], 1)), 0.0)",
-    ),
-    shared_stride(
-        "gradient of the entropy read as if dense",
-        "_token_loop.py",
-        "torch.where(counted, -of_entropy, 0.0)",
-        "torch.where(counted, -of_entropy.as_strided(counted.shape, (1,)), 0.0)",
     ),
     # What nobody asked for, extreme inputs, memory that belongs to others.
     Mutant(
