@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,11 @@ PACKAGES = ("liger_core", "liger_triton", "liger_hf", "liger_bench", "liger_trai
 LIMIT = 240.0
 # Each run is a fork of one process that has imported what takes longest; that process imports nothing of ours.
 FORKS = multiprocessing.get_context("forkserver")
+LIBRARIES = ["torch._dynamo.backends.common", "pytest", "numpy", "hypothesis"]
+OF_MODELS = ["transformers.trainer", "transformers.models.llama.modeling_llama", "peft"]
+
+# Files and options of pytest, and what -k selects of them.
+Slice = tuple[tuple[str, ...], str]
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    FORKS.set_forkserver_preload(["torch", "pytest", "numpy"])
     chosen = [m for m in MUTANTS if not options.words or any(word in m.name for word in options.words)]
-    slices = sorted({(m.tests, m.interpreted) for m in chosen})
-    with ThreadPoolExecutor(options.jobs) as pool:
-        baselines = dict(zip(slices, pool.map(lambda part: run(None, *part), slices), strict=True))
-        runs = list(pool.map(lambda m: run(m, m.tests, m.interpreted), chosen))
-    table, failures = Table("planted bug", "file", "verdict", "seconds"), []
-    for mutant, result in zip(chosen, runs, strict=True):
-        complaint = judge(mutant, result, baselines[mutant.tests, mutant.interpreted])
-        if complaint:
-            failures.append((mutant, complaint, result))
+    runs: dict[Mutant, tuple[Run, str]] = {}
+    # Triton is interpreted or not from its import on, so that the two kinds are not forks of one process.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        for interpreted in (False, True):
+            runs |= pool.submit(judged, [m for m in chosen if m.interpreted is interpreted], options.jobs).result()
+    table = Table("planted bug", "file", "verdict", "seconds")
+    failures = [(mutant, complaint, result) for mutant, (result, complaint) in runs.items() if complaint]
+    for mutant, (result, complaint) in runs.items():
         table.add_row(mutant.name, mutant.file, f"[red]{complaint}[/red]" if complaint else "seen", f"{result.seconds:.0f}")
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
@@ -61,6 +64,29 @@ def main() -> int:
         console.print(result.output[-2000:], markup=False, highlight=False)
     console.print(f"{len(chosen) - len(failures)} of {len(chosen)} planted bugs were seen")
     return 1 if failures or not chosen else 0
+
+
+def judged(mutants: list[Mutant], jobs: int) -> dict[Mutant, tuple[Run, str]]:
+    """What came of each mutant, and why it does not count as seen. All are interpreted, or none is."""
+    interpreted = any(m.interpreted for m in mutants)
+    os.environ["TRITON_INTERPRET"] = "1" if interpreted else "0"
+    # Libraries say what they miss while they are imported; what the tests write goes to files.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    FORKS.set_forkserver_preload(LIBRARIES + ([] if interpreted else OF_MODELS))
+    with ThreadPoolExecutor(jobs) as pool:
+        # What the tests of one file come to without a bug is found once for all mutants.
+        together: dict[tuple[str, ...], set[str]] = {}
+        for options, selected in map(slice_of, mutants):
+            together.setdefault(options, set()).add(selected)
+        wholes = [(options, "" if "" in each else " or ".join(f"({one})" for one in sorted(each))) for options, each in together.items()]
+        baselines = dict(zip(together, pool.map(lambda whole: run(None, whole), wholes), strict=True))
+        runs = list(pool.map(lambda m: run(m, slice_of(m)), mutants))
+    return {m: (result, judge(m, result, baselines[slice_of(m)[0]])) for m, result in zip(mutants, runs, strict=True)}
+
+
+def slice_of(mutant: Mutant) -> Slice:
+    files, _, selected = " ".join(mutant.tests).partition(" -k ")
+    return tuple(files.split()), selected
 
 
 def judge(mutant: Mutant, result: Run, baseline: Run) -> str:
@@ -74,18 +100,18 @@ def judge(mutant: Mutant, result: Run, baseline: Run) -> str:
     return ""
 
 
-def run(mutant: Mutant | None, tests: tuple[str, ...], interpreted: bool) -> Run:
+def run(mutant: Mutant | None, tests: Slice) -> Run:
     """Run the tests in a process of their own against a copy of the sources, with the bug if there is one."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
         for source in sorted(ROOT.glob("packages/*/src/liger_*")):
             if not source.name.endswith(".egg-info"):
-                shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, folder / source.name)
         if mutant is not None:
             plant(mutant, folder)
         log = folder / "output.txt"
-        process = FORKS.Process(target=run_tests, args=(name, tests, interpreted, str(log)))
+        process = FORKS.Process(target=run_tests, args=(name, tests, str(log)))
         process.start()
         process.join(LIMIT)
         if process.is_alive():
@@ -96,8 +122,8 @@ def run(mutant: Mutant | None, tests: tuple[str, ...], interpreted: bool) -> Run
         return Run(process.exitcode or 0, output, time.perf_counter() - start)
 
 
-def run_tests(folder: str, tests: tuple[str, ...], interpreted: bool, log: str) -> None:
-    """In a fork that has imported PyTorch and pytest, and nothing of ours."""
+def run_tests(folder: str, tests: Slice, log: str) -> None:
+    """In a fork that has imported libraries, and nothing of ours."""
     output = os.open(log, os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -105,14 +131,13 @@ def run_tests(folder: str, tests: tuple[str, ...], interpreted: bool, log: str) 
     if ours:
         raise SystemExit(f"the sources must be imported from the copy, but these are already imported: {', '.join(ours)}")
     # The path comes before installed packages, so that the copy is what the tests import.
-    variables = {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1" if interpreted else "0"}
-    os.environ.update(variables)
+    os.environ["PYTHONPATH"] = folder
     sys.path.insert(0, folder)
-    sys.dont_write_bytecode = True
     os.chdir(ROOT)
     import pytest
 
-    code = int(pytest.main([*PYTEST, *tests]))
+    options, selected = tests
+    code = int(pytest.main([*PYTEST, *options, *(["-k", selected] if selected else [])]))
     foreign = [n for n, m in sys.modules.items() if n in PACKAGES and not (m.__file__ or "").startswith(folder)]
     sys.stdout.flush()
     os._exit(code if not foreign else 70)
