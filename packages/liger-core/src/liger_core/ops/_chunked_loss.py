@@ -329,17 +329,18 @@ PACK_SHARE = 32
 class Counted:
     """Which rows have a target that counts. The number of them is asked for at once and waited for as late as can be, unless it is known.
 
-    number  of rows that count; -1 if all are taken, None if it is not known
+    number   of rows that count; -1 if all are taken, None if it is not known
+    classes  that a matmul of each rank has
     """
 
-    def __init__(self, head: Head, ignore_index: int, pack: bool, number: int | None = None) -> None:
+    def __init__(self, head: Head, ignore_index: int, pack: bool, number: int | None = None, classes: int | None = None) -> None:
         self.mask: Tensor | None = None
         self.number, target = number, head.target
         if not pack or number == -1:
             return
         if target.is_cuda:
             # A CUDA graph cannot wait, so it keeps all rows.
-            if 2 * head.hidden.numel() * head.weight.shape[0] < PACK_FLOPS or torch.cuda.is_current_stream_capturing():
+            if 2 * head.hidden.numel() * (classes or head.weight.shape[0]) < PACK_FLOPS or torch.cuda.is_current_stream_capturing():
                 return
             self.mask = target != ignore_index
             if number is None:

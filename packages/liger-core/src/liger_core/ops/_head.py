@@ -17,15 +17,17 @@ from liger_core.ops._chunked_loss import Chunk, Head, autocast_dtype
 from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, workload
 
 
-def check_head(name: str, head: Head, several: bool = False) -> None:
-    """Rows, weight, targets and bias must fit each other; several targets a row are in a last dimension of their own."""
+def check_head(name: str, head: Head, several: bool = False, classes: int = 1) -> None:
+    """Rows, weight, targets and bias must fit each other; several targets a row are in a last dimension of their own. `classes` is how many
+    weight must have at least.
+    """
     hidden, weight, target, bias = head
     checks.tensor(name, "target", target)
     checks.floating(name, 2, hidden=hidden, weight=weight, bias=bias)
     checks.at_least_one_dimension(name, "hidden", hidden)
     if hidden.shape[-1] == 0:
         checks.fail(ShapeError, name, f"hidden must have a width of at least 1, got {checks.shape(hidden)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] < classes:
         wanted = f"(classes, {hidden.shape[-1]})"
         checks.fail(ShapeError, name, f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}")
     check_rows(name, "target", target, hidden, several)

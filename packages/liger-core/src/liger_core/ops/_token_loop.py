@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._chunked_loss import CHUNK_BYTES, CPU_BYTES, ChunkOptions, Counted, Head, Packed, accumulate, chunking
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._token_passes import MOMENTS, AskedOfTokens, LogitOptions, Slopes, Sums, TokenPasses
+from liger_core.ops._vocabulary import Exchange, Vocabulary, end_sum, start_sum
 
 # Classes of a block, of which there are BLOCKS at least, fewer classes before rows are cut, and what their number is a multiple of.
 # The gradient of hidden is read and written in float32 once a block, which takes 1 % of a step on an H200; 64 classes for each of its
@@ -30,7 +31,7 @@ KEPT_BLOCKS = 8
 
 
 class TokenHead(NamedTuple):
-    """Rows (N, H), what makes logits of them, and the classes (N, K) whose log-probabilities are asked for."""
+    """Rows (N, H), what makes logits of them, and the classes (N, K) of the whole vocabulary whose log-probabilities are asked for."""
 
     hidden: Tensor
     weight: Tensor
@@ -50,6 +51,12 @@ class TokenOptions(NamedTuple):
 
     def logits_dtype(self, hidden: Tensor) -> torch.dtype:
         return accumulator(hidden.dtype) if self.wide else hidden.dtype
+
+    def among(self, vocab: Vocabulary, classes: int) -> Self:
+        """The options for this shard, which has so many classes."""
+        if vocab.group is None or self.class_weight is None:
+            return self
+        return self._replace(class_weight=self.class_weight[vocab.start : vocab.start + classes])
 
     def logits(self, rows: slice, classes: slice) -> LogitOptions:
         """What the passes need of them for these rows and classes."""
@@ -155,7 +162,7 @@ def tiling(
 
 
 class TokenLoop:
-    """The kernels for a backend's row passes: `tokens(head, options, chunks, asked)` gives the public part of TokenResults."""
+    """The kernels for a backend's row passes: `tokens(head, options, chunks, vocab, asked)` gives the public part of TokenResults."""
 
     def __init__(self, passes: TokenPasses, make_kernel: Callable[..., Kernel]) -> None:
         self.passes = passes
@@ -165,9 +172,11 @@ class TokenLoop:
             public=10,
         )
 
-    def _allocate(self, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, asked: AskedOfTokens, needs: list[bool]) -> Outputs:
+    def _allocate(
+        self, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, vocab: Vocabulary, asked: AskedOfTokens, needs: list[bool]
+    ) -> Outputs:
         rows, dtype, device = head.hidden.shape[0], accumulator(head.hidden.dtype), head.hidden.device
-        kept = _tiling(head, options, chunks).kept if any(needs) else 0
+        kept = _tiling(head, options, chunks, vocab).kept if any(needs) else 0
         return TokenResults._make(
             (
                 torch.empty(head.chosen.shape, dtype=dtype, device=device),
@@ -181,14 +190,14 @@ class TokenLoop:
         )
 
     def _launch(
-        self, results: TokenResults, /, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, asked: AskedOfTokens,
-        needs: list[bool],
+        self, results: TokenResults, /, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, vocab: Vocabulary,
+        asked: AskedOfTokens, needs: list[bool],
     ) -> None:  # fmt: skip
-        tiles = _tiling(head, options, chunks)
-        packed, options, number = _packed(head, options, chunks)
+        tiles = _tiling(head, options, chunks, vocab)
+        packed, options, number = _packed(head, options, chunks, vocab)
         results.number.fill_(number)
         chosen, counted = packed.take(head.chosen), packed.head.target
-        kept, count, total = results.kept, counted.shape[0], head.weight.shape[0]
+        kept, count, total = results.kept, counted.shape[0], packed.head.weight.shape[0]
         if kept is None:
             tiles = tiles._replace(kept=0)
         else:
@@ -196,6 +205,11 @@ class TokenLoop:
         inner = TokenResults._make((*map(packed.like, results[:-2]), results.number, None))
         # A class that is out of range is in no tile.
         inner.selected.zero_()
+        local, ours = vocab.local(chosen), options.among(vocab, total)
+        if not total:
+            inner.moments.copy_(inner.moments.new_tensor((torch.finfo(inner.moments.dtype).min, *[0.0] * (MOMENTS - 1))))
+            if inner.prediction is not None:
+                inner.prediction.fill_(vocab.classes)
         tile = None
         for part, block in _tiles(count, total, tiles):
             if kept is not None and block.start == 0:
@@ -205,15 +219,17 @@ class TokenLoop:
                 logits = _view(tile, part, block)
             _multiply(packed.head, part, block, logits)
             sums = Sums(inner.moments[part], None if inner.prediction is None else inner.prediction[part], asked)
-            given = options.logits(part, block)
+            given = ours.logits(part, block)
             self.passes.statistics(logits, counted[part], given, sums, block.start)
-            self.passes.selected(logits, chosen[part], given, inner.selected[part], block.start)
-        _finish(inner, chosen, counted, total, options)
+            self.passes.selected(logits, local[part], given, inner.selected[part], block.start)
+        Exchange(vocab, asked).merge(inner.moments, inner.selected, inner.prediction, _weights(ours, total, inner.moments.dtype))
+        _finish(inner, chosen, counted, vocab.classes, options)
         packed.scatter(inner[:-2], results[:-2], TokenResults._fields)
 
     def _allocate_backward(
-        self, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, found: Found, needs: list[bool]
-    ) -> Outputs:
+        self, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, vocab: Vocabulary, found: Found,
+        needs: list[bool],
+    ) -> Outputs:  # fmt: skip
         given = (head.hidden, head.weight if chunks.main_grad is None else None, head.bias)
         made = [
             torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
@@ -222,29 +238,31 @@ class TokenLoop:
         return TokenGradients._make((*made, None))
 
     def _recycle_backward(
-        self, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, found: Found, needs: list[bool]
-    ) -> Outputs:
+        self, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, vocab: Vocabulary, found: Found,
+        needs: list[bool],
+    ) -> Outputs:  # fmt: skip
         """The same, and the kept logits if their gradient has their dtype."""
-        fresh = self._allocate_backward(upstream, head, options, chunks, found, needs)
+        fresh = self._allocate_backward(upstream, head, options, chunks, vocab, found, needs)
         return (*fresh[:-1], None if found.kept is None or found.kept.dtype != head.hidden.dtype else found.kept)
 
     def _launch_backward(
-        self, gradients: TokenGradients, /, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, found: Found,
-        needs: list[bool],
+        self, gradients: TokenGradients, /, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions,
+        vocab: Vocabulary, found: Found, needs: list[bool],
     ) -> None:  # fmt: skip
-        tiles, kept = _tiling(head, options, chunks), found.kept
+        tiles, kept = _tiling(head, options, chunks, vocab), found.kept
         # Known since the forward pass, so that the device need not be waited for.
-        packed, options, _ = _packed(head, options, chunks, int(found.number))
-        chosen, count, total = packed.take(head.chosen), packed.head.hidden.shape[0], head.weight.shape[0]
+        packed, options, _ = _packed(head, options, chunks, vocab, int(found.number))
+        chosen, count, total = packed.take(head.chosen), packed.head.hidden.shape[0], packed.head.weight.shape[0]
         upstream, found = Upstream(*map(packed.take, upstream)), Found._make((*map(packed.take, found[:2]), found.number, kept))
-        slopes, largest = _slopes(upstream, found, chosen, packed.head.target, head.weight, options)
+        slopes, largest = _slopes(upstream, found, chosen, packed.head.target, vocab, options, head.weight.dtype)
+        ours = options.among(vocab, total)
         stays = 0
         if kept is not None and gradients.scratch is None:
             # Logits that must stay are taken block by block.
             stays, tiles = tiles.kept, tiles._replace(kept=0)
             if tiles.classes == total and kept.dtype == head.hidden.dtype:
                 tiles = tiles._replace(classes=_rounded(-(-total // KEPT_BLOCKS), total))
-        totals = _Totals(packed, gradients, chunks.main_grad if needs[1] else None, tiles, largest)
+        totals = _Totals(packed, gradients, chunks.main_grad if needs[1] else None, tiles, largest, vocab)
         tile = recomputed = None
         for part, block in _tiles(count, total, tiles, stays):
             if kept is not None and block.stop <= tiles.kept:
@@ -259,7 +277,7 @@ class TokenLoop:
                         recomputed = torch.empty_like(tile, dtype=options.logits_dtype(head.hidden)) if recomputed is None else recomputed
                         logits = _view(recomputed, part, block)
                     _multiply(packed.head, part, block, logits)
-            self.passes.derivative(logits, slopes.of(part), options.logits(part, block), slope, block.start)
+            self.passes.derivative(logits, slopes.of(part), ours.logits(part, block), slope, block.start)
             totals.add(part, block, slope)
         totals.finish()
 
@@ -270,12 +288,20 @@ def token_loop(passes: TokenPasses, make_kernel: Callable[..., Kernel]) -> Token
     return TokenLoop(passes, make_kernel)
 
 
-def _tiling(head: TokenHead, options: TokenOptions, chunks: ChunkOptions) -> Tiling:
-    hidden, (classes, _) = head.hidden, head.weight.shape
-    return tiling(
-        *(*hidden.shape, classes, hidden.dtype, hidden.device.type, options.wide),
-        chunk=chunks.chunk, budget=chunks.budget, accumulate_dtype=chunks.accumulate_dtype,
-    )  # fmt: skip
+def _tiling(head: TokenHead, options: TokenOptions, chunks: ChunkOptions, vocab: Vocabulary) -> Tiling:
+    hidden, classes = head.hidden, vocab.mine(head.weight.shape[0])
+
+    def of(classes: int) -> Tiling:
+        return tiling(
+            *(*hidden.shape, max(1, classes), hidden.dtype, hidden.device.type, options.wide),
+            chunk=chunks.chunk, budget=chunks.budget, accumulate_dtype=chunks.accumulate_dtype,
+        )  # fmt: skip
+
+    if vocab.group is None:
+        return of(classes)
+    # Ranks meet once for each group of rows, so that these must be the same on all, however uneven their shards are.
+    tiles = of(classes)._replace(rows=of(vocab.usual()).rows)
+    return tiles if classes else tiles._replace(kept=0)
 
 
 def _rounded(classes: int, most: int) -> int:
@@ -283,11 +309,16 @@ def _rounded(classes: int, most: int) -> int:
     return min(most, max(1, classes // MULTIPLE * MULTIPLE or classes))
 
 
-def _packed(head: TokenHead, options: TokenOptions, chunks: ChunkOptions, number: int | None = None) -> tuple[Packed, TokenOptions, int]:
-    """The rows of which some class counts, with that as their target, the options for them, and how many they are."""
-    counted = head.chosen != options.ignore_index
-    rows = Head(head.hidden, head.weight, counted[:, 0] if counted.shape[1] == 1 else counted.any(-1), head.bias)
-    known = Counted(rows, 0, chunks.pack, number)
+def _packed(
+    head: TokenHead, options: TokenOptions, chunks: ChunkOptions, vocab: Vocabulary, number: int | None = None
+) -> tuple[Packed, TokenOptions, int]:
+    """The rows of which some class counts, with that as their target, before those of weight that are classes; the options for them, and
+    how many they are.
+    """
+    counted, mine = head.chosen != options.ignore_index, vocab.mine(head.weight.shape[0])
+    bias = None if head.bias is None else head.bias[:mine]
+    rows = Head(head.hidden, head.weight[:mine], counted[:, 0] if counted.shape[1] == 1 else counted.any(-1), bias)
+    known = Counted(rows, 0, chunks.pack, number, vocab.usual())
     packed = Packed(rows, known.index())
     return packed, options._replace(inverse_temperature=packed.take(options.inverse_temperature)), known.number or 0
 
@@ -343,26 +374,31 @@ def _finish(results: TokenResults, chosen: Tensor, counted: Tensor, classes: int
         store(results.log_normalizer, top + log_total)
     if results.mean_log_prob is not None:
         below = (anchor - top) - log_total
-        store(results.mean_log_prob, weighted / classes + below * _mean_weight(options, classes))
+        store(results.mean_log_prob, weighted / classes + below * _mean_weight(options, classes, top.dtype))
     if results.mean_logit is not None:
-        store(results.mean_logit, weighted / classes + anchor * _mean_weight(options, classes))
+        store(results.mean_logit, weighted / classes + anchor * _mean_weight(options, classes, top.dtype))
     if results.collision is not None:
         store(results.collision, squares / total.square())
     if results.prediction is not None:
         results.prediction.masked_fill_(~counted, -1)
 
 
-def _mean_weight(options: TokenOptions, classes: int) -> Tensor | float:
-    """Σ w / V."""
+def _weights(options: TokenOptions, classes: int, dtype: torch.dtype) -> Tensor | float:
+    """Σ w over the classes that the options are for."""
     weight = options.class_weight
-    return 1.0 if weight is None else weight.sum(dtype=accumulator(weight.dtype)) / classes
+    return float(classes) if weight is None else weight.sum(dtype=dtype)
+
+
+def _mean_weight(options: TokenOptions, classes: int, dtype: torch.dtype) -> Tensor | float:
+    """Σ w / V."""
+    return _weights(options, classes, dtype) / classes
 
 
 def _slopes(
-    upstream: Upstream, found: Found, chosen: Tensor, counted: Tensor, weight: Tensor, options: TokenOptions
+    upstream: Upstream, found: Found, chosen: Tensor, counted: Tensor, vocab: Vocabulary, options: TokenOptions, dtype: torch.dtype
 ) -> tuple[Slopes, Tensor | None]:
-    """What the gradient of logits is made of, and in float16 the power of two that it was divided by."""
-    classes, moments = weight.shape[0], found.moments
+    """What the gradient of logits of this dtype is made of, and in float16 the power of two that it was divided by."""
+    classes, moments = vocab.classes, found.moments
     of_chosen, of_entropy, of_normalizer, of_mean, of_mean_logit, of_collision = upstream
     named = (chosen != options.ignore_index) & counted[:, None]
     # The gradient at an ignored row may be infinite, as that of a ratio to a probability of 0; it counts for nothing.
@@ -379,7 +415,7 @@ def _slopes(
         a = a + torch.where(counted, of_normalizer, 0.0)
     if of_mean is not None:
         mean = torch.where(counted, of_mean, 0.0)
-        a, c = a - mean * _mean_weight(options, classes), mean / classes
+        a, c = a - mean * _mean_weight(options, classes, mean.dtype), mean / classes
     if of_mean_logit is not None:
         c = c + torch.where(counted, of_mean_logit, 0.0) / classes
     if of_collision is not None:
@@ -387,8 +423,8 @@ def _slopes(
         a = a - q * (moments[:, 4] / moments[:, 1].square())
     terms = torch.stack((a, b, q, c), -1)
     # An ignored class may be one that exists.
-    slopes = Slopes(counted, moments, terms, torch.where(named, chosen, -1), found.selected, given)
-    if weight.dtype != torch.float16 or not terms.numel():
+    slopes = Slopes(counted, moments, terms, torch.where(named, vocab.local(chosen), -1), found.selected, given)
+    if dtype != torch.float16 or not terms.numel():
         return slopes, None
     # p · grad underflows where grad is 1/tokens, so a power of two is factored out and put back at the end. Where the gradient is large,
     # as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows from underflow.
@@ -401,29 +437,40 @@ def _slopes(
 class _Totals:
     """The gradients over a head while the tiles go by."""
 
-    def __init__(self, packed: Packed, gradients: TokenGradients, main_grad: Tensor | None, tiles: Tiling, largest: Tensor | None) -> None:
-        self.packed, self.gradients, self.tiles, self.largest = packed, gradients, tiles, largest
-        self.main_grad = None if main_grad is None else main_grad.data
-        hidden, weight = packed.head.hidden, packed.head.weight
+    def __init__(
+        self, packed: Packed, gradients: TokenGradients, main_grad: Tensor | None, tiles: Tiling, largest: Tensor | None, vocab: Vocabulary
+    ) -> None:
+        self.packed, self.tiles, self.largest, self.vocab = packed, tiles, largest, vocab
+        hidden, weight, bias = packed.head.hidden, packed.head.weight, gradients.grad_bias
+        # Rows of weight past the classes are padding.
+        classes = weight.shape[0]
+        for padding in (gradients.grad_weight, bias):
+            if padding is not None:
+                padding[classes:].zero_()
+        self.weight = None if gradients.grad_weight is None else gradients.grad_weight[:classes]
+        self.bias = None if bias is None else bias[:classes]
+        self.main_grad = None if main_grad is None else main_grad.data[:classes]
         wide, count = accumulator(hidden.dtype), hidden.shape[0]
-        self.hidden = packed.like(gradients.grad_hidden)
-        # A gradient that several tiles add to is summed in float32 before it is rounded.
-        blocks, groups = len(tiles.blocks(weight.shape[0])) > 1, tiles.rows < count
-        self.hidden_sum = hidden.new_empty(min(tiles.rows, count), hidden.shape[1], dtype=wide) if blocks and hidden.dtype != wide else None
+        self.grad_hidden, self.hidden = gradients.grad_hidden, packed.like(gradients.grad_hidden)
+        # A gradient that several tiles or ranks add to is summed in float32 before it is rounded.
+        several = len(tiles.blocks(classes)) > 1 or vocab.group is not None
+        groups = tiles.rows < count
+        self.hidden_sum = hidden.new_empty(min(tiles.rows, count), hidden.shape[1], dtype=wide) if several and hidden.dtype != wide else None
         self.weight_sum = None
-        if groups and gradients.grad_weight is not None and tiles.dtype != weight.dtype:
+        if groups and self.weight is not None and tiles.dtype != weight.dtype:
             self.weight_sum = torch.empty(weight.shape, dtype=tiles.dtype, device=weight.device)
-        self.bias_sum = None if gradients.grad_bias is None else weight.new_zeros(weight.shape[0], dtype=wide)
+        self.bias_sum = None if self.bias is None else weight.new_zeros(classes, dtype=wide)
 
     def add(self, part: slice, block: slice, slope: Tensor) -> None:
         """Take in the gradient of a tile of logits."""
-        head = self.packed.head
+        head, last = self.packed.head, block.stop == self.packed.head.weight.shape[0]
         if self.hidden is not None:
             out = self.hidden[part] if self.hidden_sum is None else self.hidden_sum[: part.stop - part.start]
             accumulate(out, slope, head.weight[block], first=block.start == 0)
-            if self.hidden_sum is not None and block.stop == head.weight.shape[0]:
-                self.hidden[part] = out
-        of_weight = self.gradients.grad_weight if self.weight_sum is None else self.weight_sum
+            if last:
+                # While the gradient of weight is computed.
+                start_sum(out, self.vocab)
+        of_weight = self.weight if self.weight_sum is None else self.weight_sum
         if of_weight is not None:
             accumulate(of_weight[block], slope.t(), head.hidden[part], first=part.start == 0)
         if self.main_grad is not None:
@@ -433,18 +480,41 @@ class _Totals:
                 self.main_grad[block].addcmul_(out, self.largest)
         if self.bias_sum is not None:
             self.bias_sum[block] += slope.sum(0, dtype=self.bias_sum.dtype)
+        if last:
+            self.round(part)
+
+    def round(self, part: slice) -> None:
+        """The gradient of these rows is whole, once what the ranks add is."""
+        if self.hidden is None:
+            return
+        out = self.hidden[part] if self.hidden_sum is None else self.hidden_sum[: part.stop - part.start]
+        end_sum(out, self.vocab)
+        if self.hidden_sum is not None:
+            self.hidden[part] = out
+
+    def none(self) -> None:
+        """Of a shard without classes: only the sums of the others."""
+        if self.hidden is None:
+            return
+        count = self.hidden.shape[0]
+        for start in range(0, count, self.tiles.rows):
+            part = slice(start, min(start + self.tiles.rows, count))
+            out = self.hidden[part] if self.hidden_sum is None else self.hidden_sum[: part.stop - part.start]
+            start_sum(out.zero_(), self.vocab)
+            self.round(part)
 
     def finish(self) -> None:
         """Round what was summed; without any tile the sums are zero."""
-        of_weight, of_bias = self.gradients.grad_weight, self.gradients.grad_bias
-        if of_weight is not None and not self.packed.head.hidden.shape[0]:
-            of_weight.zero_()
-        elif of_weight is not None and self.weight_sum is not None:
-            of_weight.copy_(self.weight_sum if self.largest is None else self.weight_sum.mul_(self.largest))
-        elif of_weight is not None and self.largest is not None:
-            of_weight.mul_(self.largest)
+        if not self.packed.head.weight.shape[0]:
+            self.none()
+        if self.weight is not None and not self.packed.head.hidden.shape[0]:
+            self.weight.zero_()
+        elif self.weight is not None and self.weight_sum is not None:
+            self.weight.copy_(self.weight_sum if self.largest is None else self.weight_sum.mul_(self.largest))
+        elif self.weight is not None and self.largest is not None:
+            self.weight.mul_(self.largest)
         if self.hidden is not None and self.largest is not None:
             self.hidden.mul_(self.largest)
-        if of_bias is not None and self.bias_sum is not None:
-            of_bias.copy_(self.bias_sum if self.largest is None else self.bias_sum.mul_(self.largest))
-        self.packed.scatter_rows(self.hidden, self.gradients.grad_hidden)
+        if self.bias is not None and self.bias_sum is not None:
+            self.bias.copy_(self.bias_sum if self.largest is None else self.bias_sum.mul_(self.largest))
+        self.packed.scatter_rows(self.hidden, self.grad_hidden)

@@ -29,6 +29,8 @@ from liger_core.ops._loss_options import (
 from liger_core.ops._softmax_loss import TORCH_PASSES, Asked, RowOptions, RowPasses, RowResults, denominator
 from liger_core.ops._token_loop import TokenHead, TokenOptions, TokenResults, token_loop
 from liger_core.ops._token_passes import AskedOfTokens
+from liger_core.ops._vocabulary import Vocabulary
+from liger_core.sharding import VocabShard, check_vocab, takes_dtensors, vocabulary
 
 # What the benchmark's workloads of these names may hold.
 BUDGETS = {"lean": 256 << 20, "4GiB": 4 << 30}
@@ -43,11 +45,12 @@ def check(
     reduction: Reduction = "mean",
     normalizer: Tensor | float | None = None,
     token_weight: Tensor | None = None,
+    vocab: VocabShard | None = None,
     **options: Any,
 ) -> None:
     name = "linear_cross_entropy"
     head = Head(hidden, weight, target, bias)
-    check_head(name, head)
+    check_head(name, head, classes=vocab is None)
     check_chunks(name, head, **options)
     if token_weight is not None:
         checks.floating(name, token_weight=token_weight)
@@ -55,9 +58,10 @@ def check(
         checks.constant(name, token_weight=token_weight)
     row = RowOptions.among(options)
     checks.same_device(name, "hidden", hidden, class_weight=row.class_weight, token_weight=token_weight)
-    check_row_options(name, row, weight.shape[0])
+    classes = check_vocab(name, weight, vocab)
+    check_row_options(name, row, classes)
     check_reduction(name, target, reduction, normalizer)
-    check_target(name, target, weight.shape[0], row.ignore_index)
+    check_target(name, target, classes, row.ignore_index)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -159,12 +163,14 @@ def workloads() -> Iterator[Workload]:
     yield from head_series()
 
 
-def _per_token(tokens: Callable[..., Any], head: Head, options: RowOptions, chunks: ChunkOptions, asked: Asked) -> RowResults:
+def _per_token(
+    tokens: Callable[..., Any], head: Head, options: RowOptions, chunks: ChunkOptions, vocab: Vocabulary, asked: Asked
+) -> RowResults:
     """The loss of each token, from what the loop of per-token results gives."""
     smoothing, z_loss, weight = options.label_smoothing, options.z_loss, options.class_weight
     given = TokenOptions(options.ignore_index, options.logit_scale, options.softcap, None, weight if smoothing else None, False)
     wanted = AskedOfTokens(asked.with_entropy, z_loss > 0, smoothing > 0, with_prediction=asked.with_prediction)
-    found = TokenResults._make((*tokens(TokenHead(head.hidden, head.weight, head.bias, head.target[:, None]), given, chunks, wanted), None))
+    found = TokenResults._make((*tokens(TokenHead(head.hidden, head.weight, head.bias, head.target[:, None]), given, chunks, vocab, wanted), None))
     # Not -log_prob, which is -0.0 where a target is ignored.
     loss = 0.0 - found.log_prob[:, 0]
     if weight is not None:
@@ -202,6 +208,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         pack: bool = True,
         main_grad: Tensor | None = None,
         return_metrics: bool = False,
+        vocab: VocabShard | None = None,
     ) -> Any:
         """Cross entropy of `logit_scale · (hidden @ weightᵀ + bias)` and target, a chunk of rows at a time.
 
@@ -226,6 +233,9 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
                           are large enough to pay for it, never while a CUDA graph is captured
         main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
         return_metrics    also return `LossMetrics`
+        vocab             `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary that the ranks of
+                          group share. Every rank gives the same rows and targets and gets the same results; gradients of weight and bias
+                          are of its classes, that of hidden is whole
         returns           float32 (float64 for float64): a scalar, or (...) for "none"
 
         With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for. "none" keeps the logits
@@ -247,19 +257,21 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         wide = accumulator(hidden.dtype)
         factor = None if token_weight is None else token_weight.reshape(-1).to(wide)
         divide: Tensor | None = None
-        if reduction == "none":
-            results = _per_token(tokens, head, options, chunks, asked)
-            loss = (results.loss if factor is None else results.loss * factor).reshape(target.shape)
+        if reduction == "mean":
+            divide = denominator(head.target, class_weight, ignore_index, normalizer, wide)
+        # The gradients of a sharded head need the statistics of all shards, so that they are those of the tokens.
+        if reduction == "none" or vocab is not None:
+            results = _per_token(tokens, head, options, chunks, vocabulary(weight, vocab), asked)
+            loss = results.loss if factor is None else results.loss * factor
+            loss = loss.reshape(target.shape) if reduction == "none" else loss.sum() if divide is None else loss.sum() / divide
         else:
-            if reduction == "mean":
-                divide = denominator(head.target, class_weight, ignore_index, normalizer, wide)
             results = RowResults(*loop.reduced(head, factor, divide, options, chunks, asked))
             loss = results.loss
         if not return_metrics:
             return loss
         return loss, metrics_of(target, options, results, reduction, None if divide is None else divide.reciprocal(), factor)
 
-    return linear_cross_entropy
+    return takes_dtensors(linear_cross_entropy)
 
 
 linear_cross_entropy = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)(

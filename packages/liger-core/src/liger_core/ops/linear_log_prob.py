@@ -20,6 +20,7 @@ from liger_core.ops._loss_options import check_row_options, check_target, target
 from liger_core.ops._softmax_loss import TORCH_PASSES, RowOptions, RowPasses
 from liger_core.ops._token_loop import TokenHead, TokenOptions, TokenResults, token_loop
 from liger_core.ops._token_passes import AskedOfTokens
+from liger_core.sharding import VocabShard, check_vocab, takes_dtensors, vocabulary
 
 
 class TokenStatistics(NamedTuple):
@@ -42,16 +43,17 @@ class TokenStatistics(NamedTuple):
 def check(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, temperature: Tensor | float = 1.0,
     allowed: Tensor | None = None, logits_dtype: torch.dtype | None = None, return_entropy: bool = False, return_statistics: bool = False,
-    **options: Any,
+    vocab: VocabShard | None = None, **options: Any,
 ) -> None:  # fmt: skip
     name = "linear_log_prob"
     head = Head(hidden, weight, target, bias)
-    check_head(name, head, several=True)
+    check_head(name, head, several=True, classes=vocab is None)
     check_chunks(name, head, **options)
     _check_temperature(name, temperature, hidden)
     row = RowOptions.among(options)
-    check_row_options(name, row, weight.shape[0])
-    check_target(name, target, weight.shape[0], row.ignore_index)
+    classes = check_vocab(name, weight, vocab)
+    check_row_options(name, row, classes)
+    check_target(name, target, classes, row.ignore_index)
     if return_entropy and return_statistics:
         checks.fail(OptionError, name, "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both")
     wide = accumulator(hidden.dtype)
@@ -248,6 +250,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         budget: int | None = None,
         pack: bool = True,
         main_grad: Tensor | None = None,
+        vocab: VocabShard | None = None,
     ) -> Any:
         """Log-probability of targets under the softmax of a head's logits, and statistics of that softmax, without all the logits.
 
@@ -272,6 +275,9 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         pack               leave rows of ignored targets out of the matmuls. On a GPU this waits once a pass for their number where the
                            matmuls are large enough to pay for it, never while a CUDA graph is captured
         main_grad          (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
+        vocab              `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary that the ranks of
+                           group share. Every rank gives the same rows and targets and gets the same results; gradients of weight and bias
+                           are of its classes, that of hidden is whole
         returns            log_prob like target, float32 (float64 for float64), or (log_prob, entropy), or (log_prob, TokenStatistics)
 
         All results have a gradient, whatever arrives from upstream, alone or together. If the logits fit the budget they are kept until the
@@ -312,7 +318,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
         every = return_statistics
         asked = AskedOfTokens(every or return_entropy, every, False, every, every, every)
-        found = TokenResults._make((*tokens(TokenHead(rows, weight, bias, index), options, chunks, asked), None))
+        found = TokenResults._make((*tokens(TokenHead(rows, weight, bias, index), options, chunks, vocabulary(weight, vocab), asked), None))
         log_prob, entropy = found.log_prob, found.entropy
         if allowed is not None:
             log_prob, entropy = _among(log_prob, entropy, index, ignore_index)
@@ -322,7 +328,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
             return log_prob, TokenStatistics(*(t.reshape(shape) for t in statistics))  # type: ignore[union-attr]
         return (log_prob, entropy.reshape(shape)) if entropy is not None else log_prob
 
-    return linear_log_prob
+    return takes_dtensors(linear_log_prob)
 
 
 linear_log_prob = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)(

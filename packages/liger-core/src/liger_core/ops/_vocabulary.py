@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vocabulary that is sharded over ranks: each has the rows of weight of its classes, and what the ranks exchange.
+
+Every sum of a row over the classes is a few numbers, so that one all-gather of these a call merges the shards, whatever the options are:
+
+    m = max m_r,   s_r = m_r - m,   d = Σ d_r e^s_r,   Σ e·(x - m) = Σ (t_r + d_r s_r) e^s_r,   Σ e² = Σ q_r e^2s_r
+
+The gradient of weight stays where its rows are. That of hidden is a sum over all classes: the ranks add their parts, in float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.ops._token_passes import LEAST, MOMENTS, AskedOfTokens
+
+
+# Without the deprecations that the public functions go through, and by the name of a group, as custom ops take it.
+_c10d = torch.ops._c10d_functional
+
+
+class Vocabulary(NamedTuple):
+    """The classes that the rows of weight stand for: start, start + 1, … of `classes`; rows past these are padding.
+
+    group  name of the process group that has all of them; None if this rank has
+    """
+
+    group: str | None
+    start: int
+    classes: int
+
+    def mine(self, rows: int) -> int:
+        """How many rows of weight are classes."""
+        return max(0, min(rows, self.classes - self.start))
+
+    def usual(self) -> int:
+        """Classes of a rank if they are spread evenly: what all ranks know alike."""
+        return self.classes if self.group is None else -(-self.classes // _size(self.group))
+
+    def local(self, index: Tensor) -> Tensor:
+        """Where a class is in this shard; elsewhere it is none of its rows."""
+        return index - self.start if self.start else index
+
+
+class Exchange(NamedTuple):
+    """The columns that a rank gives for each row: moments, then the sum of class weights, x of one chosen class, the arg-max class."""
+
+    vocab: Vocabulary
+    asked: AskedOfTokens
+
+    def merge(self, moments: Tensor, selected: Tensor, prediction: Tensor | None, weights: Tensor | float) -> None:
+        """Make of the sums of this shard those of all, in place. `weights`: the sum of this shard's class weights."""
+        if self.vocab.group is None or not moments.shape[0]:
+            return
+        ranks, bits = _size(self.vocab.group), torch.int32 if moments.dtype == torch.float32 else torch.int64
+        columns = [moments]
+        if self.asked.with_mean:
+            column = moments.new_empty(moments.shape[0], 1)
+            columns.append(column.copy_(weights) if isinstance(weights, Tensor) else column.fill_(weights))
+        # Several chosen classes take more than the moments do, and only one rank has x of each.
+        single = selected.shape[1] == 1
+        if single:
+            columns.append(selected)
+        if prediction is not None:
+            # The bits of an integer, whatever number they would be.
+            columns.append((prediction + self.vocab.start).to(bits).view(moments.dtype)[:, None])
+        mine = torch.cat(columns, -1)
+        every = _c10d.wait_tensor(_c10d.all_gather_into_tensor(mine, ranks, self.vocab.group)).view(ranks, *mine.shape)
+        if single:
+            selected.copy_(every[:, :, -1 - (prediction is not None)].sum(0)[:, None])
+        else:
+            _c10d.wait_tensor(_c10d.all_reduce_(selected, "sum", self.vocab.group))
+        top, total, distance, weighted, squares, anchor = every[:, :, :MOMENTS].unbind(-1)
+        highest = top.amax(0)
+        step = top - highest
+        shrink = step.exp()
+        if prediction is not None:
+            best = every[:, :, -1].contiguous().view(bits).to(prediction.dtype)
+            prediction.copy_(torch.where(top == highest, best, self.vocab.classes).amin(0))
+        moments[:, 0] = highest
+        moments[:, 1] = (total * shrink).sum(0)
+        moments[:, 2] = ((distance + total * step.clamp(min=LEAST)) * shrink).sum(0)
+        if self.asked.with_mean:
+            moments[:, 3] = (weighted + (anchor - anchor[0]) * every[:, :, MOMENTS]).sum(0)
+        moments[:, 4] = (squares * shrink.square()).sum(0)
+        moments[:, 5] = anchor[0]
+
+
+def start_sum(part: Tensor, vocab: Vocabulary) -> None:
+    """Start to add up what each rank has, in place."""
+    if vocab.group is not None:
+        _c10d.all_reduce_(part, "sum", vocab.group)
+
+
+def end_sum(part: Tensor, vocab: Vocabulary) -> None:
+    """Make what comes after wait for that sum."""
+    if vocab.group is not None:
+        _c10d.wait_tensor(part)
+
+
+def _size(name: str) -> int:
+    return torch.distributed.distributed_c10d._get_group_size_by_name(name)
