@@ -28,6 +28,7 @@ from liger_core.ops import *  # noqa: F403
 from liger_core.ops._softmax_loss import LossMetrics
 from liger_core.ops.linear_log_prob import TokenStatistics
 from liger_core.selection import use
+from liger_core.sharding import VocabShard
 
 if TYPE_CHECKING:
     from liger_core import losses
@@ -64,6 +65,7 @@ __all__ = [
     "TargetError",
     "TokenStatistics",
     "Unsupported",
+    "VocabShard",
     "Work",
     "Workload",
     "explain",
