@@ -43,6 +43,7 @@ PUBLIC = {
         "TargetError",
         "TokenStatistics",
         "Unsupported",
+        "VocabShard",
         "Work",
         "Workload",
         "explain",

@@ -66,6 +66,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "misuse" in metafunc.fixturenames:
         wrong = [(op, backend, m.name) for op, backend, _ in implementations(device, only) for m in op.misuses(device)]
         metafunc.parametrize("misuse", wrong, ids=[f"{backend}-{op.name}-{name}" for op, backend, name in wrong])
+    if "sharded_op" in metafunc.fixturenames:
+        metafunc.parametrize("sharded_op", [op.name for op in registry().ops.values() if "vocab" in op.signature.parameters])
     if "op" in metafunc.fixturenames:
         ops = list(registry().ops.values())
         metafunc.parametrize("op", ops, ids=[op.name for op in ops])

@@ -30,13 +30,13 @@ SPREAD: dict[str, tuple[Tensor, ...]] = {
 }
 PLAIN: dict[str, tuple[Tensor, ...]] = {
     "cross_entropy": (LOGITS, TARGET),
-    "linear_cross_entropy": (HIDDEN, HEAD, TARGET),
-    "linear_log_prob": (HIDDEN, HEAD, TARGET),
     "linear_divergence": (HIDDEN, HEAD, HIDDEN, HEAD),
     "kl_div": (LOGITS, LOGITS),
     "jsd": (LOGITS, LOGITS),
     "total_variation": (LOGITS, LOGITS),
 }
+# The vocabulary may be sharded: tests/ops/test_sharded_heads.py.
+HEADS: dict[str, tuple[Tensor, ...]] = {"linear_cross_entropy": (HIDDEN, HEAD, TARGET), "linear_log_prob": (HIDDEN, HEAD, TARGET)}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_elementwise_ops_and_norms_take_dtensors(op: str, args: tuple[Tensor, ..
         torch.testing.assert_close(got.full_tensor(), wanted)
 
 
-@pytest.mark.parametrize(("op", "args"), (SPREAD | PLAIN).items(), ids=(SPREAD | PLAIN).keys())
+@pytest.mark.parametrize(("op", "args"), (SPREAD | PLAIN | HEADS).items(), ids=(SPREAD | PLAIN | HEADS).keys())
 def test_a_dtensor_beside_a_plain_tensor_is_an_error_that_says_what_to_do(
     op: str, args: tuple[Tensor, ...], spread: Callable[[Tensor], Any]
 ) -> None:
