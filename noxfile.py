@@ -21,7 +21,7 @@ import nox
 from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
-PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train")]
+PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train", "liger-verify")]
 CONSTRAINTS = ROOT / "constraints.txt"
 # The packages and what they require; the same and what tests need besides; the newest versions, installed as README says; what the site needs.
 SHARED, TESTS, LATEST, SITE = (ROOT / ".nox" / name for name in ("shared", "tests", "latest", "site"))
@@ -263,7 +263,7 @@ def build(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--outdir", str(folder), str(package))
     fresh = new_environment(Path(session.create_tmp()) / "fresh")
     install(session, fresh, *(str(wheel) for wheel in sorted(folder.glob("*.whl"))))
-    imports = "import liger_core, liger_triton, liger_hf, liger_bench, liger_train; print(liger_core.__version__, liger_core.__file__)"
+    imports = "import liger_core, liger_triton, liger_hf, liger_bench, liger_train, liger_verify; print(liger_core.__version__, liger_core.__file__)"
     session.run(str(fresh), "-I", "-c", imports, external=True)
     session.run(str(fresh.with_name("liger")), "doctor", external=True)
 

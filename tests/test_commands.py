@@ -74,6 +74,7 @@ def test_version_prints_the_packages_without_importing_them() -> None:
         "liger-hf",
         "liger-bench",
         "liger-train",
+        "liger-verify",
         "torch",
         "triton",
         "transformers",
