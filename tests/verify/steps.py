@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from liger_verify import World
-from liger_verify.batches import IGNORED, Batch
-from liger_verify.training import Training
 from torch import Tensor
 
 from liger_core import VocabShard, linear_cross_entropy, rms_norm
+from liger_verify import World
+from liger_verify.batches import IGNORED, Batch
+from liger_verify.training import Training
 
 CLASSES, WIDTH, TOKENS = 37, 16, 24
 
@@ -150,6 +150,12 @@ def raises(world: World) -> Any:
 
 def without_a_gradient(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
     return torch.ones(()), {"a.b.weight": torch.ones(3), "a.c.weight": torch.ones(3) if world.alone else None}
+
+
+def without_tokens(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """A mean that is 0 / 0 on rank 1."""
+    loss = torch.zeros(2).sum() / (1 - world.rank)
+    return loss + (1 if not world.rank else 0), {"a.b.weight": torch.ones(3)}
 
 
 def parts(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:

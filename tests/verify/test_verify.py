@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import typer
-from liger_verify import compare
-from liger_verify.command import loaded, verify
-from liger_verify.training import Training
 from typer.testing import CliRunner
 
 from liger_core.errors import OptionError
+from liger_verify import compare
+from liger_verify.command import loaded, verify
+from liger_verify.training import Training
 from verify import steps
 
 SETUPS = {
@@ -93,6 +93,11 @@ def test_an_exception_of_a_rank_is_raised() -> None:
         compare(steps.raises, ranks=2)
 
 
+def test_a_mean_over_no_tokens_is_named() -> None:
+    report = compare(steps.without_tokens, ranks=2)
+    assert str(report) == "wrong: the loss is nan, not 1.000000 on rank 1: a mean over the tokens of a rank that has none is 0 / 0"
+
+
 def test_a_missing_gradient_is_named() -> None:
     report = compare(steps.without_a_gradient, ranks=2)
     assert "gradients part at a.c.weight in a: it has no gradient (1 of 2 gradients differ)" in str(report)
@@ -109,8 +114,8 @@ def test_the_ranks_that_are_wrong_are_named() -> None:
         ({"tp": 2, "ranks": 3}, "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3"),
         ({"shard": "zero"}, "verify: shard must be one of none, ddp, fsdp2, got 'zero'"),
         (
-            {"shard": "ddp", "tp": 2},
-            "verify: shard must be 'fsdp2' or 'none' with tp > 1, since DDP takes no sharded parameters, got 'ddp'",
+            {"shard": "ddp", "tp": 2, "ranks": 4},
+            "verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got 'ddp'",
         ),
         ({"cp": 2, "length": 9}, "verify: length must be a multiple of cp = 2, got 9"),
     ],

@@ -148,6 +148,8 @@ class Report:
         text = f"the loss is {got:.6f}, not {self.loss:.6f}"
         if len(ranks) < len(self.losses):
             text += f" on {_ranks(ranks)}"
+        if math.isnan(got):
+            return f"{text}: a mean over the tokens of a rank that has none is 0 / 0"
         by_size = [
             f"log {size} ({name})" for name, size in self._distinct() if abs(got - self.loss - math.log(size)) < NEAR * math.log(size)
         ]

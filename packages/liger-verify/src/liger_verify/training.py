@@ -60,8 +60,10 @@ class Training:
             raise OptionError(f"verify: ranks must be a multiple of tp × cp = {self.tp} × {self.cp}, got {self.ranks}")
         if self.shard not in SHARDS:
             raise OptionError(f"verify: shard must be one of {', '.join(SHARDS)}, got {self.shard!r}")
-        if self.shard == "ddp" and self.tp > 1:
-            raise OptionError("verify: shard must be 'fsdp2' or 'none' with tp > 1, since DDP takes no sharded parameters, got 'ddp'")
+        if self.shard != "fsdp2" and self.ranks > self.tp > 1:
+            raise OptionError(
+                f"verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got {self.shard!r}"
+            )
         if self.length % self.cp:
             raise OptionError(f"verify: length must be a multiple of cp = {self.cp}, got {self.length}")
 
@@ -187,15 +189,16 @@ class Training:
         from torch.distributed.fsdp import fully_shard
         from torch.nn.parallel import DistributedDataParallel
         from transformers import AutoModelForCausalLM
+        from transformers.distributed import DistributedConfig
 
         import liger_hf
 
         _quiet()
-        options = {"dtype": torch.float32, "attn_implementation": attention.register()}
-        sharded = False
-        if self.tp > 1:
-            options |= self.tensor_parallel(mesh)
-            sharded = "distributed_config" in options and self.dp * self.cp > 1
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.register()}
+        if self.tp > 1 and self._places_all_ranks():
+            options["distributed_config"] = DistributedConfig(tp_size=self.tp, tp_plan="auto", fsdp_size=self.dp * self.cp)
+        elif self.tp > 1:
+            options |= {"tp_plan": "auto", "device_mesh": mesh["tp"]}
         model = AutoModelForCausalLM.from_pretrained(world.folder / "model", **options).train()
         if self.liger:
             liger_hf.apply(model)
@@ -203,22 +206,18 @@ class Training:
             return _unwrapped(model)
         if self.shard == "ddp":
             return DistributedDataParallel(model)
-        if self.shard == "fsdp2" and not sharded:
+        if self.shard == "fsdp2" and "distributed_config" not in options:
             inner = mesh["dp", "cp"]._flatten("dp_cp")
             for layer in _layers(model):
                 fully_shard(layer, mesh=inner)
             fully_shard(model, mesh=inner)
         return model
 
-    def tensor_parallel(self, mesh: Any) -> dict[str, Any]:
-        """How Transformers is told, which changed: a mesh, or since 5.2x a config that lays out all ranks itself."""
+    def _places_all_ranks(self) -> bool:
+        """Whether Transformers shards layers and parameters in one call; before 5.18 that fails, and it takes a mesh instead."""
         from transformers.distributed import DistributedConfig
 
-        if "dp_replicate_size" not in {f.name for f in dataclasses.fields(DistributedConfig)} or self.ranks == self.tp:
-            return {"tp_plan": "auto", "device_mesh": mesh["tp"]}
-        if self.shard != "fsdp2":
-            raise OptionError(f"verify: shard must be 'fsdp2' with this version of Transformers and tp < ranks, got {self.shard!r}")
-        return {"distributed_config": DistributedConfig(tp_size=self.tp, tp_plan="auto", fsdp_size=self.dp * self.cp)}
+        return "dp_replicate_size" in {f.name for f in dataclasses.fields(DistributedConfig)}
 
 
 def tiny_config(model: str, options: Mapping[str, Any]) -> Any:
