@@ -15,6 +15,7 @@ import tomllib
 import venv
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 import nox
@@ -55,6 +56,18 @@ QUICK_START_FULL = [
 # Where a new version of Transformers, Triton or huggingface_hub has shown: the forward of a layer, the hub, commands, an op.
 SAMPLE = ["tests/test_versions.py", "tests/hf/test_residual.py", "tests/hf/test_hub.py", "tests/plan/test_adapters.py"]
 SAMPLE_OF_KERNELS = ["tests/conformance/test_accuracy.py", "-k", "float32 and (swiglu or cross_entropy) and one_block"]
+# Parallel setups that `liger verify` compares with one process; the tests have those of two ranks.
+SETUPS = [
+    ["--tp", "2"],
+    ["--cp", "2"],
+    ["--tp", "2", "--cp", "2"],
+    ["--tp", "2", "--ranks", "4", "--accumulation", "3"],
+    ["--cp", "2", "--ranks", "4", "--accumulation", "3"],
+    ["--shard", "ddp", "--ranks", "4", "--accumulation", "2"],
+    ["--shard", "none", "--cp", "2", "--ranks", "4"],
+    ["--tp", "2", "--cp", "2", "--ranks", "8", "--accumulation", "3"],
+]
+VERIFIED = ["llama", "qwen3", "gemma2", "granite", "phi3", "mixtral"]
 # One sequence or batch that does not fit a GPU of 24 GiB, and one that does with Liger.
 CAPPED = ["--shape", "16x1024", "--shape", "128x1024", "--shape", "4x8192", "--shape", "4x32768"]
 # `liger bench` with these, one after the other: what else runs on the machine shows in the small shapes.
@@ -198,6 +211,20 @@ def latest(session: nox.Session) -> None:
     # With the interpreter both backends are there.
     parts.append(("conformance", SAMPLE_OF_KERNELS if sample else ["tests/conformance"], INTERPRETED))
     every_part(session, str(executable), parts)
+
+
+@nox.session(venv_backend="none")
+def verify(session: nox.Session) -> None:
+    """`liger verify` over parallel setups and model types, plain and with Liger, on the CPU. Models may be given: -- llama qwen3."""
+    executable, failed = shared(session), []
+    for model, setup, way in product(session.posargs or VERIFIED, SETUPS, ("--plain", "--liger")):
+        command = ["verify", "--model", model, *setup, way]
+        try:
+            session.run(executable, "-m", "liger_core", *command, external=True)
+        except CommandFailed:
+            failed.append(" ".join(command))
+    if failed:
+        session.error(f"failed: {'; '.join(failed)}")
 
 
 @nox.session(venv_backend="none")

@@ -152,6 +152,11 @@ def without_a_gradient(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
     return torch.ones(()), {"a.b.weight": torch.ones(3), "a.c.weight": torch.ones(3) if world.alone else None}
 
 
+def talks(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+    print("a library says hello", flush=True)
+    return torch.ones(()), {"a.b.weight": torch.ones(3) * world.ranks}
+
+
 def without_tokens(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
     """A mean that is 0 / 0 on rank 1."""
     loss = torch.zeros(2).sum() / (1 - world.rank)

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from liger_core.errors import OptionError
 from liger_verify import compare
@@ -132,14 +130,11 @@ def test_one_rank_has_nothing_to_be_compared_with() -> None:
         compare(steps.parts, ranks=1)
 
 
-def test_the_command_prints_json_and_ends_with_1_where_something_differs(tmp_path: Path) -> None:
-    script = tmp_path / "step.py"
-    script.write_text("import torch\n\ndef step(world):\n    return torch.ones(()), {'a.b.weight': torch.ones(2) * world.ranks}\n")
-    app = typer.Typer()
-    app.command()(verify)
-    done = CliRunner().invoke(app, ["--step", f"{script}:step", "--ranks", "2", "--json"])
-    assert done.exit_code == 1, done.output
-    found = json.loads(done.stdout)
+def test_the_command_prints_json_and_ends_with_1_where_something_differs(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        verify(step=f"{steps.__file__}:talks", ranks=2, as_json=True)
+    assert ended.value.exit_code == 1
+    found = json.loads(capfd.readouterr().out)
     assert not found["right"]
     assert found["gradients"]["a.b.weight"]["factor"] == 2
     assert "it is 2 times the right one, which is ranks (2)" in found["sentences"][0]

@@ -94,6 +94,8 @@ def _rank(rank: int, run: Run, port: int) -> None:
 
 @contextlib.contextmanager
 def _process(rank: int, ranks: int, run: Run, port: int) -> Iterator[None]:
+    # What a library prints is not part of a table or of JSON.
+    os.dup2(2, 1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     shared = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
