@@ -55,6 +55,12 @@ def formula(name: str, file: str, old: str, new: str, which: str, test: str = ""
     return Mutant(f"losses: {name}", f"{CORE}/losses/{file}", old, new, selected, seen or "test_a_loss_in_float32_is_the_formula")
 
 
+def shard(name: str, file: str, old: str, new: str, head: str = "log_prob") -> Mutant:
+    """A bug in what ranks with a sharded vocabulary exchange, or in the classes that they take."""
+    tests = ("tests/conformance/test_shards.py", "-k", f"{head} and 2-uneven")
+    return Mutant(name, f"{CORE}/ops/{file}", old, new, tests, "on uneven shards:")
+
+
 MUTANTS = (
     # The definitions.
     loss(
@@ -693,6 +699,37 @@ MUTANTS = (
         "tl.store(gradient + column, total.to(gradient.dtype.element_ty))",
         f"rms_norm and {SMALL}",
         "rms_norm_backward wrote outside its tensors: grad_weight (",
+    ),
+    # Heads whose vocabulary is sharded.
+    shard(
+        "shards: sums merged without their maxima",
+        "_vocabulary.py",
+        "moments[:, 1] = (total * shrink).sum(0)",
+        "moments[:, 1] = total.sum(0)",
+    ),
+    shard(
+        "shards: the entropy's sum is not moved to the common maximum",
+        "_vocabulary.py",
+        "((distance + total * step.clamp(min=LEAST)) * shrink).sum(0)",
+        "(distance * shrink).sum(0)",
+    ),
+    shard(
+        "shards: means around the anchors of their ranks",
+        "_vocabulary.py",
+        "(weighted + (anchor - anchor[0]) * every[:, :, MOMENTS]).sum(0)",
+        "weighted.sum(0)",
+        "cross_entropy",
+    ),
+    shard("shards: the gradient of hidden is a part", "_vocabulary.py", '_c10d.all_reduce_(part, "sum", vocab.group)', "part.add_(0)"),
+    shard("shards: targets counted from 0", "_vocabulary.py", "return index - self.start if self.start else index", "return index"),
+    shard("shards: predictions counted from 0", "_vocabulary.py", "(prediction + self.vocab.start)", "prediction"),
+    shard("shards: padding is classes", "_vocabulary.py", "return max(0, min(rows, self.classes - self.start))", "return rows"),
+    shard(
+        "shards: class weights of the first classes",
+        "_token_loop.py",
+        "self.class_weight[vocab.start : vocab.start + classes]",
+        "self.class_weight[:classes]",
+        "cross_entropy",
     ),
     # The losses on log-probabilities.
     formula(
