@@ -67,6 +67,7 @@ PUBLIC = {
         "apply",
         "compat",
         "inspect",
+        "trainers",
         "use_in_trl",
     ],
     "liger_bench": [],

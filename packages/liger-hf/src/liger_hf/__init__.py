@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from liger_hf import compat
+    from liger_hf import compat, trainers
     from liger_hf.application import apply
     from liger_hf.auto import AutoLigerModelForCausalLM
     from liger_hf.callback import LigerCallback
@@ -35,6 +35,7 @@ __all__ = [
     "apply",
     "compat",
     "inspect",
+    "trainers",
     "use_in_trl",
 ]
 
@@ -58,8 +59,8 @@ HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Loaded when first used: the `liger` command and every op ask for the plugins, and importing Transformers takes seconds."""
-    if name == "compat":
-        return importlib.import_module("liger_hf.compat")
+    if name in ("compat", "trainers"):
+        return importlib.import_module(f"liger_hf.{name}")
     if name not in HOMES:
         raise AttributeError(f"module 'liger_hf' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"liger_hf.{HOMES[name]}"), name)
