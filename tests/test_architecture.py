@@ -66,6 +66,7 @@ PUBLIC = {
         "TRLHead",
         "apply",
         "compat",
+        "head_log_prob",
         "inspect",
         "trainers",
         "use_in_trl",

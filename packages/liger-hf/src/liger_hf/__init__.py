@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from liger_hf.report import Report, Row
     from liger_hf.rule import Candidate, Found, Rule
     from liger_hf.rules.head.lazy_logits import LazyLogits
+    from liger_hf.rules.head.log_prob import head_log_prob
     from liger_hf.trl import TRLHead, use_in_trl
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "TRLHead",
     "apply",
     "compat",
+    "head_log_prob",
     "inspect",
     "trainers",
     "use_in_trl",
@@ -52,6 +54,7 @@ HOMES = {
     "Rule": "rule",
     "TRLHead": "trl",
     "apply": "application",
+    "head_log_prob": "rules.head.log_prob",
     "inspect": "inspection",
     "use_in_trl": "trl",
 }

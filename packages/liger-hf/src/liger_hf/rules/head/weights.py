@@ -15,9 +15,19 @@ from torch.utils.hooks import RemovableHandle
 from liger_hf.errors import LogitsError
 
 
+class Held(threading.local):
+    """The head in whose call this thread is: its hooks have gathered the weights."""
+
+    def __init__(self) -> None:
+        self.head: nn.Module | None = None
+
+
+HELD = Held()
+
+
 def gathered(head: nn.Module) -> bool:
     """The head's weights are whole only while its hooks have gathered them (ZeRO-3, a head sharded or offloaded by itself)."""
-    return any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") or p.is_meta for p in head.parameters())
+    return HELD.head is not head and any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") or p.is_meta for p in head.parameters())
 
 
 def brought(head: nn.Module) -> bool:
