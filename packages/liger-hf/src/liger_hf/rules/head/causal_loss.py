@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from liger_core import cross_entropy, linear_cross_entropy
 from liger_hf.errors import LogitsError
 from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits, still_valid
 from liger_hf.rules.head.projection import compute, eager_logits, gathers_itself, in_one_call, replay, scale_and_cap
-from liger_hf.rules.head.weights import gathered
+from liger_hf.rules.head.weights import HELD, gathered, held
 
 # Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
@@ -109,12 +110,8 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) ->
     target = target.to(device).reshape(logits.hidden.shape[:-1])
     if gathers_itself(logits.head):
         return in_one_call(
-            logits.head, lambda rows: _of_head(_with(logits, rows, logits.steps), target, items, ignore_index), logits.hidden
+            logits.head, lambda rows: _in_chunks(_with(logits, rows, logits.steps), target, items, ignore_index), logits.hidden
         )
-    return _of_head(logits, target, items, ignore_index)
-
-
-def _of_head(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) -> Tensor:
     form = scale_and_cap(logits.steps)
     if form is None or not plain_linear(logits.head):
         return _in_chunks(logits, target, items, ignore_index)
@@ -182,9 +179,11 @@ def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, i
     hidden, labels = logits.hidden.reshape(-1, logits.hidden.shape[-1]), target.reshape(-1)
     rows = chunk_rows(hidden.device, logits.classes)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    inside = HELD.head is logits.head
 
     def part(x: Tensor, y: Tensor) -> Tensor:
-        real = replay(compute(logits.head, x, logits.cell.weights, logits.cell.autocast), logits.steps)
+        with held(logits.head) if inside else nullcontext():
+            real = replay(compute(logits.head, x, logits.cell.weights, logits.cell.autocast), logits.steps)
         return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum")
 
     with eager_logits():

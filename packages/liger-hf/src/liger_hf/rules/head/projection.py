@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_hf.rules.head.weights import HELD, Weights, gathered
+from liger_hf.rules.head.weights import Weights, gathered, held
 
 Step = tuple[Any, ...]
 
@@ -118,24 +118,22 @@ def in_one_call(head: nn.Module, compute: Callable[[Tensor], Any], hidden: Tenso
 
     Each call gathers, and ranks that called a head different numbers of times would wait for each other forever.
     """
-    own = vars(head).get("forward")
+    own, waiting = vars(head).get("forward"), [compute]
 
     def forward(rows: Tensor) -> Any:
-        restore()
-        before, HELD.head = HELD.head, head
-        try:
-            return compute(rows)
-        finally:
-            HELD.head = before
-
-    def restore() -> None:
-        if vars(head).get("forward") is forward:
-            del head.forward
-            if own is not None:
-                head.forward = own
+        _put_back(head, own)
+        with held(head):
+            return waiting.pop()(rows)
 
     head.forward = forward
     try:
         return head(hidden)
     finally:
-        restore()
+        if waiting:
+            _put_back(head, own)
+
+
+def _put_back(head: nn.Module, own: Any) -> None:
+    del head.forward
+    if own is not None:
+        head.forward = own

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -23,6 +25,16 @@ class Held(threading.local):
 
 
 HELD = Held()
+
+
+@contextmanager
+def held(head: nn.Module) -> Iterator[None]:
+    """Within a call of the head, or within the backward pass of one."""
+    before, HELD.head = HELD.head, head
+    try:
+        yield
+    finally:
+        HELD.head = before
 
 
 def gathered(head: nn.Module) -> bool:
