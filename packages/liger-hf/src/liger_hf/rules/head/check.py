@@ -89,7 +89,9 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
         elif name == top or not isinstance(child, PreTrainedModel):
             # The memo stands for the head, which is not copied, and for fake tensors, which have no values.
             if sum(p.numel() for p in child.parameters()) - sum(p.numel() for p in head.parameters() if name == top) <= SMALL:
-                children[name] = _brought(copy.deepcopy(child, {id(head): layer, **_made_real(child, hidden.device)}), hidden.device).to(hidden.dtype)
+                children[name] = _brought(copy.deepcopy(child, {id(head): layer, **_made_real(child, hidden.device)}), hidden.device).to(
+                    hidden.dtype
+                )
         else:
             children[name] = _BaseModel(child, hidden)
     twin = replica(model, children=children)
