@@ -131,9 +131,14 @@ def constant(op: str, **tensors: Any) -> None:
             fail(OptionError, op, f"{name} must not require a gradient, since the op does not define one; pass {name}.detach()")
 
 
-def distributed(op: str, arguments: Mapping[str, Any], problem: Exception) -> None:
-    """Say what to do about a call that failed because of DTensors; looked at only then, so that other calls pay nothing."""
+def not_plain(op: str, arguments: Mapping[str, Any], problem: Exception) -> None:
+    """Say what to do about a call that failed because of DTensors or quantized tensors; looked at only then, so that other calls pay nothing."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    # As torchao's tensors begin their refusal.
+    packed = [f"{n} as {kind}" for n, t in tensors.items() if str(problem).startswith(f"{(kind := type(t).__name__)} dispatch")]
+    if packed:
+        sentence = f"tensors must be plain, got {', '.join(packed)}; pass what its dequantize() returns"
+        raise DtypeError(f"{op}: {sentence}") from problem
     spread = [name for name, value in tensors.items() if hasattr(value, "full_tensor")]
     plain = [name for name in tensors if name not in spread]
     if not spread or not ("DTensor" in str(problem) or "sharding strategy" in str(problem)):
@@ -146,7 +151,8 @@ def distributed(op: str, arguments: Mapping[str, Any], problem: Exception) -> No
     else:
         sentence = (
             f"tensors must be plain, since the op does not support DTensor yet, got {', '.join(spread)} as DTensor; "
-            "pass whole tensors with .full_tensor(), or local ones with .to_local() where each rank can compute its part alone"
+            "pass whole tensors with .full_tensor() (grad_placements=[Partial()] where ranks have rows of their own), "
+            "or local ones with .to_local() where each rank can compute its part alone"
         )
     raise DeviceError(f"{op}: {sentence}") from problem
 

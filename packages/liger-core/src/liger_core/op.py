@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from liger_core.checks import distributed
+from liger_core.checks import not_plain
 from liger_core.errors import LigerError, Unsupported
 
 # What options are called that allow an op to write over tensors that it was given.
@@ -160,7 +160,7 @@ class Op(Generic[P, R]):
         except Unsupported as reason:
             refused = reason
         except (NotImplementedError, RuntimeError) as problem:
-            distributed(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
+            not_plain(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
             raise
         return choice.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
 

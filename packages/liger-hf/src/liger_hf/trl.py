@@ -78,7 +78,7 @@ class _Function:
         if hasattr(weight, "ds_id"):
             given = (hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
             return self.original.apply(*given)
-        wide = None
+        weight, wide = _float_weight(weight), None
         if not torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != weight.dtype:
             if hidden.dtype != torch.float32:
                 raise OptionError(
@@ -102,3 +102,14 @@ class _Function:
             "is_top1": statistics.prediction == targets,
         }
         return (log_prob, *(value if name in outputs else None for name, value in asked.items()))
+
+
+def _float_weight(weight: Tensor) -> Tensor:
+    """A quantized weight as it is multiplied by; it gets no gradient."""
+    if not weight.is_floating_point():
+        raise OptionError(
+            f"use_in_trl: the head's weight must have a floating dtype, got {weight.dtype}; leave lm_head out of quantization "
+            "(llm_int8_skip_modules of bitsandbytes)"
+        )
+    # Every tensor has dequantize; only a subclass of torchao overrides it.
+    return weight.dequantize() if type(weight).dequantize is not Tensor.dequantize else weight

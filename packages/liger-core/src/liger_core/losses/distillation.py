@@ -33,7 +33,7 @@ def topk_distillation(
                       the K classes have all the mass, counts as one rounding on that side, without a gradient
     returns           (...), float32 (float64 for float64)
 
-    With the bucket this is a lower bound of the divergence over all classes:
+    The classes may also be the student's own, from top_classes. With the bucket this is a lower bound of the divergence over all classes:
 
         log_prob = linear_log_prob(hidden, weight, top_classes)
         loss = topk_distillation(log_prob, top_log_prob)[mask].mean()

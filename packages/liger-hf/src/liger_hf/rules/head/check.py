@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from liger_hf.errors import LogitsError
@@ -86,9 +87,11 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
         if child is head:
             children[name] = layer
         elif name == top or not isinstance(child, PreTrainedModel):
-            # The memo stands for the head, which is not copied.
+            # The memo stands for the head, which is not copied, and for fake tensors, which have no values.
             if sum(p.numel() for p in child.parameters()) - sum(p.numel() for p in head.parameters() if name == top) <= SMALL:
-                children[name] = _brought(copy.deepcopy(child, {id(head): layer}), hidden.device).to(hidden.dtype)
+                children[name] = _brought(copy.deepcopy(child, {id(head): layer, **_made_real(child, hidden.device)}), hidden.device).to(
+                    hidden.dtype
+                )
         else:
             children[name] = _BaseModel(child, hidden)
     twin = replica(model, children=children)
@@ -110,6 +113,12 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
                 part.__dict__[name] = twin.config
     twin.training = True
     return twin
+
+
+def _made_real(module: nn.Module, device: torch.device) -> dict[int, Any]:
+    """Numbers in the place of fake tensors, by their identities."""
+    fake = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t, FakeTensor)]
+    return {id(t): nn.Parameter(_numbers(t, device)) if isinstance(t, nn.Parameter) else _numbers(t, device) for t in fake}
 
 
 def _brought(module: nn.Module, device: torch.device) -> nn.Module:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -15,9 +17,29 @@ from torch.utils.hooks import RemovableHandle
 from liger_hf.errors import LogitsError
 
 
+class Held(threading.local):
+    """The head in whose call this thread is: its hooks have gathered the weights."""
+
+    def __init__(self) -> None:
+        self.head: nn.Module | None = None
+
+
+HELD = Held()
+
+
+@contextmanager
+def held(head: nn.Module) -> Iterator[None]:
+    """Within a call of the head, or within the backward pass of one."""
+    before, HELD.head = HELD.head, head
+    try:
+        yield
+    finally:
+        HELD.head = before
+
+
 def gathered(head: nn.Module) -> bool:
     """The head's weights are whole only while its hooks have gathered them (ZeRO-3, a head sharded or offloaded by itself)."""
-    return any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") or p.is_meta for p in head.parameters())
+    return HELD.head is not head and any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") or p.is_meta for p in head.parameters())
 
 
 def brought(head: nn.Module) -> bool:
