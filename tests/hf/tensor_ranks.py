@@ -258,3 +258,44 @@ def sharded_twice(rank: int) -> None:
             # Both ranks of tp have the loss; FSDP takes the mean of gradients.
             got = {name: value / 2 if name == "loss" else value * 2 for name, value in got.items()}
             compare(f"patch_last={patch_last}, rank {rank}", got, expected)
+
+
+def sequence_parallel(rank: int) -> None:
+    """By torch's own plan, with hooks on modules: norms on a shard of the sequence, whose weights are DTensors."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+
+    whole, tokens_here = Replicate(), Shard(1)
+    layer = {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": tokens_here}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "self_attn.o_proj": RowwiseParallel(output_layouts=tokens_here),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=tokens_here, desired_input_layouts=whole),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=tokens_here),
+    }
+    plan = {f"model.layers.*.{name}": style for name, style in layer.items()} | {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=tokens_here),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=tokens_here, output_layouts=whole),
+    }
+    with ranks(2) as mesh:
+        batch = {**tokens(length=12), "position_ids": torch.arange(12)[None]}
+        for patch_last in (True, False):
+            base = make(dtype=torch.float64).train()
+            expected = exact(twin(base), (batch,))
+            if not patch_last:
+                liger_hf.apply(base)
+            model = parallelize_module(base, mesh, plan)
+            if patch_last:
+                liger_hf.apply(model)
+            counts = model.liger_report.replaced
+            assert (counts["rms_norm"], counts["rope"], counts["swiglu"]) == (5, 2, 2), model.liger_report
+            with pytest.warns(UserWarning, match="so all ranks gather all the logits"):
+                got = exact(model, (batch,))
+            compare(f"patch_last={patch_last}", got, expected)

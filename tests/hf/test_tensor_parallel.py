@@ -56,3 +56,7 @@ def test_a_model_loaded_by_tensor_parallel_ranks_is_patched_as_any_other(tied: b
 
 def test_the_vocabulary_may_be_sharded_by_fsdp_as_well() -> None:
     on_ranks(4, tensor_ranks.sharded_twice)
+
+
+def test_norms_run_on_shards_of_the_sequence_under_the_plan_of_torch() -> None:
+    on_ranks(2, tensor_ranks.sequence_parallel)

@@ -92,6 +92,11 @@ def test_kernels_decline_dtensors(spread: Callable[..., Any]) -> None:
         launch.supported(spread(X))
 
 
+def test_explain_asks_about_what_a_rank_holds(spread: Callable[..., Any]) -> None:
+    pytest.importorskip("liger_triton", reason="needs triton")
+    assert "DTensor" not in str(liger_core.explain(liger_core.rms_norm, spread(X), spread(WEIGHT)))
+
+
 def test_errors_of_other_causes_stay_what_they_are(spread: Callable[..., Any]) -> None:
     with pytest.raises(liger_core.ShapeError):
         liger_core.rms_norm(spread(X), spread(torch.ones(3)))
