@@ -7,8 +7,11 @@ Every run is compared in float64 with the plain model on one process: the loss, 
 from __future__ import annotations
 
 import inspect
+import json
+import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -299,3 +302,32 @@ def sequence_parallel(rank: int) -> None:
             with pytest.warns(UserWarning, match="so all ranks gather all the logits"):
                 got = exact(model, (batch,))
             compare(f"patch_last={patch_last}", got, expected)
+
+
+def trainer_run(rank: int, folder: str, out: str, tp: int, patched: bool) -> None:
+    """Writes losses and gradient norms of a short run of the Trainer."""
+    from accelerate import ParallelismConfig
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    ids = torch.randint(3, 300, (16, 12), generator=torch.Generator().manual_seed(5))
+    data = [{"input_ids": row, "labels": torch.where(torch.arange(12) < i % 9, -100, row)} for i, row in enumerate(ids)]
+    if tp == 1:
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            os.environ.pop(name)
+    with ranks(2) if tp > 1 else use("reference"), pytest.MonkeyPatch.context() as patch:
+        # accelerate refuses to shard on CPUs, though nothing of it needs a GPU.
+        patch.setattr(ParallelismConfig, "_validate_accelerator", lambda self, accelerator: None)
+        options = {"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        if patched:
+            assert liger_hf.apply(model).replaced["linear_cross_entropy"] == 1
+        arguments = TrainingArguments(
+            output_dir=out, use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1,
+            report_to=[], learning_rate=1e-2, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        with no_logits() if patched else nullcontext():
+            trainer = Trainer(model=model, args=arguments, train_dataset=data)
+            trainer.train()
+        steps = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
+        Path(out, f"{tp}_{rank}.json").write_text(json.dumps(steps))

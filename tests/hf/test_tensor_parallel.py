@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,14 @@ def test_the_vocabulary_may_be_sharded_by_fsdp_as_well() -> None:
 
 def test_norms_run_on_shards_of_the_sequence_under_the_plan_of_torch() -> None:
     on_ranks(2, tensor_ranks.sequence_parallel)
+
+
+def test_the_trainer_has_the_losses_and_gradient_norms_of_one_process(tmp_path: Path) -> None:
+    """With accumulation, and labels of which each sequence ignores another number."""
+    make().save_pretrained(tmp_path)
+    for ranks in (1, 2):
+        on_ranks(ranks, tensor_ranks.trainer_run, str(tmp_path), str(tmp_path), ranks, ranks > 1)
+    expected, *got = (torch.tensor(json.loads((tmp_path / name).read_text())) for name in ("1_0.json", "2_0.json", "2_1.json"))
+    assert expected.shape == (4, 2)
+    for of_rank in got:
+        torch.testing.assert_close(of_rank, expected, rtol=1e-4, atol=1e-4)
