@@ -12,6 +12,7 @@ from torch import Tensor
 
 import liger_core
 from liger_core import DeviceError, use
+from liger_core.op import Choice
 
 distributed = pytest.importorskip("torch.distributed.tensor", reason="torch was built without torch.distributed")
 
@@ -26,7 +27,12 @@ SPREAD: dict[str, tuple[Tensor, ...]] = {
     "add_rms_norm": (X, X, WEIGHT),
     "swiglu": (X, X),
     "geglu": (X, X),
+    "relu_squared": (X,),
     "rope": (QUERY, QUERY, TABLE, TABLE),
+}
+HEADS: dict[str, tuple[Tensor, ...]] = {
+    "linear_cross_entropy": (HIDDEN, HEAD, TARGET),
+    "linear_log_prob": (HIDDEN, HEAD, TARGET),
 }
 PLAIN: dict[str, tuple[Tensor, ...]] = {
     "cross_entropy": (LOGITS, TARGET),
@@ -35,22 +41,21 @@ PLAIN: dict[str, tuple[Tensor, ...]] = {
     "jsd": (LOGITS, LOGITS),
     "total_variation": (LOGITS, LOGITS),
 }
-# The vocabulary may be sharded: tests/ops/test_sharded_heads.py.
-HEADS: dict[str, tuple[Tensor, ...]] = {"linear_cross_entropy": (HIDDEN, HEAD, TARGET), "linear_log_prob": (HIDDEN, HEAD, TARGET)}
+
+MIXED = {op: args for op, args in (SPREAD | HEADS | PLAIN).items() if len(args) > 1}
 
 
 @pytest.fixture(scope="module")
-def spread() -> Iterator[Callable[[Tensor], Any]]:
+def spread() -> Iterator[Callable[..., Any]]:
     """Makes a DTensor on a mesh of this process alone."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    yield lambda tensor: distributed.distribute_tensor(tensor, mesh, [distributed.Replicate()])
+    yield lambda tensor, *placements: distributed.distribute_tensor(tensor, mesh, placements or [distributed.Replicate()])
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(("op", "args"), SPREAD.items(), ids=SPREAD.keys())
-def test_elementwise_ops_and_norms_take_dtensors(op: str, args: tuple[Tensor, ...], spread: Callable[[Tensor], Any]) -> None:
-    # Kernels decline them, so the reference runs.
+def test_elementwise_ops_and_norms_take_dtensors(op: str, args: tuple[Tensor, ...], spread: Callable[..., Any]) -> None:
     with use("auto"):
         result, expected = getattr(liger_core, op)(*map(spread, args)), getattr(liger_core, op)(*args)
     for got, wanted in zip(*(value if isinstance(value, tuple) else (value,) for value in (result, expected)), strict=True):
@@ -58,9 +63,9 @@ def test_elementwise_ops_and_norms_take_dtensors(op: str, args: tuple[Tensor, ..
         torch.testing.assert_close(got.full_tensor(), wanted)
 
 
-@pytest.mark.parametrize(("op", "args"), (SPREAD | PLAIN | HEADS).items(), ids=(SPREAD | PLAIN | HEADS).keys())
+@pytest.mark.parametrize(("op", "args"), MIXED.items(), ids=MIXED.keys())
 def test_a_dtensor_beside_a_plain_tensor_is_an_error_that_says_what_to_do(
-    op: str, args: tuple[Tensor, ...], spread: Callable[[Tensor], Any]
+    op: str, args: tuple[Tensor, ...], spread: Callable[..., Any]
 ) -> None:
     first, second = list(getattr(liger_core, op).signature.parameters)[:2]
     with use("auto"), pytest.raises(DeviceError) as raised:
@@ -72,7 +77,7 @@ def test_a_dtensor_beside_a_plain_tensor_is_an_error_that_says_what_to_do(
 
 @pytest.mark.parametrize(("op", "args"), PLAIN.items(), ids=PLAIN.keys())
 def test_dtensors_where_none_are_supported_are_an_error_that_says_what_to_do(
-    op: str, args: tuple[Tensor, ...], spread: Callable[[Tensor], Any]
+    op: str, args: tuple[Tensor, ...], spread: Callable[..., Any]
 ) -> None:
     with use("auto"), pytest.raises(DeviceError) as raised:
         getattr(liger_core, op)(*map(spread, args))
@@ -83,12 +88,91 @@ def test_dtensors_where_none_are_supported_are_an_error_that_says_what_to_do(
     )
 
 
-def test_kernels_decline_dtensors(spread: Callable[[Tensor], Any]) -> None:
+def test_kernels_decline_dtensors(spread: Callable[..., Any]) -> None:
     launch = pytest.importorskip("liger_triton.launch", reason="needs triton")
     with pytest.raises(liger_core.Unsupported, match="the Triton kernels take plain tensors, got a DTensor"):
         launch.supported(spread(X))
 
 
-def test_errors_of_other_causes_stay_what_they_are(spread: Callable[[Tensor], Any]) -> None:
+def test_explain_asks_about_what_a_rank_holds(spread: Callable[..., Any]) -> None:
+    pytest.importorskip("liger_triton", reason="needs triton")
+    assert "DTensor" not in str(liger_core.explain(liger_core.rms_norm, spread(X), spread(WEIGHT)))
+
+
+def test_errors_of_other_causes_stay_what_they_are(spread: Callable[..., Any]) -> None:
     with pytest.raises(liger_core.ShapeError):
         liger_core.rms_norm(spread(X), spread(torch.ones(3)))
+
+
+@pytest.mark.parametrize(("op", "args"), SPREAD.items(), ids=SPREAD.keys())
+def test_implementations_get_what_a_rank_holds(
+    op: str, args: tuple[Tensor, ...], spread: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, seen = getattr(liger_core, op), []
+    getattr(liger_core, op)(*args)
+
+    def implementation(*args: Any, **options: Any) -> Any:
+        seen.extend(type(value) for value in (*args, *options.values()) if isinstance(value, Tensor))
+        return chosen.reference(*args, **options)
+
+    monkeypatch.setattr(chosen, "choice", Choice({}, {}, implementation, pytest.fail))
+    chosen(*map(spread, args))
+    assert seen == [Tensor] * len(args)
+
+
+def test_a_replicated_weight_of_sharded_rows_has_a_partial_gradient(spread: Callable[..., Any]) -> None:
+    x, weight = spread(X, distributed.Shard(1)).requires_grad_(), spread(WEIGHT).requires_grad_()
+    liger_core.rms_norm(x, weight).sum().backward()
+    assert x.grad.placements == (distributed.Shard(1),)
+    assert weight.grad.placements == (distributed.Partial(),)
+
+
+def test_a_replicated_weight_of_whole_rows_has_a_replicated_gradient(spread: Callable[..., Any]) -> None:
+    x, weight = spread(X).requires_grad_(), spread(WEIGHT).requires_grad_()
+    liger_core.rms_norm(x, weight).sum().backward()
+    assert weight.grad.placements == (distributed.Replicate(),)
+
+
+@pytest.mark.parametrize("dimension", [0, 1], ids=["batch", "sequence"])
+def test_results_are_sharded_as_the_rows_are(dimension: int, spread: Callable[..., Any]) -> None:
+    x = spread(X, distributed.Shard(dimension))
+    for result in liger_core.add_rms_norm(x, spread(X), spread(WEIGHT)):
+        assert result.placements == (distributed.Shard(dimension),)
+        assert result.shape == X.shape
+
+
+def test_columns_of_a_gated_unit_stay_sharded(spread: Callable[..., Any]) -> None:
+    gate = spread(X, distributed.Shard(2))
+    assert liger_core.swiglu(gate, gate).placements == (distributed.Shard(2),)
+
+
+def test_columns_of_a_norm_and_of_a_packed_gated_unit_are_gathered(spread: Callable[..., Any]) -> None:
+    x = spread(X, distributed.Shard(2))
+    assert liger_core.rms_norm(x).placements == liger_core.swiglu(x).placements == (distributed.Replicate(),)
+
+
+def test_heads_stay_sharded_and_tables_whole(spread: Callable[..., Any]) -> None:
+    query = spread(QUERY, distributed.Shard(1))
+    turned = liger_core.rope(query, query, spread(TABLE), spread(TABLE), inplace=True)
+    assert [value.placements for value in turned] == [(distributed.Shard(1),)] * 2
+    # Memory of a DTensor is not written over.
+    torch.testing.assert_close(query.full_tensor(), QUERY)
+
+
+def test_tensors_of_different_meshes_are_an_error(spread: Callable[..., Any]) -> None:
+    other = distributed.distribute_tensor(WEIGHT, torch.distributed.init_device_mesh("cpu", (1, 1)), [distributed.Replicate()] * 2)
+    with pytest.raises(DeviceError, match="rms_norm: weight must be on the mesh of x"):
+        liger_core.rms_norm(spread(X), other)
+
+
+def test_a_compiled_call_takes_dtensors(spread: Callable[..., Any]) -> None:
+    x, weight = spread(X, distributed.Shard(1)).requires_grad_(), spread(WEIGHT).requires_grad_()
+    with use("reference"):
+        expected = liger_core.rms_norm(x, weight)
+        compiled = torch.compile(lambda x, weight: liger_core.rms_norm(x, weight), backend="aot_eager", fullgraph=True)(x, weight)
+    assert compiled.placements == expected.placements
+    torch.testing.assert_close(compiled.full_tensor(), expected.full_tensor())
+    gradients = [torch.autograd.grad(result.sum(), (x, weight)) for result in (compiled, expected)]
+    for got, wanted in zip(*gradients, strict=True):
+        assert got.placements == wanted.placements
+        torch.testing.assert_close(got.full_tensor(), wanted.full_tensor())

@@ -144,17 +144,20 @@ def not_plain(op: str, arguments: Mapping[str, Any], problem: Exception) -> None
     if not spread or not ("DTensor" in str(problem) or "sharding strategy" in str(problem)):
         return
     if plain:
-        sentence = (
-            f"tensors must all be DTensors or all be plain, got {', '.join(spread)} as DTensor and {', '.join(plain)} as plain; "
-            f"distribute {', '.join(plain)} over the same mesh with distribute_tensor, or pass local tensors with .to_local()"
-        )
-    else:
-        sentence = (
-            f"tensors must be plain, since the op does not support DTensor yet, got {', '.join(spread)} as DTensor; "
-            "pass whole tensors with .full_tensor() (grad_placements=[Partial()] where ranks have rows of their own), "
-            "or local ones with .to_local() where each rank can compute its part alone"
-        )
-    raise DeviceError(f"{op}: {sentence}") from problem
+        mixed(op, spread, plain, problem)
+    raise DeviceError(
+        f"{op}: tensors must be plain, since the op does not support DTensor yet, got {', '.join(spread)} as DTensor; "
+        "pass whole tensors with .full_tensor() (grad_placements=[Partial()] where ranks have rows of their own), "
+        "or local ones with .to_local() where each rank can compute its part alone"
+    ) from problem
+
+
+def mixed(op: str, spread: list[str], plain: list[str], problem: Exception | None = None) -> NoReturn:
+    """DTensors beside plain tensors, by name."""
+    raise DeviceError(
+        f"{op}: tensors must all be DTensors or all be plain, got {', '.join(spread)} as DTensor and {', '.join(plain)} as plain; "
+        f"distribute {', '.join(plain)} over the same mesh with distribute_tensor, or pass local tensors with .to_local()"
+    ) from problem
 
 
 def readable(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from liger_core.errors import Unsupported
 from liger_core.op import Op
@@ -42,6 +43,9 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if found.ops.get(op.name) is not op:
         return Explanation(op.name, "reference", "no plugin that is loaded offers this op", {})
     name, source = selected(op)
+    if op.layout is not None:
+        # What runs is decided by what a rank holds of DTensors.
+        args, kwargs = tree_map_only(torch.Tensor, lambda value: value.to_local() if hasattr(value, "to_local") else value, (args, kwargs))
     verdicts = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
     candidates = {b: verdict.words for b, verdict in verdicts.items()} | {b: f"not loaded: {why}" for b, why in found.left_out.items()}
     if name != AUTO:
@@ -86,7 +90,6 @@ def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: An
 def _on_fakes(implementation: Callable[..., Any], args: Any, kwargs: Any) -> _Verdict:
     """Call the implementation on fake tensors: it declines before any work, and fakes do none."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import tree_map_only
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))

@@ -12,9 +12,11 @@ import torch
 
 from liger_core.checks import not_plain
 from liger_core.errors import LigerError, Unsupported
+from liger_core.layout import Layout, run_locally
 
 # What options are called that allow an op to write over tensors that it was given.
 OVERWRITING = ("inplace", "overwrite", "main_grad")
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -123,6 +125,7 @@ class Op(Generic[P, R]):
         misuses: Callable[[torch.device], Iterator[Misuse]],
         workloads: Callable[[], Iterable[Workload]],
         work: Callable[..., Work],
+        layout: Layout | Callable[..., Layout] | None = None,
     ) -> None:
         self.reference = reference
         self.check = check
@@ -130,6 +133,8 @@ class Op(Generic[P, R]):
         self.misuses = misuses
         self.workloads = workloads
         self.work = work
+        # Which dimensions of its tensors may be sharded over ranks, or a function of the arguments that says it; None: no DTensors.
+        self.layout = layout
         self.name = reference.__name__
         self.signature = inspect.signature(reference)
         self.first = next(iter(self.signature.parameters))
@@ -152,6 +157,8 @@ class Op(Generic[P, R]):
         self.check(*args, **kwargs)
         choice: Any = self.choice or self.alone
         first: Any = args[0] if args else kwargs[self.first]
+        if self.layout is not None and type(first) not in _PLAIN and hasattr(first, "device_mesh"):
+            return self._on_ranks(self.layout, args, kwargs)
         table = choice.traced if compiling else choice.table
         # The type of a device takes five times as long to ask for.
         implementation = table.get("cuda" if first.is_cuda else first.device.type, choice.otherwise)
@@ -163,6 +170,12 @@ class Op(Generic[P, R]):
             not_plain(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
             raise
         return choice.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _on_ranks(self, layout: Layout | Callable[..., Layout], args: Any, kwargs: Any) -> R:
+        """On what each rank holds of DTensors. Their memory is not this call's to write over."""
+        arguments = self.signature.bind(*args, **kwargs).arguments
+        given = {name: False if name in OVERWRITING else value for name, value in arguments.items()}
+        return run_locally(self.name, layout if isinstance(layout, Layout) else layout(**given), self, given)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
@@ -198,10 +211,11 @@ def op(
     misuses: Callable[[torch.device], Iterator[Misuse]],
     workloads: Callable[[], Iterable[Workload]],
     work: Callable[..., Work],
+    layout: Layout | Callable[..., Layout] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Turn a pure-PyTorch reference into an `Op`."""
 
     def describe(reference: Callable[P, R]) -> Op[P, R]:
-        return Op(reference, check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+        return Op(reference, check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=layout)
 
     return describe

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, ShapeError
+from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload
 from liger_core.ops._inputs import misuses_of, normal, row_workloads
 
@@ -24,6 +26,11 @@ def check(op: str, gate: Tensor, up: Tensor | None) -> None:
     if gate.shape != up.shape:
         checks.fail(ShapeError, op, f"up must have the shape of gate {checks.shape(gate)}, got {checks.shape(up)}")
     checks.same_dtype(op, "gate", gate, up=up)
+
+
+def layout(gate: Tensor, up: Tensor | None = None, **options: Any) -> Layout:
+    # The halves of a packed row lie on one rank.
+    return Layout({"gate": "… (width)"} if up is None else {"gate": "…", "up": "…"}, ("gate",))
 
 
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

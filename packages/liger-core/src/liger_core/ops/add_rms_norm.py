@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, ShapeError
+from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import misuses_of, normal, row_workloads
 from liger_core.ops._norm import Cast, check_scaling, scaling_misuses
@@ -88,7 +89,10 @@ def work(
     return Work(4 * size, 8 * size)
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+@op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=Layout({"x": "… (width)", "residual": "… (width)", "weight": "(width)"}, ("x", "x")),
+)  # fmt: skip
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
 ) -> tuple[Tensor, Tensor]:

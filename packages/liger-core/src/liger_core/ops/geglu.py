@@ -41,7 +41,7 @@ def work(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "
     return _gated.work(gate, up)
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=_gated.workloads, work=work)
+@op(check=check, samples=samples, misuses=misuses, workloads=_gated.workloads, work=work, layout=_gated.layout)
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False) -> Tensor:
     """Gate one linear map of the input by the GELU of another.
 

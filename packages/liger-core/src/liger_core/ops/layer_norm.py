@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
+from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import accumulator, misuses_of, normal, row_workloads
 
@@ -81,7 +82,10 @@ def work(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, ep
     return Work(2 * size, 5 * size)
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+@op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=Layout({"x": "… (width)", "weight": "(width)", "bias": "(width)"}, ("x",)),
+)  # fmt: skip
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Centre every row of x, scale it to unit variance, then apply weight and bias.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DtypeError
+from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import misuses_of, normal, row_workloads
 
@@ -54,7 +55,10 @@ def work(x: Tensor) -> Work:
     return Work(2 * size, 5 * size)
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+@op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=Layout({"x": "…"}, ("x",)),
+)  # fmt: skip
 def relu_squared(x: Tensor) -> Tensor:
     """Square what is positive; the rest becomes 0.
 

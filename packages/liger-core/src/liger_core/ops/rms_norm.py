@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_core.errors import DeviceError
+from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import accumulator, misuses_of, normal, row_workloads
 from liger_core.ops._norm import Cast, check_scaling, scaling_misuses
@@ -71,7 +72,10 @@ def work(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_o
     return Work(2 * size, 5 * size)
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+@op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=Layout({"x": "… (width)", "weight": "(width)"}, ("x",)),
+)  # fmt: skip
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input") -> Tensor:
     """Scale every row of x to unit root mean square, then by weight.
 

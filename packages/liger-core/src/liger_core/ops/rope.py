@@ -11,6 +11,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
+from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import ROWS, accumulator, misuses_of, normal
 
@@ -149,7 +150,13 @@ def work(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
     return Work(size, 2 * size)
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+HEADS, TABLE = "batch heads tokens (width)", "batch tokens (width)"
+
+
+@op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=Layout({"q": HEADS, "k": HEADS, "cos": TABLE, "sin": TABLE}, ("q", "k")),
+)  # fmt: skip
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> tuple[Tensor, Tensor]:
     """Rotate pairs of columns of queries and keys by position-dependent angles.
 

@@ -25,7 +25,7 @@ def work(gate: Tensor, up: Tensor | None = None, *, overwrite: bool = False) -> 
     return _gated.work(gate, up)
 
 
-@op(check=check, samples=_gated.samples, misuses=misuses, workloads=_gated.workloads, work=work)
+@op(check=check, samples=_gated.samples, misuses=misuses, workloads=_gated.workloads, work=work, layout=_gated.layout)
 def swiglu(gate: Tensor, up: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
     """Gate one linear map of the input by the SiLU of another.
 

@@ -16,6 +16,7 @@ from liger_core import cross_entropy, linear_cross_entropy
 from liger_hf.errors import LogitsError
 from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits, still_valid
 from liger_hf.rules.head.projection import compute, eager_logits, gathers_itself, in_one_call, replay, scale_and_cap
+from liger_hf.rules.head.tensor_parallel import over_classes
 from liger_hf.rules.head.weights import HELD, gathered, held
 
 # Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
@@ -117,6 +118,9 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) ->
         return _in_chunks(logits, target, items, ignore_index)
     head: Any = logits.head
     scale, cap, bias = form
+    if bias is not None and head.bias is not None and over_classes(head):
+        # A shard of one bias and the whole of another.
+        return _in_chunks(logits, target, items, ignore_index)
     if bias is not None:
         # What the model adds to its logits, in the dtype of a bias of the head.
         bias = bias.to(head.weight.dtype) if head.bias is None else head.bias + bias.to(head.weight.dtype)
@@ -149,14 +153,14 @@ def _fits(logits: Any, target: Tensor, vocab_size: int) -> bool:
 
 
 def plain_linear(head: nn.Module) -> bool:
-    """Its weight can be read as it is: a Linear (FSDP renames the class) with a whole, local, unquantised weight."""
+    """Its weight can be read as it is: a Linear (FSDP renames the class) with an unquantized weight, local or sharded over its classes."""
     if (
         not isinstance(head, nn.Linear)
         or type(head).__name__.removeprefix("FSDP") not in ("Linear", "ParametrizedLinear")
         or gathered(head)
     ):
         return False
-    return type(head).forward is nn.Linear.forward and type(head.weight) in PLAIN_WEIGHTS
+    return type(head).forward is nn.Linear.forward and (type(head.weight) in PLAIN_WEIGHTS or over_classes(head))
 
 
 def chunk_rows(device: torch.device, classes: int) -> int:

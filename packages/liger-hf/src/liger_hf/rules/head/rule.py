@@ -7,6 +7,7 @@ Three attributes of instances change: the head's forward (returns lazy logits wh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from liger_hf.rules.head.check import cases
 from liger_hf.rules.head.deferred_logits import DeferredLogits
 from liger_hf.rules.head.lazy_logits import Cell, LazyLogits
 from liger_hf.rules.head.projection import LAZY
+from liger_hf.rules.head.tensor_parallel import AROUND, Gathering, gathering, mark
 from liger_hf.rules.head.weights import brought, gathered, weights_of
 from liger_hf.stand_in import device_of
 
@@ -39,7 +41,8 @@ def look(module: nn.Module) -> Found | None:
     inner = next((name for name, part in module.named_modules() if part is not module and _owns(part, head)), None)
     if inner is not None:
         return Found(OP, refusal=f"its head belongs to {inner}, which is a model by itself")
-    original, projection = own_forward(module), forward_of(head)
+    original, sharded = own_forward(module), gathering(head)
+    projection = forward_of(head) if sharded is None else sharded
     if isinstance(original, str) or isinstance(projection, str):
         return Found(OP, refusal=original if isinstance(original, str) else f"the head: {projection}")
     # Some forwards compute their loss themselves; for those the check finds whether the logits were read.
@@ -50,11 +53,12 @@ def look(module: nn.Module) -> Found | None:
     if sizes is None:
         return Found(OP, refusal=f"its head ({type(head).__name__}) has no in_features and out_features")
     dtype = next((p.dtype for p in head.parameters() if p.is_floating_point()), torch.float32)
+    detail = sharded.held(sizes[1]) if isinstance(sharded, Gathering) else ""
     return Found(
         OP,
         kind=(id(module),),
         original=original,
-        candidates=lambda: (Candidate(linear_cross_entropy, "", patches, lambda model: patches(model, head)),),
+        candidates=lambda: (Candidate(linear_cross_entropy, detail, patches, lambda model: patches(model, head)),),
         cases=lambda device, dtypes: cases(module, path, sizes, device, dtypes),
         device=lambda: device_of(head),
         dtype=dtype,
@@ -89,13 +93,15 @@ def _sizes(head: nn.Module) -> tuple[int, int] | None:
 
 def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
     """What makes the logits of one model lazy."""
-    sizes, inner, original = _sizes(head), forward_of(head), under_autocast(model) or forward_of(model)
+    sizes, sharded, original = _sizes(head), gathering(head), under_autocast(model) or forward_of(model)
+    inner = sharded.forward if isinstance(sharded, Gathering) else forward_of(head)
     assert sizes is not None
     assert not isinstance(inner, str)
     assert not isinstance(original, str)
     return [
         # In a list: as an attribute the head would become a second submodule.
         Patch(model, "liger_head", [head]),
+        *([mark(head)] if isinstance(sharded, Gathering) else []),
         replacement(head, _head_forward(inner, sizes[1]), inner),
         Patch(model, "_loss_function", MODEL_LOSSES[_loss_of(model)]),
         replacement(model, _model_forward(original), original),
@@ -106,6 +112,9 @@ def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., A
     def forward(self: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
         if LAZY.head is not self or args or options or _needs_logits(self):
             return original(self, x, *args, **options)
+        if hasattr(x, "device_mesh"):
+            warnings.warn(AROUND, stacklevel=2)
+            return original(self, x)
         autocast = (x.device.type, torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else None
         dtype = x.dtype if autocast is None else autocast[1]
         return LazyLogits(x, self, classes, dtype, Cell(x, weights_of(self), autocast), constant=not torch.is_grad_enabled())

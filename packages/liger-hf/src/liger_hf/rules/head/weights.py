@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from liger_hf.errors import LogitsError
+from liger_hf.rules.head.tensor_parallel import over_classes
 
 
 class Held(threading.local):
@@ -39,7 +40,9 @@ def held(head: nn.Module) -> Iterator[None]:
 
 def gathered(head: nn.Module) -> bool:
     """The head's weights are whole only while its hooks have gathered them (ZeRO-3, a head sharded or offloaded by itself)."""
-    return HELD.head is not head and any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") or p.is_meta for p in head.parameters())
+    spread = not over_classes(head)
+    there = HELD.head is head
+    return not there and any(hasattr(p, "ds_id") or (spread and hasattr(p, "full_tensor")) or p.is_meta for p in head.parameters())
 
 
 def brought(head: nn.Module) -> bool:

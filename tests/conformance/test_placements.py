@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DTensors: whatever the placements of its arguments are, an op has the outputs and gradients of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conformance.placed import accuracy
+from conformance.sharded import judge_samples
+from forks import on_ranks
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_ops_on_dtensors_are_as_accurate_as_on_one_process(ranks: int, device: torch.device, pytestconfig: pytest.Config) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    backend = pytestconfig.getoption("--backend") or "reference"
+    on_ranks(ranks, judge_samples, device.type, accuracy, backend, torch.float32)

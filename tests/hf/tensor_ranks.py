@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one of several ranks does for tests/hf/test_tensor_parallel.py: a model under the tensor-parallel plan of Transformers.
+
+Every run is compared in float64 with the plain model on one process: the loss, and the gradient of every parameter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import liger_hf
+from hf.tiny_models import LargestResult, make, tokens, twin
+from hf.two_ranks import PATIENCE, no_logits
+from liger_core import use
+from liger_hf.isolation import DoublePrecision
+
+# Of the largest element; float64 has sixteen digits.
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, what is given to it in each of the micro-batches of a step, and what the report must say of it."""
+
+    architecture: str = "llama"
+    options: dict[str, Any] = field(default_factory=dict)
+    batches: tuple[dict[str, Tensor], ...] = (tokens(),)
+    plan: dict[str, str] = field(default_factory=dict)
+    replaced: int = 1
+
+
+def shifted(**options: Any) -> dict[str, Any]:
+    """Labels that somebody has shifted already."""
+    batch = tokens()
+    return {"input_ids": batch["input_ids"], "labels": batch["labels"], "shift_labels": batch["labels"].roll(-1, -1), **options}
+
+
+def ignored(rows: int) -> dict[str, Any]:
+    batch = tokens()
+    batch["labels"][:rows] = -100
+    return batch
+
+
+# Micro-batches whose mean is that of all their tokens.
+ACCUMULATED = tuple({**batch, "num_items_in_batch": torch.tensor(29)} for batch in (tokens(), ignored(1)))
+SETUPS = {
+    "llama": Setup(),
+    "shift_labels": Setup(batches=(shifted(),)),
+    "accumulation": Setup(batches=ACCUMULATED),
+    "all_ignored": Setup(batches=({**ignored(2), "num_items_in_batch": 5}, {**tokens(), "num_items_in_batch": 5})),
+    "sharded_embedding": Setup(plan={"model.embed_tokens": "embedding_rowwise"}),
+    "softcap": Setup("gemma2", {"tie_word_embeddings": False}),
+    "scaled": Setup("granite"),
+    "bias": Setup("phi"),
+    "norms_of_heads": Setup("qwen3"),
+    "mixture": Setup("mixtral", {"num_local_experts": 4, "experts_implementation": "eager"}),
+}
+
+
+def distributed(model: Any, mesh: Any, plan: dict[str, str] | None = None) -> Any:
+    """The model after Transformers has applied its plan, with the signature of this release."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    model._tp_plan = {**model._tp_plan, **(plan or {})}
+    if "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters:
+        return apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model._tp_plan))
+    return apply_tensor_parallelism(model, mesh)
+
+
+def exact(model: Any, batches: Any) -> dict[str, Tensor]:
+    """Loss and gradients of a step in float64."""
+    with DoublePrecision():
+        losses = []
+        for batch in batches:
+            losses.append(model(**batch).loss)
+            losses[-1].backward()
+    return {"loss": sum(losses).detach(), **_gradients(model)}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _whole(value: Any) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def compare(title: str, got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys(), f"{title}: {sorted(got.keys() ^ expected.keys())} have a gradient in one of the two only"
+    for name, value in expected.items():
+        largest = float((got[name] - value).abs().max() / value.abs().max().clamp(min=1e-30))
+        assert largest <= TOLERANCE, f"{title}: {name} is off by {largest:.3g} of its largest element"
+
+
+@contextmanager
+def ranks(count: int) -> Any:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    with use("reference"):
+        yield init_device_mesh("cpu", (count,))
+    # Nobody leaves while another one waits for it.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def steps(rank: int, names: list[str]) -> None:
+    """Raises if one of these models does not have the loss and the gradients of one process, or gathers its logits."""
+    with ranks(2) as mesh:
+        for name in names:
+            setup = SETUPS[name]
+            base = make(setup.architecture, torch.float64, **setup.options).train()
+            expected = exact(twin(base), setup.batches)
+            model = distributed(base, mesh, setup.plan)
+            report = liger_hf.apply(model)
+            assert report.replaced.get("linear_cross_entropy", 0) == setup.replaced, f"{name}: {report}"
+            with no_logits():
+                got = exact(model, setup.batches)
+            compare(f"{name}, rank {rank}", got, expected)
+
+
+def report_of_a_rank(rank: int) -> None:
+    with ranks(2) as mesh:
+        report = liger_hf.apply(distributed(make().train(), mesh))
+        (row,) = (row for row in report.rows if row.op == "linear_cross_entropy")
+        assert row.verdict == "replaced"
+        assert "this rank holds 150 of 300 classes (2 ranks, tensor parallelism)" in row.reason
+        assert "logits are gathered only when they are read, which must happen on all of these ranks" in row.reason
+
+
+def logits_that_are_read(rank: int) -> None:
+    """They are those of all classes on every rank, and so are their gradients."""
+    with ranks(2) as mesh:
+        base = make(dtype=torch.float64).train()
+        plain, model = twin(base), distributed(base, mesh)
+        liger_hf.apply(model)
+        batch = tokens()
+        with DoublePrecision():
+            outputs, expected = model(**batch), plain(**batch)
+            assert isinstance(outputs.logits, liger_hf.LazyLogits)
+            torch.testing.assert_close(outputs.logits.materialize(), expected.logits)
+            for logits in (outputs.logits, expected.logits):
+                (logits[..., 7] ** 2).sum().backward()
+            compare("gradients of logits", _gradients(model), _gradients(plain))
+            model.eval(), plain.eval()
+            with torch.no_grad():
+                torch.testing.assert_close(model(**batch).logits, plain(**batch).logits)
+                evaluated = model(**batch, num_items_in_batch=13)
+                assert type(evaluated.logits).__name__ == "DeferredLogits"
+                torch.testing.assert_close(evaluated.logits + 0, plain(**batch).logits)
+        ids = batch["input_ids"][:, :3]
+        generated = [one.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0) for one in (model, plain)]
+        assert torch.equal(*generated)
+
+
+def memory_of_a_step(rank: int) -> None:
+    """No result of any operation in a step is as large as the logits, or as the whole weight."""
+    with ranks(2) as mesh:
+        # The local logits and the local weight are the largest; a chunk of rows holds all of them here.
+        batch = {name: value.repeat(8, 1) for name, value in tokens().items()}
+        rows, width = batch["input_ids"].numel(), 64
+        for patched in (False, True):
+            model = distributed(make(vocab_size=3000).train(), mesh)
+            if patched:
+                liger_hf.apply(model)
+            for measured in (False, True):
+                largest = LargestResult()
+                with largest if measured else nullcontext():
+                    model(**batch).loss.backward()
+            if patched:
+                assert largest.elements <= max(rows, width) * 1500, f"{largest.elements} elements, {rows}×3000 logits"
+            else:
+                assert largest.elements >= rows * 3000, "the plain model gathers its logits, or this test sees nothing"
+
+
+def uneven(rank: int) -> None:
+    with ranks(2) as mesh:
+        base = make("llama", torch.float64, vocab_size=301).train()
+        expected = exact(twin(base), (tokens(),))
+        try:
+            model = distributed(base, mesh)
+        except ValueError as refusal:
+            if "must be divisible" not in str(refusal):
+                raise
+            return
+        liger_hf.apply(model)
+        with no_logits():
+            compare("uneven", exact(model, (tokens(),)), expected)
+
+
+def applied_before_the_plan(rank: int) -> None:
+    """Right, and it says that the logits are gathered."""
+    with ranks(2) as mesh:
+        base = make(dtype=torch.float64).train()
+        expected = exact(twin(base), (tokens(),))
+        liger_hf.apply(base)
+        model = distributed(base, mesh)
+        with pytest.warns(UserWarning, match="call liger_hf.apply after that"):
+            got = exact(model, (tokens(),))
+        compare("applied before", got, expected)
+
+
+def undone(rank: int) -> None:
+    with ranks(2) as mesh:
+        model = distributed(make().train(), mesh)
+        before = dict(model.lm_head.__dict__)
+        with liger_hf.apply(model):
+            assert model.lm_head.__dict__ != before
+        assert model.lm_head.__dict__ == before
+        assert type(model(**tokens()).logits) is Tensor
+
+
+def loaded(rank: int, folder: str) -> None:
+    """As a user does it. Embeddings that are tied to the head are sharded like it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    with ranks(2):
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+        config = DistributedConfig(tp_size=2)
+        model = liger_hf.AutoLigerModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64).train()
+        assert model.liger_report.replaced["linear_cross_entropy"] == 1
+        with no_logits():
+            got = exact(model, (tokens(),))
+        compare("loaded", got, exact(plain, (tokens(),)))
+
+
+def sharded_twice(rank: int) -> None:
+    """Four ranks: two shards of the vocabulary, and over them FSDP2, one of whose ranks has no token that counts."""
+    with ranks(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for patch_last in (True, False):
+            base = make(dtype=torch.float64).train()
+            batches = [{**batch, "num_items_in_batch": 11} for batch in (tokens(), ignored(2))]
+            expected = exact(twin(base), batches)
+            model = distributed(base, mesh["tp"])
+            if not patch_last:
+                liger_hf.apply(model)
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard([model.model.norm, model.lm_head], mesh=mesh["dp"], reshard_after_forward=False)
+            fully_shard(model, mesh=mesh["dp"])
+            if patch_last:
+                liger_hf.apply(model)
+            assert model.liger_report.replaced["linear_cross_entropy"] == 1, model.liger_report
+            with no_logits():
+                got = exact(model, batches[rank // 2 : rank // 2 + 1])
+            dist.all_reduce(got["loss"])
+            # Both ranks of tp have the loss; FSDP takes the mean of gradients.
+            got = {name: value / 2 if name == "loss" else value * 2 for name, value in got.items()}
+            compare(f"patch_last={patch_last}, rank {rank}", got, expected)
+
+
+def sequence_parallel(rank: int) -> None:
+    """By torch's own plan, with hooks on modules: norms on a shard of the sequence, whose weights are DTensors."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+
+    whole, tokens_here = Replicate(), Shard(1)
+    layer = {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": tokens_here}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "self_attn.o_proj": RowwiseParallel(output_layouts=tokens_here),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=tokens_here, desired_input_layouts=whole),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=tokens_here),
+    }
+    plan = {f"model.layers.*.{name}": style for name, style in layer.items()} | {
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=tokens_here),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=tokens_here, output_layouts=whole),
+    }
+    with ranks(2) as mesh:
+        batch = {**tokens(length=12), "position_ids": torch.arange(12)[None]}
+        for patch_last in (True, False):
+            base = make(dtype=torch.float64).train()
+            expected = exact(twin(base), (batch,))
+            if not patch_last:
+                liger_hf.apply(base)
+            model = parallelize_module(base, mesh, plan)
+            if patch_last:
+                liger_hf.apply(model)
+            counts = model.liger_report.replaced
+            assert (counts["rms_norm"], counts["rope"], counts["swiglu"]) == (5, 2, 2), model.liger_report
+            with pytest.warns(UserWarning, match="so all ranks gather all the logits"):
+                got = exact(model, (batch,))
+            compare(f"patch_last={patch_last}", got, expected)
+
+
+def trainer_run(rank: int, folder: str, out: str, tp: int, patched: bool) -> None:
+    """Writes losses and gradient norms of a short run of the Trainer."""
+    from accelerate import ParallelismConfig
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    ids = torch.randint(3, 300, (16, 12), generator=torch.Generator().manual_seed(5))
+    data = [{"input_ids": row, "labels": torch.where(torch.arange(12) < i % 9, -100, row)} for i, row in enumerate(ids)]
+    if tp == 1:
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            os.environ.pop(name)
+    with ranks(2) if tp > 1 else use("reference"), pytest.MonkeyPatch.context() as patch:
+        # accelerate refuses to shard on CPUs, though nothing of it needs a GPU.
+        patch.setattr(ParallelismConfig, "_validate_accelerator", lambda self, accelerator: None)
+        options = {"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        if patched:
+            assert liger_hf.apply(model).replaced["linear_cross_entropy"] == 1
+        arguments = TrainingArguments(
+            output_dir=out, use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1,
+            report_to=[], learning_rate=1e-2, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        with no_logits() if patched else nullcontext():
+            trainer = Trainer(model=model, args=arguments, train_dataset=data)
+            trainer.train()
+        steps = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
+        Path(out, f"{tp}_{rank}.json").write_text(json.dumps(steps))

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under the tensor-parallel plan of Transformers a patched model has the losses and gradients of one process, and gathers no logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from forks import on_ranks
+from hf import tensor_ranks
+from hf.tensor_ranks import SETUPS
+from hf.tiny_models import make
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.cpu,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
+]
+
+
+def test_losses_and_gradients_are_those_of_one_process() -> None:
+    on_ranks(2, tensor_ranks.steps, list(SETUPS))
+
+
+def test_the_report_says_what_a_rank_holds() -> None:
+    on_ranks(2, tensor_ranks.report_of_a_rank)
+
+
+def test_logits_are_gathered_when_they_are_read() -> None:
+    on_ranks(2, tensor_ranks.logits_that_are_read)
+
+
+def test_no_rank_holds_the_logits_of_all_classes() -> None:
+    on_ranks(2, tensor_ranks.memory_of_a_step)
+
+
+def test_an_uneven_vocabulary_is_right_where_transformers_allows_it() -> None:
+    on_ranks(2, tensor_ranks.uneven)
+
+
+def test_a_model_patched_before_its_plan_is_right_and_says_what_it_costs() -> None:
+    on_ranks(2, tensor_ranks.applied_before_the_plan)
+
+
+def test_undo_gives_the_head_back_to_its_plan() -> None:
+    on_ranks(2, tensor_ranks.undone)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own_weight", "tied_to_the_embeddings"])
+def test_a_model_loaded_by_tensor_parallel_ranks_is_patched_as_any_other(tied: bool, tmp_path: Path) -> None:
+    make(tie_word_embeddings=tied).save_pretrained(tmp_path)
+    on_ranks(2, tensor_ranks.loaded, str(tmp_path))
+
+
+def test_the_vocabulary_may_be_sharded_by_fsdp_as_well() -> None:
+    on_ranks(4, tensor_ranks.sharded_twice)
+
+
+def test_norms_run_on_shards_of_the_sequence_under_the_plan_of_torch() -> None:
+    on_ranks(2, tensor_ranks.sequence_parallel)
+
+
+def test_the_trainer_has_the_losses_and_gradient_norms_of_one_process(tmp_path: Path) -> None:
+    """With accumulation, and labels of which each sequence ignores another number."""
+    make().save_pretrained(tmp_path)
+    for ranks in (1, 2):
+        on_ranks(ranks, tensor_ranks.trainer_run, str(tmp_path), str(tmp_path), ranks, ranks > 1)
+    expected, *got = (torch.tensor(json.loads((tmp_path / name).read_text())) for name in ("1_0.json", "2_0.json", "2_1.json"))
+    assert expected.shape == (4, 2)
+    for of_rank in got:
+        torch.testing.assert_close(of_rank, expected, rtol=1e-4, atol=1e-4)
