@@ -20,7 +20,7 @@ from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import COLUMNS
 from liger_bench.records import MODEL_IDENTITY, OP_IDENTITY, read, sizes_of
 from liger_bench.report.page import page
-from liger_bench.report.pictures import COLOURS, LABEL_GAP, _spread, styles
+from liger_bench.report.pictures import COLORS, LABEL_GAP, _spread, styles
 from liger_bench.targets import Target, Verdict, judged, read_reasons, read_targets
 from liger_core import OptionError
 from liger_core.builtin import CATALOGUE
@@ -249,7 +249,7 @@ def test_every_kind_of_picture_shows_something(liger: InProcess, tmp_path: Path)
     assert code == 0
     found = pictures(tmp_path)
     assert set(found) == {"rms_norm.png", "rms_norm-scaling.png", "models.png"}
-    ours = matplotlib.colors.to_rgb(COLOURS["triton"])
+    ours = matplotlib.colors.to_rgb(COLORS["triton"])
     assert all(min(image.shape[:2]) > 200 and abs(image[..., :3] - ours).sum(-1).min() < 0.02 for image in found.values())
     linked = re.findall(r"\]\((\S+\.png)\)", (tmp_path / "page.md").read_text())
     assert sorted(linked) == sorted(f"images/bench/{name}" for name in found)
@@ -273,9 +273,9 @@ def test_labels_keep_their_order_and_a_distance() -> None:
     assert placed[4] == 0.9
 
 
-def test_variants_of_an_implementation_share_its_colour_and_differ_otherwise() -> None:
+def test_variants_of_an_implementation_share_its_color_and_differ_otherwise() -> None:
     look = styles(["liger-kernel", "liger-kernel fp32", "liger", "liger-compiled", "triton"])
-    assert look["liger-kernel"].colour == look["liger-kernel fp32"].colour != look["triton"].colour
+    assert look["liger-kernel"].color == look["liger-kernel fp32"].color != look["triton"].color
     assert look["liger-kernel"].marker != look["liger-kernel fp32"].marker
     assert look["liger"].marker != look["liger-compiled"].marker
 

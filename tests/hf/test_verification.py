@@ -313,13 +313,13 @@ def test_a_norm_without_a_weight_is_replaced() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype)
 
-    class Centred(nn.Module):
+    class Centered(nn.Module):
         eps = 1e-5
 
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
 
-    report = liger_hf.apply(nn.Sequential(Weightless(), Centred()))
+    report = liger_hf.apply(nn.Sequential(Weightless(), Centered()))
     assert report.replaced == {"rms_norm": 1, "layer_norm": 1}
 
 

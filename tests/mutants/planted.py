@@ -186,7 +186,7 @@ MUTANTS = (
         "logits was overwritten",
     ),
     Mutant(
-        "normaliser read on the host",
+        "normalizer read on the host",
         f"{CORE}/ops/_softmax_loss.py",
         "    return torch.where(count == 0, 1.0, count)",
         "    return count if count.item() else torch.ones_like(count)",
@@ -459,12 +459,12 @@ MUTANTS = (
         f"add_rms_norm and {SMALL}",
     ),
     Mutant(
-        "triton: the sum is normalised before it is rounded",
+        "triton: the sum is normalized before it is rounded",
         f"{TRITON}/_norm.py",
         "        value = rounded.to(tl.float32)",
         "        pass",
         ("tests/ops/test_add_rms_norm.py", "--backend", "triton"),
-        "test_what_is_normalised_is_the_rounded_sum",
+        "test_what_is_normalized_is_the_rounded_sum",
         interpreted=True,
     ),
     kernel(
@@ -818,7 +818,7 @@ MUTANTS = (
         "grpo_mask",
     ),
     formula(
-        "sequences that drifted towards the policy are left out",
+        "sequences that drifted toward the policy are left out",
         "off_policy.py",
         "sampling - tokens.log_prob.detach()",
         "tokens.log_prob.detach() - sampling",

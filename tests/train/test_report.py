@@ -271,7 +271,7 @@ def test_the_original_report_estimates_checkpoints_and_logits() -> None:
 
 
 def crosses(path: Path, strategy: str) -> int:
-    """How many pixels have the colour of a strategy."""
+    """How many pixels have the color of a strategy."""
     wanted = matplotlib.colors.to_rgb(COLORS[strategy])
     return int((abs(matplotlib.image.imread(path)[..., :3] - wanted).sum(-1) < 0.02).sum())
 

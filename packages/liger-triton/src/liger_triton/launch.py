@@ -139,7 +139,7 @@ def fuses(block: int) -> bool:
     """Whether a reduction of so many elements may fuse products into its sums.
 
     Triton 3.6 lets every thread that knows a sum write it to shared memory (triton-lang/triton#7264, #11614). All know the same bits only
-    if no thread fuses the product of its one element into the sum with its neighbour's, which was rounded.
+    if no thread fuses the product of its one element into the sum with its neighbor's, which was rounded.
     """
     return block > 512
 

@@ -2,10 +2,10 @@
 """Speed and memory of a training step with and without Liger, on separate steps.
 
 The loss curves come from two complete runs, one after the other. Speed does not: whatever else the machine does meanwhile, its
-temperature and the state of its caches would favour one of them. Here both models share one set of parameters and one optimizer,
+temperature and the state of its caches would favor one of them. Here both models share one set of parameters and one optimizer,
 each takes a warm-up step, and then they take turns on the same batch in the order plain, Liger, Liger, plain. On a GPU the median
 counts. On a CPU, which other processes share, the fastest step of each does: what they take can only slow a step down, and it slows
-one that synchronises its threads often more than another.
+one that synchronizes its threads often more than another.
 Peak memory is measured on further steps, since recording allocations slows a step.
 """
 

@@ -20,8 +20,8 @@ from matplotlib.ticker import LogLocator
 from liger_bench.model.table import title
 from liger_bench.records import Record, distinct, find, sizes_of
 
-# Told apart with any kind of colour vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
-COLOURS = {
+# Told apart with any kind of color vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
+COLORS = {
     "triton": "#d55e00",
     "liger": "#d55e00",
     "reference": "#9ca3af",
@@ -64,7 +64,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Style:
-    colour: str
+    color: str
     dashes: Any
     marker: str
     filled: bool
@@ -150,7 +150,7 @@ def model_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
             if points:
                 style = look[implementation]
                 values, lines = zip(*points, strict=True)
-                dot = {"color": style.colour, "markerfacecolor": style.colour if style.filled else "white", "markersize": 7}
+                dot = {"color": style.color, "markerfacecolor": style.color if style.filled else "white", "markersize": 7}
                 axes.plot(values, lines, style.marker, label=implementation, clip_on=False, **dot)
         axes.set_yticks(range(len(places)), places)
         axes.set_ylim(len(places) - 0.5, -0.5)
@@ -194,18 +194,18 @@ def _draw(axes: Any, found: list[Series], later: set[str], look: Styles) -> None
     # Liger's own lines last, so that they lie on top.
     for series in sorted(found, key=lambda series: _family(series.name) in ("triton", "liger")):
         style = look[series.name]
-        line = {"color": style.colour, "linestyle": style.dashes, "linewidth": 1.6, "marker": style.marker, "markersize": 3.5}
-        axes.fill_between(series.x, series.low, series.high, color=style.colour, alpha=0.2, linewidth=0)
+        line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.6, "marker": style.marker, "markersize": 3.5}
+        axes.fill_between(series.x, series.low, series.high, color=style.color, alpha=0.2, linewidth=0)
         axes.plot(series.x, series.y, clip_on=False, **line)
         if series.name not in later:
-            ends.append((series.name, style.colour, series.x[-1], series.y[-1]))
+            ends.append((series.name, style.color, series.x[-1], series.y[-1]))
     to_axes = axes.transData + axes.transAxes.inverted()
     points = [to_axes.transform((x, y)) for _, _, x, y in ends]
     heights = _spread([float(y) for _, y in points], LABEL_GAP)
-    for (name, colour, _, _), (x, y), height in zip(ends, points, heights, strict=True):
+    for (name, color, _, _), (x, y), height in zip(ends, points, heights, strict=True):
         place = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
-        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
-        axes.annotate(name, (x, y), (1.06, height), color=colour, fontsize=9, va="center", arrowprops=leader, **place)
+        leader = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
+        axes.annotate(name, (x, y), (1.06, height), color=color, fontsize=9, va="center", arrowprops=leader, **place)
 
 
 def _spread(heights: list[float], gap: float) -> list[float]:
@@ -227,13 +227,13 @@ def _family(implementation: str) -> str:
 
 
 def styles(implementations: Sequence[str]) -> Styles:
-    """Colour by family; dashes and marker by the place in it. The same in all pictures of a report."""
+    """Color by family; dashes and marker by the place in it. The same in all pictures of a report."""
     found: Styles = {}
     seen: dict[str, int] = {}
     for name in sorted(implementations):
         family = _family(name)
         number = seen[family] = seen.get(family, -1) + 1
-        found[name] = Style(COLOURS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)], number == 0)
+        found[name] = Style(COLORS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)], number == 0)
     return found
 
 

@@ -65,7 +65,7 @@ def dpo(
     mask               (2B, T) True where a token counts; from the targets of a Head by default, and to be given with log-probabilities
     variant            "sigmoid", "robust", "hinge", "ipo", "exo", "nca", "sppo", "bco", "apo-zero", "apo-down", "discopop"
                        (liger_core.losses.pairs has the formulas and papers), or a function (chosen, rejected, β) → (B,) of log-ratios
-    beta               β > 0, the strength of the pull towards the reference
+    beta               β > 0, the strength of the pull toward the reference
     label_smoothing    ε, the share of pairs whose labels are wrong; for "sigmoid", "robust" (below 0.5) and "exo" (above 0, 1e-3 in the paper)
     length_normalized  divide log-ratios by the number of counted tokens (arXiv:2411.15124)
     nll_weight         weight of the chosen answers' negative log-likelihood, a mean over tokens and then answers (arXiv:2404.19733)

@@ -46,7 +46,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("gemma", (*pair(6, 96), n(96)), {"weight_offset": 1.0, "cast": "float32"}, why="1 + weight, multiplied in float32")
     yield Sample("cast_input", (*pair(6, 96, scale=30), n(96)), {"cast": "input"}, why="Llama casting rounds before the weight")
     yield Sample("weightless", pair(6, 96), why="no weight and no weight gradient")
-    yield Sample("large_residual", (n(6, 96), n(6, 96, scale=300), n(96)), why="the sum is rounded before it is normalised")
+    yield Sample("large_residual", (n(6, 96), n(6, 96, scale=300), n(96)), why="the sum is rounded before it is normalized")
     yield Sample("frozen_weight", (*pair(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
     yield Sample("frozen_residual", (*pair(6, 96), n(96)), frozen=("residual",), why="the one gradient of the sum goes to x alone")
     yield Sample("frozen_sum", (*pair(6, 96), n(96)), frozen=("x", "residual"), why="only the weight gradient")

@@ -98,9 +98,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     """
     wide = accumulator(x.dtype)
     row = x.to(wide)
-    centred = row - row.mean(-1, keepdim=True)
+    centered = row - row.mean(-1, keepdim=True)
     # Not · rsqrt(…), whose derivative cubes it: from |x| = 1e15 on that underflows in float32, and a term of the gradient is lost.
-    y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = centered / torch.sqrt(centered.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(wide)
     if bias is not None:

@@ -81,7 +81,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     expanded = [t[None].expand(3, 5, 16) for t in (cos, sin)]
     yield sample("expanded_batch", n(3, 2, 5, 16), n(3, 1, 5, 16), *expanded, why="cos and sin are expanded: stride 0 over the batch")
     inter = angles(device, dtype, 5, 24, interleaved=True)
-    yield sample("interleaved", n(2, 4, 5, 24), n(2, 2, 5, 24), *inter, interleaved=True, why="neighbouring columns are a pair")
+    yield sample("interleaved", n(2, 4, 5, 24), n(2, 2, 5, 24), *inter, interleaved=True, why="neighboring columns are a pair")
     part = angles(device, dtype, 5, 8, interleaved=True)
     yield sample("interleaved_partial", n(1, 3, 5, 20), n(1, 1, 5, 20), *part, interleaved=True, why="interleaved, partial, odd pairs")
     halves = [n(5, 16), n(5, 16)]

@@ -140,7 +140,7 @@ def _fits(logits: Any, target: Tensor, vocab_size: int) -> bool:
 
 
 def _plain_linear(head: nn.Module) -> bool:
-    """Its weight can be read as it is: a Linear (FSDP renames the class) with a whole, local, unquantised weight."""
+    """Its weight can be read as it is: a Linear (FSDP renames the class) with a whole, local, unquantized weight."""
     if (
         not isinstance(head, nn.Linear)
         or type(head).__name__.removeprefix("FSDP") not in ("Linear", "ParametrizedLinear")

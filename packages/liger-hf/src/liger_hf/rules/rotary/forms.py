@@ -53,9 +53,9 @@ def signature(function: Callable[..., Any]) -> Signature | None:
 class Form:
     """One way to write the rotation.
 
-    interleaved  neighbouring columns are a pair
+    interleaved  neighboring columns are a pair
     tables       makes of the function's tables the cos and sin of `rope`
-    gathers      pairs are neighbours on the way in, and halves on the way out
+    gathers      pairs are neighbors on the way in, and halves on the way out
     heads        the axis of the heads where no argument tells
     """
 
