@@ -137,7 +137,7 @@ def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         monkeypatch.setattr(sys, "argv", ["liger", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        # Borders of a message box are no part of the sentence.
+        # Borders of a message box are not part of the sentence.
         words = capsys.readouterr().err.replace("│", " ").split()
         return int(ended.value.code or 0), " ".join(words)
 
@@ -145,7 +145,7 @@ def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tell how many cases the conformance suite compared, and where an implementation declined one."""
+    """Report how many cases the conformance suite compared, and where an implementation declined one."""
     seen: dict[str, set[tuple[str, ...]]] = {"compared": set(), "declined": set()}
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):

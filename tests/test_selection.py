@@ -71,7 +71,7 @@ X = torch.arange(16.0).reshape(2, 8)
 
 
 def runs(op: Op[..., Any] = rms_norm, x: Tensor = X) -> str:
-    """The backend that answers a call, told from its result, and the same from `explain`."""
+    """The backend that answers a call, inferred from its result, and the same from `explain`."""
     result, expected = op(x), op.reference(x)
     answered = next(name for name, shift in (("reference", 0), ("third", 1)) if torch.equal(result, expected + shift))
     assert explain(op, x).backend == answered
@@ -369,12 +369,12 @@ def test_use_takes_exceptions_by_op(third: None) -> None:
 @pytest.mark.parametrize(
     ("specification", "message"),
     [
-        pytest.param("thrid", f"SOURCE: no backend named 'thrid'; installed: {ALWAYS_THERE}. Did you mean 'third'?", id="misspelt"),
+        pytest.param("thrid", f"SOURCE: no backend named 'thrid'; installed: {ALWAYS_THERE}. Did you mean 'third'?", id="misspelled"),
         pytest.param("numpy", f"SOURCE: no backend named 'numpy'; installed: {ALWAYS_THERE}.", id="unknown"),
         pytest.param(
             "rms_norm=tritn",
             f"SOURCE: no backend named 'tritn'; installed: {ALWAYS_THERE}. Did you mean 'triton'?",
-            id="misspelt_for_an_op",
+            id="misspelled_for_an_op",
         ),
         pytest.param(
             "third,rms_nrm=third",
@@ -749,7 +749,7 @@ def test_a_large_call_of_an_op_that_is_handed_over_runs_the_backend_when_compile
 
 
 def test_explain_tells_what_is_handed_over(third_that_hands_over: None) -> None:
-    told = f"; a compiled region gets the reference up to {X.numel():,} elements"
-    assert explain(rms_norm, X).reason.endswith(told)
-    assert not explain(rms_norm, torch.cat((X, X))).reason.endswith(told)
-    assert not explain(swiglu, X, X).reason.endswith(told)
+    suffix = f"; a compiled region gets the reference up to {X.numel():,} elements"
+    assert explain(rms_norm, X).reason.endswith(suffix)
+    assert not explain(rms_norm, torch.cat((X, X))).reason.endswith(suffix)
+    assert not explain(swiglu, X, X).reason.endswith(suffix)

@@ -141,7 +141,7 @@ def test_resuming_at_another_commit_measures_all_again(liger: InProcess, tmp_pat
 
 
 def test_resuming_needs_a_folder(liger: InProcess) -> None:
-    assert liger("bench", "swiglu", "--resume") == (2, "OptionError: bench: --resume needs --out, the folder of the run to go on with")
+    assert liger("bench", "swiglu", "--resume") == (2, "OptionError: bench: --resume needs --out, the folder of the run to resume")
 
 
 def test_scaling_measures_the_points_of_a_series(liger: InProcess, tmp_path: Path) -> None:

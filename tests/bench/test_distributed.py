@@ -184,7 +184,7 @@ def test_another_commit_or_number_of_ranks_is_another_measurement() -> None:
             "bench distributed: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'",
         ),
         (("--dtype", "float16"), "bench distributed: --dtype must be float32 or bfloat16, got 'float16'"),
-        (("--resume",), "bench distributed: --resume needs --out, the folder of the run to go on with"),
+        (("--resume",), "bench distributed: --resume needs --out, the folder of the run to resume"),
     ],
 )
 def test_wrong_usage_ends_with_2(liger: InProcess, arguments: tuple[str, ...], sentence: str) -> None:

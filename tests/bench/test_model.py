@@ -231,7 +231,7 @@ def test_a_killed_process_is_a_failure_with_its_reason(tmp_path: Path) -> None:
     state, results = process.wait()
     process.end()
     assert state == FAILED
-    assert results["reason"] == "the process died: SIGKILL, as when the host has no memory left"
+    assert results["reason"] == "the process died: SIGKILL, as when the host is out of memory"
     assert results["failed"]
 
 
@@ -243,7 +243,7 @@ def test_a_process_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     assert not process.process.is_alive()
 
 
-def test_a_process_measures_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_waits_for_a_signal_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[object] = []
 
     class Connection:
@@ -251,7 +251,7 @@ def test_a_process_measures_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) 
             happened.append(answer[0])
 
         def recv(self) -> None:
-            happened.append("told")
+            happened.append("signal")
 
     def measure(training: Training) -> dict[str, Any]:
         happened.append("measured")
@@ -259,7 +259,7 @@ def test_a_process_measures_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Training, "measure", measure)
     last: Any = answer(job(), Connection())  # type: ignore[arg-type]
-    assert [*happened, last[0]] == [READY, "told", "measured", DONE]
+    assert [*happened, last[0]] == [READY, "signal", "measured", DONE]
 
 
 @pytest.mark.parametrize("implementation", ["hf-compiled", "liger-compiled"])
@@ -303,7 +303,7 @@ def test_every_implementation_of_the_peers_says_how_to_install_it(monkeypatch: p
         ),
         (("--shape", "8,1024"), "bench model: --shape must be batch x sequence like 8x1024, with at least two tokens, got '8,1024'"),
         (("--memory-limit", "24 apples"), "bench model: --memory-limit must be a size like 24GiB or 512MB, got '24 apples'"),
-        (("--resume",), "bench model: --resume needs --out, the folder of the run to go on with"),
+        (("--resume",), "bench model: --resume needs --out, the folder of the run to resume"),
         (("--memory-limit", "24GiB"), "bench model: --memory-limit needs a GPU, got --device cpu"),
     ],
 )

@@ -33,8 +33,8 @@ def quick_case(op: Op[..., Any]) -> Case:
     return case
 
 
-def measured(case: Case, implementations: list[Implementation], tell: Callable[[str], object] = lambda _: None) -> list[Row]:
-    return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations, tell)
+def measured(case: Case, implementations: list[Implementation], show: Callable[[str], object] = lambda _: None) -> list[Row]:
+    return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations, show)
 
 
 @pytest.mark.parametrize(("variant", "op"), PLAIN, ids=[f"{variant.name}-{op.name}" for variant, op in PLAIN])
@@ -169,4 +169,4 @@ def test_an_unknown_peer_ends_with_2_and_the_nearest_name(liger: InProcess) -> N
 def test_a_peer_that_is_asked_for_by_name_must_be_there(liger: InProcess) -> None:
     code, errors = liger("bench", "swiglu", "--quick", "--device", "cpu", "--peer", "cut-cross-entropy")
     assert code == 2
-    assert "bench: --peer must name peers that can run here, got cut-cross-entropy: it is not installed" in errors
+    assert "bench: --peer must name libraries that can run here, got cut-cross-entropy: it is not installed" in errors

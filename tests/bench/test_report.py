@@ -187,14 +187,14 @@ def test_a_value_is_shown_with_a_digit_more_than_its_bound(bound: str, value: fl
     assert target(bound).shown(value) == words
 
 
-def test_a_missed_target_is_told_with_its_reason_and_a_met_one_without(tmp_path: Path) -> None:
+def test_a_missed_target_has_its_reason_and_a_met_one_has_none(tmp_path: Path) -> None:
     slow, fast = (Target(name, {"op": "rms_norm"}, "share", bound) for name, bound in (("slow", ">= 0.95"), ("fast", ">= 0.50")))
     rows = [op_row()]
-    text = text_of(results(tmp_path, rows), judged([slow, fast], rows, {"slow": "the sky is high", "fast": "it is not told"}))
+    text = text_of(results(tmp_path, rows), judged([slow, fast], rows, {"slow": "the sky is high", "fast": "it is not shown"}))
     assert "Of 2 targets: 1 met, 1 missed." in text
     assert cells(text, "slow") == ["slow", "≥ 0.95", "0.900", "**missed**"]
     assert "* **slow** (0.900): the sky is high" in text
-    assert "it is not told" not in text
+    assert "it is not shown" not in text
 
 
 def test_a_copy_of_the_same_size_stands_before_the_implementations(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def test_a_line_that_lacks_cells_is_moved_away_and_told(table: Path, capsys: pyt
     check_csv(table, HEADER)
     assert lines(table) == LINES[:1]
     assert (table.parent / "rows.csv.torn").read_text() == "row 1,\n"
-    told = f"{table}: the last line was cut off; it was moved to {table}.torn, and the rows before it are unchanged\n"
-    assert capsys.readouterr().err == told
+    printed = f"{table}: the last line was cut off; it was moved to {table}.torn, and the rows before it are unchanged\n"
+    assert capsys.readouterr().err == printed
 
 
 def test_a_line_that_lacks_only_its_end_stays(table: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def test_least_time_is_that_of_the_tighter_limit(size: int, operations: int, sec
 
 
 def with_products(measured: list[Product]) -> tuple[Limits, Work]:
-    """Limits that note what they measure as one second each, and work of three products."""
+    """Limits that count each measured matmul as one second, and work of three matmuls."""
     limits = Limits(100.0, 10.0, lambda product: float(len(measured.append(product) or [1])))
     forward = Product(2, 3, 4, "right")
     products = (forward, Product(2, 4, 3, "", "hidden"), Product(4, 2, 3, "left", "weight"))

@@ -45,7 +45,7 @@ class Case:
         return (self.op.name, self.backend, word(self.dtype), self.name)
 
     def sample(self) -> Sample:
-        """A copy of what the seed of the test draws; the random numbers go on behind it."""
+        """A copy of what the seed of the test draws; the random numbers continue after it."""
         sample, state = drawn(self.op, self.device, self.dtype, torch.initial_seed())[self.name]
         set_random_state(self.device, state)
         return copy_of(sample)
@@ -127,7 +127,7 @@ def takes_minutes(case: Case) -> bool:
 
 @cache
 def form_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
-    """The first sample of every form of call: which arguments are given, and the values of those that are no tensors."""
+    """The first sample of every form of call: which arguments are given, and the values of those that are not tensors."""
     return _first_of_each(op, device, lambda value: "Tensor" if isinstance(value, Tensor) else value)
 
 

@@ -85,7 +85,7 @@ class GuardedMemory:
         """Fail if anything was written outside a tensor since the last check."""
         damaged = [damage for guarded in self.held.values() if (damage := guarded.damage())]
         if damaged:
-            # Whoever writes next shall not be blamed for it.
+            # The next write must not be blamed for it.
             self.held.clear()
             raise AssertionError(f"{writer} wrote outside its tensors: {'; '.join(damaged)}")
 

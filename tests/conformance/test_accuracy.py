@@ -67,7 +67,7 @@ def test_no_work_is_done_for_gradients_nobody_asked_for(lone_case: tuple[Case, s
     trial.run([asked])
     asking = [call for call in kernel_calls if call.needs]
     if not asking:
-        pytest.skip("none of its kernels is told which gradients are asked for")
+        pytest.skip("none of its kernels knows which gradients are requested")
     trial.expect([complaint for call in asking for complaint in call.unasked()])
 
 

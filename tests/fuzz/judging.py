@@ -111,7 +111,7 @@ def _call(
     leaf = with_gradients(arguments, asked)
     given, inplace = dict(leaf), bool(arguments.get("inplace"))
     if inplace:
-        # What is overwritten must be no leaf, but may be a view.
+        # What is overwritten must not be a leaf, but may be a view.
         for name in ("q", "k"):
             leaf[name] = leaf[name].detach().contiguous().requires_grad_(name in asked)
             given[name] = arranged(leaf[name].clone(), example.arguments[name].layout)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random calls of every op and backend against formulas in float64 that are written apart from the references.
 
-Without --examples the calls are the same every time and take seconds, as one of the tests; `nox -s fuzz` draws as many as it is told to.
+Without --examples the calls are the same every time and take seconds, as one of the tests; `nox -s fuzz` draws as many as requested.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every causal language model type of Transformers, plain against patched: loss, logits, all gradients, training, evaluation, undo.
+"""Every causal language model type of Transformers, unpatched and patched: loss, logits, all gradients, training, evaluation, undo.
 
 `python tests/hf/sweep.py` checks each type in a process of its own, so that a crash or a hang is a row of the table and no end of
-the sweep, keeps what it has found in .sweep/results.jsonl, and writes docs/models.md. Started again, it goes on where it stopped.
+the sweep, keeps what it has found in .sweep/results.jsonl, and writes docs/models.md. A second start resumes it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SECONDS = 300
 
 @dataclass
 class Result:
-    """One type: what was replaced (column → modules replaced, modules left) and whether the results are those of the plain model."""
+    """One type: what was replaced (column → modules replaced, modules left) and whether the results are those of the unpatched model."""
 
     model_type: str
     verdict: str
@@ -142,7 +142,7 @@ def _wide(model: Any) -> Any:
     wide = copy.deepcopy(model).double()
     for module in wide.modules():
         if isinstance(module, PreTrainedModel) and module._can_set_experts_implementation():
-            # The grouped matrix product of torch has no float64.
+            # The grouped matmul of torch does not support float64.
             module.set_experts_implementation("eager")
     return wide
 
@@ -335,9 +335,9 @@ def page(results: list[Result]) -> str:
         "",
         "## Model types",
         "",
-        f"Written by `nox -s sweep`: every causal language model type of Transformers {transformers.__version__}, as a tiny random model, plain against",
+        f"Written by `nox -s sweep`: every causal language model type of Transformers {transformers.__version__}, as a tiny random model, unpatched and",
         "patched: loss, logits and the gradient of every parameter, in training and in evaluation. In float64 both must agree to 1e-9; in",
-        "float32 the patched model must be as accurate as the plain one; after `undo` it must be the same bit for bit.",
+        "float32 the patched model must be as accurate as the unpatched one; after `undo` the two must agree bit for bit.",
         "",
         f"**{summary(parts[0])}.**",
         "",

@@ -153,7 +153,7 @@ def test_inductor_gives_the_right_gradients(place: torch.device) -> None:
     results = compiled_step(patched, "inductor", **inputs)
     expected = step(plain, **inputs)
     for name, value in expected.items():
-        # On a GPU the sums of the kernels have another order than those of the plain model.
+        # On a GPU the sums of the kernels have another order than those of the unpatched model.
         torch.testing.assert_close(results[name], value, rtol=1e-4, atol=1e-6 if place.type == "cpu" else 1e-5)
 
 

@@ -201,7 +201,7 @@ def test_apply_calls_no_hook_on_all_modules() -> None:
         handle.remove()
 
 
-# -- what a gated unit passes over
+# -- what a gated MLP passes over
 
 
 def another_module(owner: Any) -> None:
@@ -251,7 +251,7 @@ def test_a_hook_on_the_activation_when_apply_comes_is_a_reason(kind: str) -> Non
 
 
 class Unit(nn.Module):
-    """A gated unit whose activation is a module, or a function of its own."""
+    """A gated MLP whose activation is a module, or a function of its own."""
 
     def __init__(self, act: Any) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class Refusing(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """endpoint(url): where the hub is looked for, and looked for anew."""
+    """endpoint(url): sets where the hub is, and forgets whether it was reachable."""
     hub_is_reachable.cache_clear()
     yield lambda url: monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
     hub_is_reachable.cache_clear()

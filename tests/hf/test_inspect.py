@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger inspect` tells what `apply` would do, without weights and without a change."""
+"""`liger inspect` shows what `apply` would do, without weights and without changing anything."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cpu
 
 
 def shared_state(model: nn.Module) -> dict[tuple[str, str], int]:
-    """The identity of everything that models of the process share: members of classes, globals of modelling files, the loss table."""
+    """The identity of everything that models of the process share: members of classes, globals of modeling files, the loss table."""
     from transformers.loss.loss_utils import LOSS_MAPPING
 
     classes = {base for module in model.modules() for base in type(module).__mro__ if base is not object}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However lazy logits are looked at, what is computed from them afterwards has the gradients of the plain model."""
+"""However lazy logits are read, what is computed from them afterwards has the gradients of the unpatched model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def results(model: Any, loss_of: Callable[[Any], Tensor], **inputs: Any) -> dict
 
 @pytest.fixture(scope="module", params=["llama-tied", "llama-untied", "gemma2-tied"])
 def models(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
-    """A patched and a plain model, and the plain one in float64."""
+    """A patched and an unpatched model, and the unpatched one in float64."""
     architecture, tied = request.param.split("-")
     plain = make(architecture, tie_word_embeddings=tied == "tied").train()
     patched = twin(plain)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gated unit lets its backward pass write over gate and up only where nothing else can read them."""
+"""A gated MLP lets its backward pass write over gate and up only if nothing else can read them."""
 
 from __future__ import annotations
 

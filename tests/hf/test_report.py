@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report tells what was replaced, what was not, and why; models that no rule knows keep working."""
+"""The report shows what was replaced, what was not, and why; models that no rule knows keep working."""
 
 from __future__ import annotations
 

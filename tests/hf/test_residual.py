@@ -146,7 +146,7 @@ def test_a_compiled_layer_does_not_fall_back(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_compiled_layer_runs_the_hooks_on_its_norm() -> None:
     model, inputs = make(num_hidden_layers=1).eval(), tokens()
     liger_hf.apply(model)
-    # A hook that comes after the compilation is not seen in a plain model either (torch's skip_nnmodule_hook_guards).
+    # A hook that is added after compilation is not seen in an unpatched model either (torch's skip_nnmodule_hook_guards).
     model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, args, output: output * 2)
     torch._dynamo.reset()
     with torch.no_grad():

@@ -18,7 +18,7 @@ from liger_hf.verification import Decision, decide
 pytestmark = pytest.mark.cpu
 
 WIDTH = 16
-# Modelling file → the function that it has, and the form in which `rope` computes it.
+# Modeling file → the function that it has, and the form in which `rope` computes it.
 FORMS = {
     "llama": ("apply_rotary_pos_emb", ""),
     "gpt_neox": ("apply_rotary_pos_emb", ""),

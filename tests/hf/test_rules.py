@@ -74,7 +74,7 @@ def test_a_rule_of_a_plugin_reaches_a_model(install: Install) -> None:
 
 def test_the_report_says_what_a_rule_of_a_plugin_looked_for_in_vain(install: Install) -> None:
     install("silu", source())
-    assert liger_hf.apply(nn.Sequential(nn.Linear(4, 4))).absent["swiglu"].startswith("no module is a gated unit")
+    assert liger_hf.apply(nn.Sequential(nn.Linear(4, 4))).absent["swiglu"].startswith("no module is a gated MLP")
 
 
 @pytest.mark.parametrize(

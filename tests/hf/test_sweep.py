@@ -18,7 +18,7 @@ from liger_hf.rules.head import causal_loss
 
 pytestmark = pytest.mark.cpu
 
-# One of each way to write a norm, a gated unit, a rotary function or a head.
+# One of each way to write a norm, a gated MLP, a rotary function or a head.
 SAMPLE = [
     "bamba",
     "bart",

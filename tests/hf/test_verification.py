@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replacement that is wrong is refused, whatever it gets wrong; mistakes of the caller are told in a sentence."""
+"""A replacement that is wrong is refused, whatever it gets wrong; mistakes of the caller get a clear error."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_module_that_looks_like_a_norm_but_is_none_is_left(formula: Callable[[
 
 
 class Unit(nn.Module):
-    """A gated unit, with something done to what goes into its last projection."""
+    """A gated MLP, with something done to what goes into its last projection."""
 
     def __init__(self, between: Callable[[Unit, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ UNITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
 }
 
 
-# Where modules tell short inputs from long ones, and one token from several.
+# Where modules distinguish short inputs from long ones, and one token from several.
 TURNS = pytest.mark.parametrize("long", [lambda t: t == 1, *(lambda t, limit=limit: t > limit for limit in (16, 32, 64, 128, 256))], ids=(
     "one_token", "beyond_16", "beyond_32", "beyond_64", "beyond_128", "beyond_256"
 ))  # fmt: skip

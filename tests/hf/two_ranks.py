@@ -77,7 +77,7 @@ def two_processes(rank: int, store: str, device: str = "cpu") -> Iterator[None]:
 
 
 def tolerance(on_cpu: float) -> float:
-    """On a GPU Liger runs kernels of its own, whose sums have another order than those of the plain model."""
+    """On a GPU Liger runs kernels of its own, whose sums have another order than those of the unpatched model."""
     return on_cpu if tiny_models.DEVICE.type == "cpu" else 10 * on_cpu
 
 

@@ -373,7 +373,7 @@ MUTANTS = (
         "test_training_and_evaluation_in_two_threads_leave_nothing_behind",
     ),
     Mutant(
-        "gated unit: gate and up are written over although somebody reads them",
+        "gated MLP: gate and up are overwritten although other code reads them",
         f"{HF}/rules/gated_unit/ownership.py",
         "if _holders(tensor) not in known:",
         "if not known:",
@@ -381,7 +381,7 @@ MUTANTS = (
         "test_gradients_are_right_and_gate_and_up_are_written_over_only_where_nobody_reads_them",
     ),
     Mutant(
-        "gated unit: an activation is passed over in spite of its hooks",
+        "gated MLP: an activation is passed over in spite of its hooks",
         f"{HF}/passing.py",
         "is not known or hooked(known) or",
         "is not known or",
@@ -531,7 +531,7 @@ MUTANTS = (
         "linear_log_prob and float32 and entropy",
     ),
     kernel(
-        "triton: sums of a row begin anew with each block of classes",
+        "triton: sums of a row restart with each block of classes",
         "_token_passes.py",
         "CONTINUES=first > 0",
         "CONTINUES=False",
@@ -623,14 +623,14 @@ MUTANTS = (
         NORMS,
     ),
     stride(
-        "upstream gradient of the gated units read as if dense",
+        "upstream gradient of the gated activations read as if dense",
         "_gated.py",
         "grad_y.stride(0), first.stride(0)",
         "width, first.stride(0)",
         "swiglu and float32 and one_block",
     ),
     stride(
-        "transposed upstream gradient of the gated units read as if its columns were adjacent",
+        "transposed upstream gradient of the gated activations read as if its columns were adjacent",
         "_gated.py",
         "    grad_y = rows_of(grad_y)\n",
         "    grad_y = grad_y.reshape(-1, grad_y.shape[-1])\n",
@@ -652,7 +652,7 @@ MUTANTS = (
     ),
     # What nobody asked for, extreme inputs, memory that belongs to others.
     Mutant(
-        "triton: every gradient of the gated units is computed, whatever is asked for",
+        "triton: every gradient of the gated activations is computed, whatever is requested",
         f"{TRITON}/_gated.py",
         "t.new_empty(t.shape) if need and t is not None",
         "t.new_empty(t.shape) if t is not None",
@@ -679,7 +679,7 @@ MUTANTS = (
         interpreted=True,
     ),
     kernel(
-        "triton: the forward of the gated units stores without a mask",
+        "triton: the forward of the gated activations stores without a mask",
         "_gated.py",
         "tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask)",
         "tl.store(y + row * width + column, value.to(y.dtype.element_ty))",

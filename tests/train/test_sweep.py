@@ -78,10 +78,10 @@ def test_every_run_has_its_own_process(two_places: list[Row]) -> None:
 
 def test_each_gpu_has_one_run_at_a_time_and_a_share_of_the_processors(two_places: list[Row]) -> None:
     share = str(max(1, (os.cpu_count() or 1) // 2))
-    told = [(row.notes or [])[1:] for row in two_places]
-    assert {(gpu, processors) for gpu, processors, *_ in told} == {("0", share), ("1", share)}
+    answers = [(row.notes or [])[1:] for row in two_places]
+    assert {(gpu, processors) for gpu, processors, *_ in answers} == {("0", share), ("1", share)}
     for number in ("0", "1"):
-        times = sorted((float(begun), float(ended)) for gpu, _, begun, ended in told if gpu == number)
+        times = sorted((float(begun), float(ended)) for gpu, _, begun, ended in answers if gpu == number)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
 
 

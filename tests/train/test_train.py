@@ -175,7 +175,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) ->
     ids=["bare", "cpu", "cpu_with_the_choices_of_a_gpu", "every_option"],
 )
 def test_the_command_of_a_setup_trains_that_setup(monkeypatch: pytest.MonkeyPatch, liger: InProcess, setup: Setup) -> None:
-    # Some of these do not go together.
+    # Some of these cannot be combined.
     monkeypatch.setattr(techniques, "check", lambda setup: None)
     words = shlex.split(setup.command())
     assert words[:2] == ["liger", "train"]

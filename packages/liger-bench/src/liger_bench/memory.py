@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory, measured at the allocator, so that temporaries inside custom ops count too."""
+"""Peak memory, measured at the allocator, so that temporaries inside custom ops count, too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device, *, collect:
 
 
 def bytes_of(option: str, size: str) -> int:
-    """The bytes that a size like "24GiB", "512 MB" or "1e9 B" says.
+    """The bytes of a size such as "24GiB", "512 MB" or "1e9 B".
 
     Raises OptionError for anything else, and for a number without a unit, which could mean bytes or GiB.
     """

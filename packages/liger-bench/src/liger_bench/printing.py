@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share that print tables."""
+"""Shared by the commands that print tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AllColumns = Annotated[bool, typer.Option("--all-columns", help="Print every col
 
 
 def ratio(value: float | None, base: float | None) -> str:
-    """A cell: how often the base goes into the value, if both are known."""
+    """A cell with the ratio of a value to its base, if both are known."""
     return f"{value / base:.2f}" if value is not None and base else "–"
 
 

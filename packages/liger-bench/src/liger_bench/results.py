@@ -65,7 +65,7 @@ def append_json(rows: Sequence[Columns], path: Path) -> None:
 def check_csv(path: Path, header: list[str]) -> None:
     """Raise OptionError if rows of these columns cannot be appended there, since they would then mean something else.
 
-    A last line that was cut off, as by a run that was killed while it wrote, is mended, and standard error tells how.
+    A last line that was cut off, as by a run that was killed while it wrote, is repaired, with a message on standard error.
     """
     if path.exists():
         with _alone(path):
@@ -99,7 +99,7 @@ def _cell(value: Any) -> Any:
 
 
 def _reach_the_disk(file: IO[str]) -> None:
-    """A disk that is full may tell so only now."""
+    """A full disk may raise its error only now."""
     file.flush()
     os.fsync(file.fileno())
 

@@ -87,7 +87,7 @@ class Verdict:
 def read_targets(path: Path) -> list[Target]:
     """The targets of a file: an object with `row`, the columns that all rows have in common, and `targets`.
 
-    Raises OptionError if something in it is no target.
+    Raises OptionError if an entry is not a target.
     """
     found = _loaded(path, json.loads)
     if not isinstance(found, dict) or not isinstance(found.get("targets"), list) or not isinstance(found.get("row"), dict):

@@ -31,7 +31,7 @@ class Error:
 def floor(dtype: torch.dtype) -> float:
     """What is allowed on top of the reference's error: the round-off of one operation (bf16: 2⁻⁹, fp32: a few ulp).
 
-    Low precisions get a fraction of one rounding, since their results are rounded once whoever computes them; float32 gets 16
+    Low precisions get a fraction of one rounding, since every implementation rounds its results once; float32 gets 16
     roundings, since the order of a sum differs legitimately between implementations.
     """
     epsilon = torch.finfo(dtype).eps

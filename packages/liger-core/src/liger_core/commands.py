@@ -24,7 +24,7 @@ from liger_core.tables import Column, output, print_table
 from liger_core.versions import complaints
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-# Besides those of this project, whose versions matter most for a report.
+# Libraries, besides this project's own, whose versions matter most for a bug report.
 OTHERS = ("torch", "triton", "transformers")
 
 
@@ -41,14 +41,14 @@ def main() -> None:
 
 
 def _add_commands(app: typer.Typer, found: Registry) -> None:
-    """Add the commands of every plugin; one that fails here loses its own only."""
+    """Add the commands of every plugin; one that fails here loses only its own."""
     parts: dict[Plugin, typer.Typer] = {}
     names: dict[str, list[Plugin]] = {}
     for plugin, hook in found.hooks("liger_commands"):
         part = typer.Typer()
         with blaming(found, [plugin], "its commands"):
             attempt("its hook liger_commands", partial(hook.function, **dict.fromkeys(hook.argnames, part)))
-            # Typer builds commands when it runs one, and one that cannot be built would end all.
+            # Typer builds all commands when it runs one, so a command that cannot be built would break the others.
             for name in attempt("building its commands", partial(_names, part)):
                 names.setdefault(name, []).append(plugin)
             parts[plugin] = part

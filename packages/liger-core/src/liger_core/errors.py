@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class LigerError(Exception):
-    """The parent of every error that Liger raises."""
+    """The base class of every error that Liger raises."""
 
 
 class ShapeError(LigerError, ValueError):
@@ -32,7 +32,7 @@ class TargetError(LigerError, IndexError):
 
 
 class GradientError(LigerError, RuntimeError):
-    """A gradient was asked for that the op does not define."""
+    """A gradient was requested that the op does not define."""
 
 
 class BackendError(LigerError, RuntimeError):
@@ -48,6 +48,6 @@ class Unsupported(Exception):
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """The sentence `Did you mean 'x'?` with a leading blank, or nothing if no name is like it enough, from 0 to 1."""
+    """The sentence `Did you mean 'x'?` with a leading blank, or nothing if no name is similar enough (a likeness from 0 to 1)."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""

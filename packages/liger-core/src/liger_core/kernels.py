@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a backend's kernels meet autograd, torch.compile and eager Python: written once, for every op.
+"""How a backend's kernels work with autograd, torch.compile and eager Python: written once, for every op.
 
 A `Kernel` is a custom op made of `allocate` (its outputs, and so also its fake) and `launch` (fills them). Plain eager calls
 skip the dispatcher, which costs more than a small kernel; whatever traces or watches (compile, a dispatch mode, a tensor
@@ -20,9 +20,9 @@ from torch.autograd import forward_ad
 from liger_core.errors import GradientError, Unsupported, nearest
 
 _libraries: dict[str, torch.library.Library] = {}
-# Custom op → the kernel that it is made of, for whoever watches operations.
+# Custom op → its kernel, for code that watches operations.
 KERNELS: dict[Any, Kernel] = {}
-# Whether the backward pass that is running keeps its graph (retain_graph=True) and may so come back to what was saved.
+# Whether the running backward pass keeps its graph (retain_graph=True), so that another one may need what was saved.
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _transform = torch._C._functorch.peek_interpreter_stack
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, list, tuple})
@@ -151,7 +151,7 @@ class Kernel:
 
 
 class _ReferenceKernel(Kernel):
-    """A reference that is a kernel itself: there is nobody that it could hand a call to."""
+    """A reference that is a kernel itself: there is no other implementation to fall back to."""
 
     def refuse_transform(self, op: str) -> NoReturn:
         raise GradientError(

@@ -84,5 +84,5 @@ def _is_empty(column: Column, cells: Sequence[Cell]) -> bool:
 
 
 def _text(cell: Cell) -> Text:
-    """Brackets in a cell are no markup."""
+    """Brackets in a cell are not markup."""
     return cell if isinstance(cell, Text) else Text(cell)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `apply` would do to a model, found without weights and without a change."""
+"""What `apply` would do to a model, without loading weights or changing anything."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
 
 
 def may_pass(module: nn.Module) -> bool:
-    """What is passed over is what it was when `apply` checked it, and nobody watches it."""
+    """What is passed over is unchanged since `apply` checked it, and has no hooks."""
     for name, known in module.__dict__.get(PASSED, {}).items():
         if isinstance(known, nn.Module):
             if module._modules.get(name) is not known or hooked(known) or global_hooks._has_any_global_hook():

@@ -136,9 +136,9 @@ def preset_name(name: str) -> str:
 
 
 def checked_preset(command: str, name: str) -> str:
-    """The own name of a preset.
+    """The canonical name of a preset.
 
-    Raises OptionError for a name that is none.
+    Raises OptionError for an unknown name.
     """
     if preset_name(name) not in PRESETS:
         raise OptionError(f"{command}: --model must be one of {NAMES}, got {name!r}.{did_you_mean(name)}")
@@ -156,7 +156,7 @@ def preset(name: str, sequence: int = 0) -> PretrainedConfig:
 
 
 def did_you_mean(name: str) -> str:
-    """The sentence that names the presets which begin like this, or the one that is spelt most alike; or nothing."""
+    """A sentence with the presets that begin like this, or else the one with the most similar name; or nothing."""
     beginning = [preset for preset in PRESETS if name and preset.startswith(name.lower())]
     if beginning:
         return f" Did you mean {' or '.join(map(repr, beginning))}?"

@@ -34,7 +34,7 @@ class Candidate:
 class Found:
     """A module that a rule knows: what might replace it and how to check that, or why it has to stay.
 
-    kind    what tells it from other modules of the rule; all of one kind share a check
+    kind    what distinguishes it from other modules of the rule; all of one kind share a check
     device  where the module computes, by default where the model's first weight is
     dtype   of its weights
     """
@@ -64,7 +64,7 @@ class Rule:
     nothing: str
 
     def check(self, known: Iterable[str]) -> None:
-        """Raise PluginError for an op that there is not."""
+        """Raise PluginError for an unknown op."""
         for op in self.ops:
             if op not in known:
                 raise PluginError(

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from liger_core import DeviceError
 
-# What a module computes may depend on how many tokens there are. Besides a few tokens in every dtype, checks run on one, as while
-# generating, and on more than any power of two by which modules tell long inputs from short ones, in float32.
+# What a module computes may depend on how many tokens there are. Besides a few tokens in every dtype, checks run on one, as in
+# generating, and on more than any power of two by which modules distinguish long inputs from short ones, in float32.
 LENGTHS = (1, 300)
-# The curvature of an activation shows in moderate inputs, a limit on its values in large ones; products of two must be finite in float16.
+# The curvature of an activation shows in moderate inputs, a limit on its values in large ones; the product of two must be finite in float16.
 SCALES = {"moderate": 2.0, "large": 150.0}
 SCALES_IN_FLOAT16 = SCALES | {"large": 40.0}
 
@@ -119,7 +119,7 @@ def replica(
 
 
 def configuration(module: nn.Module) -> tuple[Any, ...]:
-    """What besides weights and children tells two instances of one class apart."""
+    """What distinguishes two instances of one class, besides weights and children."""
     plain = (bool, int, float, str, type(None), torch.dtype)
     kept = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("training", "layer_idx")}
     return tuple(sorted((n, repr(v)) for n, v in kept.items())) + tuple(

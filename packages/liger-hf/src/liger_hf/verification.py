@@ -27,7 +27,7 @@ class Decision:
 def decide(found: Found, verify: bool) -> Decision:
     """Run original and candidates on small random input; of those that pass, the one closest to the original is taken.
 
-    Without verification the candidates are told apart by their float32 and bfloat16 outputs on the CPU alone.
+    Without verification the candidates are compared only by their float32 and bfloat16 outputs on the CPU.
     """
     device = found.device() if verify and found.device is not None else torch.device("cpu")
     dtypes = dict.fromkeys((found.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16))

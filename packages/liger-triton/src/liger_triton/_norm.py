@@ -20,7 +20,7 @@ WIDEST_BLOCK = 16384
 
 
 class Shape(NamedTuple):
-    """How a launch covers (rows, width): block of columns, rows per program, warps, pipeline stages, programs per processor.
+    """How a launch covers (rows, width): block of columns, rows per program, warps, pipeline stages, programs per multiprocessor.
 
     held  whether the weight stays in registers from row to row
     """

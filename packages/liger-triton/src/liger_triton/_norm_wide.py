@@ -77,7 +77,7 @@ def wide_forward_kernel(
     x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
     CAST_INPUT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One program normalizes one row in two passes over its tiles; the L2 cache, told to keep the first read, serves the second.
+    """One program normalizes one row in two passes over its tiles; the L2 cache, hinted to keep the first read, serves the second.
 
     EVEN: tiles fill the row, so that no lane is masked. For the variance a thread takes VECTOR neighbors at a time, their mean and the
     squares around it, and merges both into its running mean and squares.

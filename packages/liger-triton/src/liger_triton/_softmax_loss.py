@@ -16,7 +16,7 @@ from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, pro
 SCALE_BLOCK = 4096
 # Losses that the one program of the mean adds at a time.
 MEAN_BLOCK = 4096
-# Programs of the scaling a processor: few enough to see in 5 µs that there is nothing to scale.
+# Programs of the scaling per multiprocessor: few enough to find in 5 µs that there is nothing to scale.
 SCALE_PROGRAMS = 8
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every launcher shares: the device guard, row views, and the dtypes that the kernels take."""
+"""Shared by all launchers: the device guard, row views, and the dtypes that the kernels support."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TritonKernel(Kernel):
 
 
 class Launcher:
-    """Starts a Triton kernel, `launcher(grid, *args, BLOCK=…, num_warps=…)`, by way of the kernel compiled for an equal call before.
+    """Starts a Triton kernel, `launcher(grid, *args, BLOCK=…, num_warps=…)`, reusing the kernel compiled for an equal earlier call.
 
     Triton's own call spends 10 µs finding that kernel again (H200 host, 12 arguments: 14.3 against 4.8 µs). The key holds all that
     Triton specializes on: dtypes, 16-byte alignment, the integers themselves, the constexprs and the device. Pointers are passed as
@@ -102,7 +102,7 @@ class Launcher:
             start(x, y, 1, stream, function, *between, *values, *constants)
 
     def call_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Triton's own call. What Triton 3.9 warns about and 3.10 changes is said: products may be fused into sums."""
+        """Triton's own call. States explicitly that products may be fused into sums, which Triton 3.9 warns about and 3.10 changes."""
         return self.kernel[grid](*args, **{"enable_fp_fusion": True, **options})
 
     def keep(self, key: tuple[Any, ...], compiled: Any, count: int, options: dict[str, Any]) -> None:

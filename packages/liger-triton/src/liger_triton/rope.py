@@ -27,7 +27,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
         result = _rope(q, k, cos, sin, interleaved)
         return result
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        # Whoever traces turns in-place writes into copies anyway.
+        # Tracing turns in-place writes into copies anyway.
         turned = _rope(q, k, cos, sin, interleaved)
         return q.copy_(turned[0]), k.copy_(turned[1])
     if torch.is_grad_enabled() and (q._is_view() or k._is_view()) and (q.requires_grad or k.requires_grad):

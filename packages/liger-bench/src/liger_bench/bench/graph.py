@@ -18,7 +18,7 @@ def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool
     """The replay of the call that make() builds, which may run more than once for what was built ahead of it.
 
     wary  look first whether the call waits for the device, since a capture that fails leaves traces in PyTorch; for calls that
-          behave differently under capture this is no test
+          behave differently under capture, this is not a valid test
 
     Raises Unsupported with the reason if the call cannot be captured.
     """

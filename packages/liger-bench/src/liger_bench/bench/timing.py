@@ -111,7 +111,7 @@ def flushes_ahead(enqueued: list[float], taken: list[float], flush: float) -> in
     """How many flushes of so many seconds keep the host ahead of the device for the next calls, by what the last ones took on each.
 
     No more than that: what computes much after the device had only memory to write finds its clocks higher than a training run does (by up to
-    9 % for products of 20 ms on one H200, where the host waited for the device all the same).
+    9 % for matmuls of 20 ms on one H200, where the host waited for the device all the same).
     """
     if not enqueued or quantile(taken, 0.5) > LONG_SECONDS:
         return LEAD

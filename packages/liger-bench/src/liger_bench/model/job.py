@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process shall measure, and the row that comes of it."""
+"""What one process measures, and the resulting row."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Row:
 
 
 COLUMNS = [field.name for field in fields(Row)]
-# What tells a measurement from another one; the same machine, versions and commit give the same figures.
+# The columns that identify a measurement; the same machine, versions and commit give the same figures.
 IDENTITY = ("model", "batch", "sequence", "implementation", "device", "dtype", "memory_limit_bytes", "machine", "versions", "commit")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All jobs of a run: prepared several at once if so wanted, measured one after the other."""
+"""All jobs of a run: several may be prepared at once, but they are measured one after the other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measured(
 ) -> Generator[Measured, None, None]:
     """Each job's row. `together` processes load and compile at once; then each in turn has the device for itself.
 
-    Memory that runs out while other processes hold some says nothing: such a job is repeated alone.
+    Running out of memory while other processes hold some is not a result: such a job is repeated alone.
     """
     groups = deque(_groups(jobs, together))
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:

@@ -46,7 +46,7 @@ class Training:
         self.first: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """The first step, which compiles, and whose loss and gradients are told."""
+        """The first step, which compiles, and whose loss and gradients are reported."""
         seconds, loss = self._timed()
         self.first = {"seconds": seconds, "loss": float(loss), "grad_norm": self._gradient_norm()}
         del loss

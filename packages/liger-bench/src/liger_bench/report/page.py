@@ -27,7 +27,7 @@ ratio of a gradient's error to that of plain eager PyTorch in the same dtype. A 
 
 
 def page(records: Records, verdicts: Sequence[Verdict], pictures: dict[str, Path], command: str) -> str:
-    """`pictures`: key → path as the page shall name it; keys are ops, `<op> scaling` and `models`."""
+    """`pictures`: key → path as the page links to it; keys are ops, `<op> scaling` and `models`."""
     parts = [
         "# Benchmarks",
         markdown.generated(command),

@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator
 from liger_bench.model.table import title
 from liger_bench.records import Record, distinct, find, sizes_of
 
-# Told apart with any kind of color vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
+# Distinguishable with any kind of color vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
 COLORS = {
     "triton": "#d55e00",
     "liger": "#d55e00",
@@ -176,7 +176,7 @@ def _times(rows: Sequence[Record], implementation: str) -> Series:
 
 
 def _fixed(rows: Sequence[Record]) -> str:
-    """The sizes that a series does not vary, as the names of its workloads tell them: 8192x1024, 8192x2048 → 8192 × ·."""
+    """The sizes that a series does not vary, from the names of its workloads: 8192x1024, 8192x2048 → 8192 × ·."""
     parts = [sizes_of(row["workload"]).split("x") for row in rows]
     if len({len(p) for p in parts}) != 1:
         return ""

@@ -12,7 +12,7 @@ from liger_core.ops.linear_log_prob import linear_log_prob
 
 
 class Head:
-    """Hidden states, the output projection and targets, in the place of log-probabilities.
+    """Hidden states, the weight of the LM head and targets, instead of log-probabilities.
 
     hidden     (sequences, tokens, H)
     weight     (V, H)

@@ -147,7 +147,7 @@ def _batch(
         sentence = f"advantages must be ({shape[0]},) or {tuple(shape)} to match policy, got {checks.shape(advantages)}"
         checks.fail(ShapeError, name, sentence)
     advantage = advantages.detach().to(tokens.log_prob.dtype)
-    # What stands at tokens that do not count may be NaN.
+    # Values at tokens that do not count may be NaN.
     advantage = masked(advantage, tokens.mask) if advantages.dim() == 2 else masked(advantage, tokens.mask.any(-1))[:, None]
     return _Batch(tokens, tokens.log_prob.detach() if old is None else constants_of(name, "old", old, tokens), advantage)
 

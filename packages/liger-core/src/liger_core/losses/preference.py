@@ -100,7 +100,7 @@ def cpo(
     averaging  of the likelihood: a mean over tokens; Averaging("constant", length=1) is the paper's, a sum over the tokens of an answer
     returns    (loss, PreferenceMetrics), with reward = β · log-probability
 
-    policy, mask, variant, beta, label_smoothing and length_normalized are those of dpo, with log-probabilities in the place of log-ratios.
+    policy, mask, variant, beta, label_smoothing and length_normalized are those of dpo, with log-probabilities instead of log-ratios.
     Xu et al. 2024, arXiv:2401.08417. With variant="hinge" SLiC-HF, arXiv:2305.10425.
     """
     name = "losses.cpo"

@@ -18,7 +18,7 @@ Chunk = int | Literal["report"] | None
 
 MiB = 1 << 20
 
-# One H200, V=128256: chunks of 2048 rows and more run all three products at full rate; a float32 dW costs 20 % at 2048 rows, 5 % at
+# One H200, V=128256: chunks of 2048 rows and more run all three matmuls at full rate; a float32 dW costs 20 % at 2048 rows, 5 % at
 # 4096 and nothing in a single chunk or at 8192, so the default buys one chunk, or several as long.
 CHUNK_BYTES = 2150 * MiB
 CPU_BYTES = 64 * MiB
@@ -319,9 +319,9 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         _ = torch.mm(a, b, out=out) if first else out.addmm_(a, b)
 
 
-# Where a product takes less than this, about 0.15 ms on an H200, waiting for the number of ignored rows costs more than they do.
+# Where a matmul takes less than this, about 0.15 ms on an H200, waiting for the number of ignored rows costs more than they do.
 PACK_FLOPS = 10**11
-# Packed rows come in whole tiles of a matrix product, and copying the others' rows pays from 1/32 of ignored ones on.
+# Packed rows come in whole tiles of a matmul, and copying the others' rows pays from 1/32 of ignored ones on.
 PACK_TILE = 128
 PACK_SHARE = 32
 

@@ -30,7 +30,7 @@ from liger_core.ops._token_passes import TokenPasses, TorchTokenPasses, blocks
 
 
 class LossMetrics(NamedTuple):
-    """What a loss can tell besides itself; None of it is differentiable.
+    """What a loss returns besides itself; none of it is differentiable.
 
     z_loss      the part of the loss that is z_loss · lse², reduced like the loss
     accuracy    share of counted tokens whose arg-max is the target (per token, 0 or 1, under reduction="none")
@@ -232,5 +232,5 @@ def denominator(
     else:
         weight = class_weight.to(dtype)[target.clamp(0, class_weight.shape[0] - 1)]
         count = torch.where(counted, weight, 0.0).sum()
-    # No counted target: the sum is 0 and so shall be the mean, not 0/0.
+    # No counted target: the sum is 0, and the mean must be 0, too, not 0/0.
     return torch.where(count == 0, 1.0, count)

@@ -77,7 +77,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, width), normal(device, dtype, rows, width), normal(device, dtype, width)
 
-    # On a GPU the first is ruled by the host.
+    # On a GPU, the first is bound by the host.
     return row_workloads(draw, "NH", ((2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)))
 
 

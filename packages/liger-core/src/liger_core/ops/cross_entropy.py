@@ -130,7 +130,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, classes: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, classes), integers(device, classes, rows)
 
-    # On a GPU the first is ruled by the host.
+    # On a GPU, the first is bound by the host.
     usual = ((1024, 8192), (8192, 40960), (8192, 128256), (8192, 163840))
     return row_workloads(draw, "NV", usual, quick=(256, 8192), rows=ROWS[:-2], columns=128256, widths=CLASSES)
 

@@ -104,7 +104,7 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
         returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
-        Log-probabilities are logits whose log-sum-exp is 0: they are as good.
+        Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
         Infinite where the second of the two gives a class probability 0 (a logit of -inf) and the first does not. Classes at -inf on both
         sides count for nothing. Terms of rows that are nearly equal do not cancel.
         Raises ShapeError, DtypeError, OptionError for arguments that do not fit.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm: centre every row and scale it to unit variance."""
+"""layer_norm: center every row and scale it to unit variance."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, width), normal(device, dtype, width), normal(device, dtype, width)
 
-    # On a GPU the first is ruled by the host.
+    # On a GPU, the first is bound by the host.
     return row_workloads(draw, "NH", ((2048, 4096), (32768, 4096), (16384, 8192), (8192, 16384)))
 
 
@@ -83,7 +83,7 @@ def work(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, ep
 
 @op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Centre every row of x, scale it to unit variance, then apply weight and bias.
+    """Center every row of x, scale it to unit variance, then apply weight and bias.
 
         y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias          (over the last dimension; var divides by width)
 

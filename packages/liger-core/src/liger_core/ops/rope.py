@@ -135,7 +135,7 @@ def workloads() -> Iterator[Workload]:
         return Workload(f"{name}-{axis}", make, quick, axis=(axis, point[axis])) if axis else Workload(name, make, quick)
 
     yield shape(1, 256, 8, 2, 64, quick=True)
-    # On a GPU the first is ruled by the host.
+    # On a GPU, the first is bound by the host.
     for batch, tokens in ((1, 512), (4, 4096)):
         yield shape(batch, tokens, 32, 8, 128)
     for tokens in ROWS:

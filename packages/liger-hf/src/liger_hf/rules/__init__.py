@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one kind of module becomes an op: one folder a rule, none knows a model by its name."""
+"""How one kind of module becomes an op: one folder per rule; none knows a model by its name."""
 
 from liger_hf.rules.activation.rule import RULE as ACTIVATION
 from liger_hf.rules.gated_unit.experts import RULE as EXPERTS

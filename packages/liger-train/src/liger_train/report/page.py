@@ -49,7 +49,7 @@ CHOSEN = re.compile(r"--[a-z-]+ \S+ was chosen|(Chosen|Defaults) for ")
 # What `--checkpoint auto` noted in rows of older versions → what it notes now.
 OLDER_NOTES = (
     (r"a batch is taken in (\d+) parts, and ", r"each batch is split into \1 parts; "),
-    (r"(\d+) of \d+ layers are computed again, (\d+) but for their products, (\d+) are not", AUTO_NOTE.format(r"\1", r"\2", r"\3")),
+    (r"(\d+) of \d+ layers are \w+ again, (\d+) but for their \w+, (\d+) are not", AUTO_NOTE.format(r"\1", r"\2", r"\3")),
     (r"(from step \d+ on) ", r"\1, "),
 )
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated units and experts become swiglu or geglu."""
+"""Gated MLPs and experts become swiglu or geglu."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in one module: Transformers runs them through its experts interface, which calls their gate between two grouped products.
+"""Experts in one module: Transformers runs them through its experts interface, which calls their gate between two grouped matmuls.
 
 That gate, a method of the module, is what is replaced; the interface, its implementations and the weights stay.
 """

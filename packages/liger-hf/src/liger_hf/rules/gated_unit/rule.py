@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated units: down(act(gate(x)) · up(x)), with gate and up as two projections or packed into one, gate first.
+"""Gated MLPs: down(act(gate(x)) · up(x)), with gate and up as two projections or packed into one, gate first.
 
 The module's own projections are called as modules, so that adapters, hooks and quantization on them keep working; only what
 happens between them is replaced. The activation is passed over. Once something watches it or another one takes its place, the
@@ -24,7 +24,7 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_unit.ownership import unshared
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
-NOTHING = "no module is a gated unit: none takes one tensor through two or three Linear children around an activation"
+NOTHING = "no module is a gated MLP: none takes one tensor through two or three Linear children around an activation"
 ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
     (swiglu, {}),
     (geglu, {"approximate": "tanh"}),
@@ -100,7 +100,7 @@ def units(module: nn.Module) -> Iterator[tuple[Op[..., Any], str, Unit]]:
     """The ways in which a module may join gate and up, each with its op and its words."""
     for op, options in ACTIVATIONS:
         yield op, ", ".join(f"{name}={value!r}" for name, value in options.items()), partial(_joined, partial(op, **options))
-    # A limit with α and up + 1 (gpt-oss) is no swiglu of scaled inputs: in bfloat16 the scaling costs too much accuracy.
+    # A limit with α and up + 1 (gpt-oss) is not computed as swiglu of scaled inputs: in bfloat16 scaling costs too much accuracy.
     for name, value in vars(module).items():
         if name.endswith("limit") and isinstance(value, (int, float)) and value > 0:
             yield swiglu, f"limited by {name}", partial(_limited, name)
@@ -151,7 +151,7 @@ def _forward(unit: Unit, original: Callable[..., Any], argument: str, inputs: tu
 
 
 class _Marker(nn.Module):
-    """In the place of a dropout or a norm: whoever calls it elsewhere, or not at all, gets another result."""
+    """Stands in for a dropout or a norm: a module that calls it elsewhere, or not at all, gets another result."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 1.25 + 0.1 * x.abs()

@@ -17,7 +17,7 @@ from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits, still_valid
 from liger_hf.rules.head.projection import compute, eager_logits, replay, scale_and_cap
 from liger_hf.rules.head.weights import gathered
 
-# Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
+# Elements of the logits that the module-call path holds at a time: enough for large matmuls on a GPU, a cache's worth on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 CHUNK_ELEMENTS_DEVICE = 1 << 28
 # What a weight is whose memory is all there is to it.

@@ -3,7 +3,7 @@
 
 While a patched model's own forward runs, its output head returns this plain object (no tensor: a tensor subclass cannot be
 compiled, and data-parallel wrappers would read it). It holds the head's input and remembers scaling, tanh and casts. The loss
-takes it as it is; anything else that touches it gets the logits that the plain model would have made.
+takes it as it is; anything else that touches it gets the logits that the unpatched model would have computed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output head and loss: lazy logits between the two, so that all the logits of a batch never exist while training.
+"""LM head and loss, with lazy logits between the two: in training, the logits of a whole batch are never materialized.
 
 Three attributes of instances change: the head's forward (returns lazy logits while its model runs), the model's loss function
 (takes them), and the model's forward (settles at its exit what nobody used).

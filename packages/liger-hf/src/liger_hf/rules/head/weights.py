@@ -97,7 +97,7 @@ class Optimizers:
                 self.hook = register_optimizer_step_post_hook(self._stepped)
 
     def release(self) -> None:
-        """Take the hook out of torch, unless there is something to watch; the next call puts it back."""
+        """Remove the hook from torch if there is nothing to watch; the next call installs it again."""
         with self.lock:
             if self.hook is not None and not self.calls:
                 self.hook.remove()

@@ -22,7 +22,7 @@ NOTHING = "no module is a norm: none without children has an eps"
 EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 # What is rounded before the weight, and what is added to the weight.
 CONVENTIONS: tuple[tuple[Cast, float], ...] = (("input", 0.0), ("float32", 1.0), ("float32", 0.0), ("input", 1.0))
-# A weightless norm does not tell how wide its rows are.
+# A norm without a weight does not say how wide its rows are.
 WIDTH = 64
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual and norm in one step: a module whose forward adds two tensors and gives the sum straight to a child that is a norm of rows.
 
-An instance gets its forward made anew from the source (`liger_hf.rules.residual.source`). The norm is looked at in every call: one
+An instance gets a forward rebuilt from its source (`liger_hf.rules.residual.source`). The norm is checked in every call: one
 that somebody watches by hooks, has wrapped or replaced, as ZeRO-3, accelerate and PEFT do, is called as the module that it is.
 """
 
@@ -23,8 +23,7 @@ from liger_hf.rules.residual.source import norms_of_sums, with_one_call
 from liger_hf.stand_in import Case, Run, device_of, replica, trial
 
 NOTHING = (
-    "no forward adds two tensors and passes the sum straight to a norm without a mean "
-    "(only undecorated forwards whose source is available are read)"
+    "no forward adds two tensors and passes the sum straight to an RMSNorm (only undecorated forwards whose source is available are read)"
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums that a forward hands straight to a norm, found in its source, and the forward made anew with each such pair as one call.
+"""Sums that a forward hands straight to a norm, found in its source, and the forward rebuilt with each such pair as one call.
 
     x = a + b                                              y, x = one_call(self.norm, a, b)
     r = x                     (or nothing)      →          r = x

@@ -24,7 +24,7 @@ Tables = tuple[Tensor, Tensor]
 class Signature:
     """The parameters of a rotary function: which are rotated, which hold the angles, and on which axis heads lie by default.
 
-    heads  the axis, or None if there is no parameter `unsqueeze_dim` to tell
+    heads  the axis, or None without a parameter `unsqueeze_dim` that gives it
     """
 
     names: tuple[str, ...]
@@ -56,7 +56,7 @@ class Form:
     interleaved  neighboring columns are a pair
     tables       makes of the function's tables the cos and sin of `rope`
     gathers      pairs are neighbors on the way in, and halves on the way out
-    heads        the axis of the heads where no argument tells
+    heads        the axis of the heads if no argument gives it
     """
 
     name: str

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modelling file.
+"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modeling file.
 
 Each instance gets a forward with a private namespace in which they are replaced (`liger_hf.rebinding`). A global that is rebound in
-the modelling file after `apply` is therefore not seen by a patched instance.
+the modeling file after `apply` is therefore not seen by a patched instance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.rotary.forms import Form, Signature, Tried, forms, signature, with_rope
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
 
-NOTHING = "no attention module calls a function apply_rotary… of its modelling file"
+NOTHING = "no attention module calls a function apply_rotary… of its modeling file"
 PREFIX = "apply_rotary"
 
 
@@ -158,7 +158,7 @@ def _runs(function: Callable[..., Any], given: dict[str, Any]) -> bool:
         results = _results(function(**given))
     except Exception:
         return False
-    # Tables that were broadcast against another axis are no tables of positions.
+    # Tables that were broadcast against another axis do not hold one row per position.
     states = [value for value in given.values() if isinstance(value, Tensor)][: len(results)]
     return [r.shape for r in results] == [s.shape for s in states]
 
