@@ -27,8 +27,8 @@ pytestmark = pytest.mark.cpu
 
 def any_of(terms: list[str]) -> re.Pattern[str]:
     """Matches whole words, on one line or over two lines of a comment or quote; … stands for any ending."""
-    words = (r"[\s#>]+".join(map(re.escape, term.split())).replace("…", r"\w*") for term in sorted(terms, key=len, reverse=True))
-    return re.compile(rf"(?<!\w)({'|'.join(words)})(?!\w)", re.IGNORECASE)
+    words = (r"[\s#>_]+".join(map(re.escape, term.split())).replace("…", r"\w*") for term in sorted(terms, key=len, reverse=True))
+    return re.compile(rf"(?<![^\W_])({'|'.join(words)})(?![^\W_])", re.IGNORECASE)
 
 
 FINE, WRONG = any_of(WRITTEN), any_of(RETIRED)

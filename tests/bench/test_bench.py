@@ -76,7 +76,7 @@ def test_dispatch_is_a_row_of_its_own_with_the_cost_to_the_host(quick_bench: Fin
 
 
 @pytest.mark.parametrize("figure", ["machine", "versions", "commit", "date", "copy_bytes_per_second", "product_flops_per_second"])
-def test_every_row_tells_where_and_how(quick_bench: Finished, figure: str) -> None:
+def test_every_row_says_where_and_how_it_was_measured(quick_bench: Finished, figure: str) -> None:
     assert all(row[figure] for row in reference_rows(quick_bench))
 
 

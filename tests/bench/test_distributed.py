@@ -165,7 +165,7 @@ def test_liger_may_differ_by_thrice_what_reordered_sums_do(dtype: str, differenc
     assert liger.agrees is agrees
 
 
-def test_a_loss_that_is_no_number_is_a_failure_that_json_can_hold() -> None:
+def test_a_loss_that_is_not_a_number_is_a_failure_that_json_can_represent() -> None:
     row = measured_row(LIGER, [3.0, float("nan"), 1.0], "float32", [measured_row(PLAIN, [3.0, 2.0, 1.0], "float32", [])])
     assert (row.failed, row.agrees, row.reason) == (True, False, "a loss is not finite")
     assert json.loads(json.dumps(row.columns(), allow_nan=False))["losses"] is None

@@ -101,7 +101,7 @@ def test_peak_counts_weights_and_gradients(finished: Finished) -> None:
         assert row["peak_bytes"] >= 2 * 4 * row["parameters"]
 
 
-def test_a_row_tells_what_runs_the_ops(finished: Finished) -> None:
+def test_a_row_says_what_runs_the_ops(finished: Finished) -> None:
     assert rows(finished)["hf"]["backend"] == ""
     assert rows(finished)["liger"]["backend"] == "reference"
 
@@ -151,7 +151,7 @@ def test_every_library_has_its_words_for_no_memory(error: Exception, reason: str
     assert results["reason"].startswith(f"out of memory: {reason}")
 
 
-def test_memory_that_runs_out_is_no_failure() -> None:
+def test_running_out_of_memory_is_not_a_failure() -> None:
     state, results = answer_of(job(batch=10**7, sequence=10**6))
     assert state == FAILED
     assert results["out_of_memory"]

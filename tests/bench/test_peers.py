@@ -124,7 +124,7 @@ def test_a_result_of_another_shape_is_a_failure() -> None:
     assert row.failed
 
 
-def test_implementations_take_turns() -> None:
+def test_implementations_are_interleaved() -> None:
     order: list[str] = []
 
     def noting(name: str) -> Implementation:
@@ -166,7 +166,7 @@ def test_an_unknown_peer_ends_with_2_and_the_nearest_name(liger: InProcess) -> N
 
 
 @pytest.mark.skipif(peers.unavailable("cut-cross-entropy", CPU) is None, reason="the peer runs here")
-def test_a_peer_that_is_asked_for_by_name_must_be_there(liger: InProcess) -> None:
+def test_a_peer_that_is_named_must_be_installed(liger: InProcess) -> None:
     code, errors = liger("bench", "swiglu", "--quick", "--device", "cpu", "--peer", "cut-cross-entropy")
     assert code == 2
     assert "bench: --peer must name libraries that can run here, got cut-cross-entropy: it is not installed" in errors

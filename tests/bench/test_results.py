@@ -47,7 +47,7 @@ def test_a_last_line_that_was_cut_anywhere_costs_no_other_row(table: Path, cut: 
     assert all(None not in line and None not in line.values() for line in found)
 
 
-def test_a_line_that_lacks_cells_is_moved_away_and_told(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_lacks_cells_is_moved_away_with_a_message(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table.write_bytes(table.read_bytes().removesuffix(b'1.5 1.25,"4 \xc3\x97 1024,\nkept"\r\n'))
     check_csv(table, HEADER)
     assert lines(table) == LINES[:1]
@@ -63,7 +63,7 @@ def test_a_line_that_lacks_only_its_end_stays(table: Path, capsys: pytest.Captur
     assert "had no end and was given one" in capsys.readouterr().err
 
 
-def test_a_file_cut_within_its_header_begins_anew(tmp_path: Path) -> None:
+def test_a_file_cut_within_its_header_is_started_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("name,loss")
     append_csv(ROWS, path, HEADER)

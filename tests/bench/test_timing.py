@@ -55,7 +55,7 @@ def test_a_product_for_a_frozen_argument_does_not_count() -> None:
     assert limits.least_seconds(work, ("hidden",))["full"] == 2.0
 
 
-def test_a_product_is_measured_anew_each_time() -> None:
+def test_a_matmul_is_measured_each_time() -> None:
     limits = measure_limits(CPU, torch.float32, 0.0)
     product = Product(30, 20, 40, "left", "weight")
     assert len({limits.product_seconds(product) for _ in range(5)}) > 1

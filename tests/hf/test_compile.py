@@ -94,7 +94,7 @@ def test_other_heads_and_rotary_functions_break_no_graph(model_type: str) -> Non
 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
-def test_only_the_graphs_of_the_plain_model_hold_all_the_logits(patched: bool) -> None:
+def test_only_the_graphs_of_the_unpatched_model_hold_all_the_logits(patched: bool) -> None:
     sizes: list[int] = []
 
     def watch(graph: fx.GraphModule, inputs: Any) -> Any:

@@ -62,7 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}}
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", ["q_proj", "down_proj", "gate_proj", "lm_head"])
 @pytest.mark.parametrize("first", ["peft", "liger"])
-def test_adapters_get_the_gradients_of_the_plain_model(target: str, first: str, kind: str, tied: bool) -> None:
+def test_adapters_get_the_gradients_of_the_unpatched_model(target: str, first: str, kind: str, tied: bool) -> None:
     plain = adapted(make(tie_word_embeddings=tied), target, **KINDS[kind])
     if first == "peft":
         patched = twin(plain)
@@ -250,7 +250,7 @@ def assert_same(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 @pytest.mark.parametrize("adapter", [None, "lm_head", "q_proj"], ids=["no_adapter", "adapted_head", "adapted_attention"])
 @pytest.mark.parametrize("quantize", QUANTIZED.values(), ids=QUANTIZED.keys())
-def test_what_is_not_quantized_gets_the_gradients_of_the_plain_model(quantize: Callable[[Any], Any], adapter: str | None) -> None:
+def test_what_is_not_quantized_gets_the_gradients_of_the_unpatched_model(quantize: Callable[[Any], Any], adapter: str | None) -> None:
     # On the CPU bitsandbytes takes widths that are multiples of its blocks.
     plain = quantize(make(tie_word_embeddings=False, intermediate_size=128)).train()
     if adapter is not None:

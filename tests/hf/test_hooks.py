@@ -172,20 +172,20 @@ def assert_like_plain(plain: Any, patched: Any, path: str, watch: Watch, change:
 @ORDERS
 @EACH_MODULE
 @pytest.mark.parametrize("watch", SEEING.values(), ids=SEEING.keys())
-def test_a_hook_sees_what_it_does_in_the_plain_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
+def test_a_hook_sees_what_it_does_in_the_unpatched_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
     assert_like_plain(plain, patched, path, watch, False, first)
 
 
 @ORDERS
 @EACH_MODULE
 @pytest.mark.parametrize("watch", CHANGING.values(), ids=CHANGING.keys())
-def test_a_hook_changes_what_it_does_in_the_plain_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
+def test_a_hook_changes_what_it_does_in_the_unpatched_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
     assert_like_plain(plain, patched, path, watch, True, first)
 
 
 @EACH_MODULE
 @pytest.mark.parametrize("watch", ON_ALL.values(), ids=ON_ALL.keys())
-def test_a_hook_on_all_modules_sees_what_it_does_in_the_plain_model(plain: Any, patched: Any, path: str, watch: Watch) -> None:
+def test_a_hook_on_all_modules_sees_what_it_does_in_the_unpatched_model(plain: Any, patched: Any, path: str, watch: Watch) -> None:
     assert_like_plain(plain, patched, path, watch, False, "liger")
 
 

@@ -42,7 +42,7 @@ def test_a_hub_that_answers_is_reachable_whatever_it_says(endpoint: Callable[[st
         assert hub_is_reachable()
 
 
-def test_a_closed_port_is_no_hub(endpoint: Callable[[str], None]) -> None:
+def test_a_closed_port_is_not_a_hub(endpoint: Callable[[str], None]) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         endpoint(f"http://127.0.0.1:{closed.getsockname()[1]}")

@@ -123,7 +123,7 @@ def test_applying_twice_changes_nothing_and_says_so() -> None:
     first.undo()
 
 
-def test_asking_for_nothing_is_no_second_apply() -> None:
+def test_asking_for_nothing_is_not_a_second_apply() -> None:
     assert liger_hf.apply(make(), only=[]).notes == []
 
 
@@ -229,7 +229,7 @@ def test_a_forward_wrapped_again_after_apply_passes_calls_through_after_undo() -
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
-def test_undo_tells_whose_forward_was_replaced_again() -> None:
+def test_undo_names_the_module_whose_forward_was_replaced_again() -> None:
     model = make()
     report = liger_hf.apply(model)
     model.model.norm.forward = lambda x: x

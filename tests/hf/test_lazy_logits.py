@@ -183,7 +183,7 @@ def test_only_the_asked_for_logits_are_made(pair: tuple[Any, Any], keep: int) ->
     assert torch.equal(results, expected)
 
 
-def test_logits_to_keep_with_labels_that_do_not_fit_is_the_error_of_the_plain_model(pair: tuple[Any, Any]) -> None:
+def test_logits_to_keep_with_labels_that_do_not_fit_is_the_error_of_the_unpatched_model(pair: tuple[Any, Any]) -> None:
     messages = []
     for model in pair:
         with pytest.raises(ValueError, match="batch_size") as error:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import liger_hf
 from hf.tiny_models import twin
-from liger_hf.rules.gated_unit import rule as gated_unit
-from liger_hf.rules.gated_unit.ownership import unshared
+from liger_hf.rules.gated_mlp import rule as gated_mlp
+from liger_hf.rules.gated_mlp.ownership import unshared
 
 pytestmark = pytest.mark.cpu
 
@@ -55,7 +55,7 @@ class Swiglu:
 @pytest.fixture(autouse=True)
 def recycling(monkeypatch: pytest.MonkeyPatch) -> None:
     WRITTEN.clear()
-    monkeypatch.setattr(gated_unit, "ACTIVATIONS", ((Swiglu(), {}),))
+    monkeypatch.setattr(gated_mlp, "ACTIVATIONS", ((Swiglu(), {}),))
 
 
 class Projection(nn.Module):

@@ -24,7 +24,7 @@ from liger_hf.verification import decide
 pytestmark = pytest.mark.cpu
 
 
-def test_a_row_tells_pattern_count_class_op_backend_and_reason() -> None:
+def test_a_row_has_pattern_count_class_op_backend_and_reason() -> None:
     rows = {row.pattern: row for row in liger_hf.apply(make("gemma2")).rows}
     row = rows["model.layers.*.pre_feedforward_layernorm"]
     assert (row.count, row.module, row.op, row.backend, row.verdict) == (2, "Gemma2RMSNorm", "rms_norm", "reference", "replaced")
@@ -109,7 +109,7 @@ def test_an_encoder_decoder_that_computes_its_own_loss_makes_no_logits() -> None
     assert isinstance(patched(**inputs).logits, liger_hf.LazyLogits)
 
 
-def test_interleaved_rotary_and_norms_that_centre_are_found_in_cohere() -> None:
+def test_interleaved_rotary_and_norms_that_center_are_found_in_cohere() -> None:
     options = {
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -165,7 +165,7 @@ def test_a_forward_that_somebody_replaced_on_the_class_is_noted(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("model_type", [*OPTIONS, "bert", "bloom", "mamba", "qwen3_moe", "t5", "llava"])
-def test_a_plain_model_has_no_notes_about_others(model_type: str) -> None:
+def test_a_unpatched_model_has_no_notes_about_others(model_type: str) -> None:
     assert liger_hf.inspect(tiny_config(model_type), only=[]).notes[:-1] == []
 
 

@@ -47,7 +47,7 @@ def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Repo
 
 
 @pytest.mark.parametrize(("architecture", "offset"), OFFSETS.items(), ids=OFFSETS)
-def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_plain_model(architecture: str, offset: int, calls: Any) -> None:
+def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_unpatched_model(architecture: str, offset: int, calls: Any) -> None:
     plain = make(architecture).train()
     patched = twin(plain)
     report = applied(patched, calls)
@@ -71,7 +71,7 @@ def test_without_rms_norm_and_without_add_rms_norm_the_bits_are_the_same(calls: 
     assert torch.allclose(results[0]["loss"], results[1]["loss"])
 
 
-def test_dropout_on_the_branch_draws_the_numbers_of_the_plain_model(calls: Any) -> None:
+def test_dropout_on_the_branch_draws_the_numbers_of_the_unpatched_model(calls: Any) -> None:
     plain = make("phi3", resid_pdrop=0.3).train()
     patched = twin(plain)
     applied(patched, calls)
@@ -84,7 +84,7 @@ def test_dropout_on_the_branch_draws_the_numbers_of_the_plain_model(calls: Any) 
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_have_the_gradients_of_the_plain_model(reentrant: bool, calls: Any) -> None:
+def test_checkpointed_layers_have_the_gradients_of_the_unpatched_model(reentrant: bool, calls: Any) -> None:
     plain = make().train()
     patched = twin(plain)
     applied(patched, calls)

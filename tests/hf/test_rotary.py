@@ -124,7 +124,7 @@ def test_heads_may_lie_on_either_axis(axis: int, monkeypatch: pytest.MonkeyPatch
     assert count.calls == 1
 
 
-def test_one_tensor_of_two_may_be_left_out() -> None:
+def test_one_tensor_of_two_is_optional() -> None:
     module = patched(function_of("qwen4_exp"))
     q, cos, sin = tensors((1, 2, 5, WIDTH), (1, 5, WIDTH), (1, 5, WIDTH))
     assert torch.equal(module(q, cos=cos, sin=sin), function_of("qwen4_exp")(q, cos=cos, sin=sin))

@@ -70,7 +70,7 @@ def test_the_table_of_families_says_what_the_table_of_types_says() -> None:
     assert "\n".join(sweep.families(results)) in text
 
 
-def test_a_type_that_cannot_be_built_is_told_apart_from_a_wrong_one() -> None:
+def test_a_type_that_cannot_be_built_is_distinguished_from_a_wrong_one() -> None:
     result = sweep.check("git")
     assert result.verdict == UNBUILT
     assert "batch_size" in result.detail
@@ -118,7 +118,7 @@ def crash(sender: Any, model_type: str) -> None:
     os._exit(7)
 
 
-def test_an_interrupted_sweep_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_an_interrupted_sweep_resumes_where_it_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(sweep, "RESULTS", tmp_path / "results.jsonl")
     sweep.RESULTS.write_text('{"key": "now", "model_type": "llama", "verdict": "same"}\n{"key": "now", "model_ty')
     assert list(sweep._known("now")) == ["llama"]

@@ -16,7 +16,7 @@ from hf.tiny_models import make, step, tokens, twin
 from liger_core import BackendError, DeviceError, LigerError, OptionError, add_rms_norm, rms_norm
 from liger_core import rope as rope_op
 from liger_hf.discovery import replaceable_ops
-from liger_hf.rules.gated_unit import rule as gated_unit
+from liger_hf.rules.gated_mlp import rule as gated_mlp
 from liger_hf.rules.head import causal_loss
 from liger_hf.rules.norm import rule as norm
 from liger_hf.rules.residual import rule as residual
@@ -58,7 +58,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, **wrong: float) -> None:
     elif op == "add_rms_norm":
         monkeypatch.setattr(residual, "add_rms_norm", Wrong(add_rms_norm, **wrong))
     elif op == "swiglu":
-        monkeypatch.setattr(gated_unit, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_unit.ACTIVATIONS))
+        monkeypatch.setattr(gated_mlp, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_mlp.ACTIVATIONS))
     elif op == "rope":
         monkeypatch.setattr(rotary_forms, "rope", Wrong(rope_op, **wrong))
     else:
@@ -170,7 +170,7 @@ def test_a_norm_that_does_something_else_with_another_length_is_left(long: Calla
 
 
 @TURNS
-def test_a_gated_unit_that_does_something_else_with_another_length_is_left(long: Callable[[int], bool]) -> None:
+def test_a_gated_mlp_that_does_something_else_with_another_length_is_left(long: Callable[[int], bool]) -> None:
     def between(unit: Unit, gate: Tensor, up: Tensor) -> Tensor:
         return unit.dropout(gate * up * (1.1 if long(gate.shape[1]) else 1))
 
@@ -269,7 +269,7 @@ def test_a_limited_unit_is_replaced_only_if_its_limits_are_those_of_the_module(b
 
 
 @pytest.mark.parametrize(("between", "fits"), UNITS.values(), ids=UNITS.keys())
-def test_a_gated_unit_is_replaced_only_if_all_of_it_is_computed(between: Callable[..., Tensor], fits: bool) -> None:
+def test_a_gated_mlp_is_replaced_only_if_all_of_it_is_computed(between: Callable[..., Tensor], fits: bool) -> None:
     # Evaluation: a dropout must be noticed although it does nothing yet.
     report = liger_hf.apply(nn.Sequential(Unit(between)).eval())
     assert report.replaced == ({"swiglu": 1} if fits else {})
@@ -407,7 +407,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
 
 
 @pytest.mark.parametrize(("call", "error", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_told_in_a_sentence(call: Callable[[], Any], error: type[LigerError], message: str) -> None:
+def test_a_mistake_raises_a_clear_error(call: Callable[[], Any], error: type[LigerError], message: str) -> None:
     with pytest.raises(error) as raised:
         call()
     assert str(raised.value) == message

@@ -374,7 +374,7 @@ MUTANTS = (
     ),
     Mutant(
         "gated MLP: gate and up are overwritten although other code reads them",
-        f"{HF}/rules/gated_unit/ownership.py",
+        f"{HF}/rules/gated_mlp/ownership.py",
         "if _holders(tensor) not in known:",
         "if not known:",
         ("tests/hf/test_ownership.py", "-k", "written_over"),
@@ -386,7 +386,7 @@ MUTANTS = (
         "is not known or hooked(known) or",
         "is not known or",
         ("tests/hf/test_hooks.py", "-k", "sees_what_it_does and forward-activation"),
-        "test_a_hook_sees_what_it_does_in_the_plain_model",
+        "test_a_hook_sees_what_it_does_in_the_unpatched_model",
     ),
     Mutant(
         "head: backward hooks never run",
@@ -394,7 +394,7 @@ MUTANTS = (
         "if head._backward_hooks or head._backward_pre_hooks or",
         "if",
         ("tests/hf/test_hooks.py", "-k", "sees_what_it_does and backward-head"),
-        "test_a_hook_sees_what_it_does_in_the_plain_model",
+        "test_a_hook_sees_what_it_does_in_the_unpatched_model",
     ),
     Mutant(
         "check: nothing longer than a few tokens",
@@ -418,7 +418,7 @@ MUTANTS = (
         "return torch.equal(forward(replica(module), x.clone()), x.clamp(min=0).square())",
         "return forward(replica(module), x.clone()) is not None",
         ("tests/hf/test_rules.py", "-k", "no_business_of_squared"),
-        "test_an_activation_of_another_kind_is_no_business_of_squared_relus",
+        "test_an_activation_of_another_kind_does_not_concern_the_rule_of_squared_relus",
     ),
     # The Triton backend.
     Mutant(

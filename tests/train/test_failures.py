@@ -148,7 +148,7 @@ def test_of_checkpoints_the_newest_two_stay(small: Setup, whole: list[float], tm
     assert names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
 
 
-def test_saving_is_no_part_of_a_step(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_is_not_part_of_a_step(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seal = saved.seal
 
     def slowly(folder: Path, progress: dict[str, Any]) -> None:

@@ -243,7 +243,7 @@ def test_a_run_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.Ca
         (("--sweep", "precision=fp32,fp17"), "fp17"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(
+def test_options_that_cannot_be_combined_are_refused(
     liger: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], sentence: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -277,7 +277,7 @@ def test_a_folder_is_read_in_order_and_its_binary_files_are_named(small: Setup, 
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\0\1", b""], ids=["binary", "empty"])
-def test_a_file_that_is_no_text_is_a_sentence(small: Setup, tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_text_raises_a_clear_error(small: Setup, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(OptionError, match=r"--data must be a file of text, got .*file, which is empty, binary or cannot be read"):
         data_of(small, tmp_path / "file")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,7 @@ def report(
     drawn = _drawn(records, docs.parent / IMAGES)
     named = {key: Path(os.path.relpath(path, docs.parent)) for key, path in drawn.items()}
     docs.write_text(page(records, verdicts, named, f"liger bench report {results.as_posix()}"), encoding="utf-8")
-    counts = {word: sum(v.word == word for v in verdicts) for word in ("met", "missed", "not measured")}
+    counts = Counter(verdict.word for verdict in verdicts)
     judgement = f"; targets: {', '.join(f'{count} {word}' for word, count in counts.items())}" if verdicts else ""
     Console(highlight=False).print(f"{docs}, {len(drawn)} pictures in {docs.parent / IMAGES}{judgement}", soft_wrap=True)
 

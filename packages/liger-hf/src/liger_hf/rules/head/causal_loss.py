@@ -92,7 +92,7 @@ def _real(logits: Any) -> Tensor | None:
         return logits
     weights = logits.cell.weights
     if torch.compiler.is_compiling() or logits.cell.open or weights is None or weights.are_in(logits.head):
-        return logits.at_hand()
+        return logits.available()
     return logits.materialize()
 
 

@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import MARK, Patch, forward_of
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.rules.gated_unit.rule import NOTHING, Unit, units
+from liger_hf.rules.gated_mlp.rule import NOTHING, Unit, units
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
 
 GATE = "_apply_gate"

@@ -21,7 +21,7 @@ from liger_core import Op, geglu, swiglu
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.rules.gated_unit.ownership import unshared
+from liger_hf.rules.gated_mlp.ownership import unshared
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
 NOTHING = "no module is a gated MLP: none takes one tensor through two or three Linear children around an activation"
@@ -192,4 +192,4 @@ def run_unit(module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, 
     return trial(call, {"x": x}, {"output": upstream}, weights)
 
 
-RULE = Rule("gated_unit", look, ("swiglu", "geglu"), NOTHING)
+RULE = Rule("gated_mlp", look, ("swiglu", "geglu"), NOTHING)
