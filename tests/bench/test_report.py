@@ -229,7 +229,7 @@ def test_a_missed_target_has_its_reason_and_a_met_one_has_none(tmp_path: Path) -
 
 def test_a_copy_of_the_same_size_stands_before_the_implementations(tmp_path: Path) -> None:
     text = text_of(results(tmp_path, [op_row(copy_ms=0.24), op_row("eager")]))
-    assert cells(text, "32x64")[:5] == ["32x64", "*copy of as many bytes*", "0.240", "0.75", "–"]
+    assert cells(text, "32x64", "*copy of as many bytes*")[:5] == ["32x64", "*copy of as many bytes*", "0.240", "0.75", "–"]
 
 
 @pytest.mark.parametrize(

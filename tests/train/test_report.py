@@ -104,7 +104,7 @@ def test_ranks_may_vary_too() -> None:
     rows = [replace(each, tokens_per_second=1000.0 * each.ranks**0.5) for each in rows]
     (sweep,) = found(rows)
     assert (sweep.title, sweep.values) == ("llama-3.2-1b: ranks at batch 1, sequence 1024", [1, 2, 4])
-    assert sweep.setting.endswith("; 24 GiB of each NVIDIA H200")
+    assert sweep.setting.endswith("; 24 GiB of NVIDIA H200 per rank")
     assert said(rows)["Liger: scaling of tokens/s"] == ("", "2.00 × from 1 to 4")
     assert "--sweep ranks=1,2,4" in sweep_command(sweep)
 

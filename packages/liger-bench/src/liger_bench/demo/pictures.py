@@ -44,7 +44,7 @@ def _loss(result: dict[str, Any], path: Path) -> None:
         )
     bottom.axhline(result["loss_difference_bound"], color="black", linestyle="--", linewidth=1, label="allowed")
     bottom.set_yscale("log")
-    bottom.set_ylabel("|difference from Transformers|")
+    bottom.set_ylabel("|difference from Transformers|\n(0 is drawn as 1e-7)")
     bottom.set_xlabel("step")
     bottom.xaxis.get_major_locator().set_params(integer=True)
     bottom.legend()
