@@ -235,6 +235,10 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         logits           (..., V)   any floating dtype; not overwritten, and not copied to float32 at once
         target           (...)      int64 class indices, or ignore_index: no loss, zero gradient
         weight           (V,)       class weights w; 1 by default
+        ignore_index     targets of this value do not count; it may be outside of [0, V)
+        label_smoothing  the share of the loss that all classes have equally, in [0, 1]
+        z_loss           factor of lse², which keeps the logits near a normalized distribution; 0 for none
+        softcap          bounds the logits to ±softcap; None for no bound
         reduction        "mean" divides the sum by the summed weights of the counted targets (0 if none is counted), or by normalizer
         normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
         return_metrics   also return `LossMetrics`

@@ -157,11 +157,12 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
         rotate(x) = (-x[R/2:R], x[:R/2])                          interleaved=False
         rotate(x) = (-x[1], x[0], -x[3], x[2], …)                 interleaved=True
 
-    q        (batch, heads, tokens, width)       any floating dtype and strides
-    k        (batch, key_heads, tokens, width)   dtype of q; any number of heads
-    cos, sin (tokens, R), (1, tokens, R) or (batch, tokens, R); R even, at most width; any floating dtype
-    inplace  overwrite q and k and return them; the mutation is declared to autograd. Neither may be an expanded tensor
-    returns  q and k rotated, shapes, dtypes and (where dense) strides of the inputs; computed in float32 (float64 for float64)
+    q            (batch, heads, tokens, width)       any floating dtype and strides
+    k            (batch, key_heads, tokens, width)   dtype of q; any number of heads
+    cos, sin     (tokens, R), (1, tokens, R) or (batch, tokens, R); R even, at most width; any floating dtype
+    interleaved  pairs are neighboring columns (True), or a column of each half (False)
+    inplace      overwrite q and k and return them; the mutation is declared to autograd. Neither may be an expanded tensor
+    returns      q and k rotated, shapes, dtypes and (where dense) strides of the inputs; computed in float32 (float64 for float64)
 
     Raises ShapeError for shapes that do not match, DtypeError if q and k differ, OptionError for inplace on a leaf that requires a
     gradient or on an expanded tensor.
