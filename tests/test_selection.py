@@ -78,7 +78,7 @@ def runs(op: Op[..., Any] = rms_norm, x: Tensor = X) -> str:
     return answered
 
 
-def test_auto_takes_the_reference_where_nothing_better_is(third: None) -> None:
+def test_auto_selects_the_reference_where_nothing_better_is_available(third: None) -> None:
     assert runs(rms_norm) == "reference"
 
 

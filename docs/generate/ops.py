@@ -118,7 +118,9 @@ def _arguments(op: Op[..., Any], entries: list[Entry]) -> str:
 @cache
 def _elsewhere(name: str) -> str:
     """What the first op that describes an argument of this name says about it: options that ops share are described once."""
-    entries = (entry for op in ops() for part in parts(op.__doc__ or "", op.signature.parameters) if isinstance(part, list) for entry in part)
+    entries = (
+        entry for op in ops() for part in parts(op.__doc__ or "", op.signature.parameters) if isinstance(part, list) for entry in part
+    )
     return next((entry.text for entry in entries if name in entry.names), "")
 
 

@@ -59,7 +59,7 @@ def test_passes_whose_work_is_known_carry(quick_bench: Finished, figure: str) ->
 
 
 @pytest.mark.parametrize("name", ["forward", "full"])
-def test_beside_the_limit_stands_a_copy_of_the_same_size(quick_bench: Finished, name: str) -> None:
+def test_a_copy_of_the_same_size_is_measured_beside_the_limit(quick_bench: Finished, name: str) -> None:
     row = next(row for row in reference_rows(quick_bench) if row["pass"] == name)
     # Measured, and so not the very same as the bytes at the bandwidth.
     assert row["copy_ms"] > 0
@@ -123,7 +123,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
     return list(json.loads((folder / "results.json").read_text()))
 
 
-def test_resuming_measures_only_what_is_not_there(liger: InProcess, tmp_path: Path) -> None:
+def test_resuming_measures_only_what_is_missing(liger: InProcess, tmp_path: Path) -> None:
     liger("bench", "swiglu", *QUICK, "--out", str(tmp_path))
     before = rows_in(tmp_path)
     liger("bench", "swiglu", "geglu", *QUICK, "--peer", "eager", "--out", str(tmp_path), "--resume")

@@ -145,7 +145,7 @@ def test_another_commit_is_another_measurement() -> None:
     ],
     ids=["pytorch", "limited", "cuda", "cublas", "host"],
 )
-def test_every_library_has_its_words_for_no_memory(error: Exception, reason: str) -> None:
+def test_out_of_memory_is_recognized_in_the_words_of_every_library(error: Exception, reason: str) -> None:
     state, results = failure(error)
     assert (state, results["out_of_memory"]) == (FAILED, True)
     assert results["reason"].startswith(f"out of memory: {reason}")
@@ -196,7 +196,7 @@ class Crowded:
         Crowded.alive -= 1
 
 
-def test_memory_that_runs_out_among_others_is_asked_for_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ran_out_of_memory_among_others_is_repeated_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("liger_bench.model.run.Process", Crowded)
     monkeypatch.setattr(Crowded, "peers", [])
     found = [m.row for m in measured([job(batch=2), job("liger", batch=2)], WHERE, 2)]
@@ -326,7 +326,7 @@ def test_a_size_is_read(size: str, count: int) -> None:
     assert bytes_of("op: --size", size) == count
 
 
-def test_a_size_without_a_unit_is_asked_for_one() -> None:
+def test_a_size_without_a_unit_is_an_error_that_suggests_one() -> None:
     with pytest.raises(OptionError, match=r"op: --size must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB\?"):
         bytes_of("op: --size", "24")
 

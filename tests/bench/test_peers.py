@@ -158,7 +158,7 @@ def test_frozen_arguments_of_a_workload_get_no_gradient() -> None:
     assert make_case(swiglu, frozen, CPU, torch.float32).trained == ("gate",)
 
 
-def test_an_unknown_peer_ends_with_2_and_the_nearest_name(liger: InProcess) -> None:
+def test_an_unknown_library_ends_with_2_and_the_nearest_name(liger: InProcess) -> None:
     code, errors = liger("bench", "swiglu", "--quick", "--peer", "eagre")
     assert code == 2
     assert "bench: no library named 'eagre'" in errors

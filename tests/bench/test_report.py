@@ -94,7 +94,7 @@ def test_rows_along_a_size_are_kept_out_of_the_tables(tmp_path: Path) -> None:
     assert "64x64-N" not in text_of(tmp_path)
 
 
-def test_implementations_of_a_shape_stand_together(tmp_path: Path) -> None:
+def test_implementations_of_a_shape_are_adjacent(tmp_path: Path) -> None:
     rows = [op_row(), op_row(workload="8x8"), op_row("eager"), op_row("eager", workload="8x8")]
     lines = [line for line in text_of(results(tmp_path, rows)).splitlines() if "0.200 (" in line]
     assert [line.split("|")[1:3] for line in lines] == [
@@ -227,7 +227,7 @@ def test_a_missed_target_has_its_reason_and_a_met_one_has_none(tmp_path: Path) -
     assert "it is not shown" not in text
 
 
-def test_a_copy_of_the_same_size_stands_before_the_implementations(tmp_path: Path) -> None:
+def test_a_copy_of_the_same_size_comes_before_the_implementations(tmp_path: Path) -> None:
     text = text_of(results(tmp_path, [op_row(copy_ms=0.24), op_row("eager")]))
     assert cells(text, "32x64", "*copy of as many bytes*")[:5] == ["32x64", "*copy of as many bytes*", "0.240", "0.75", "–"]
 

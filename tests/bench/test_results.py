@@ -98,7 +98,7 @@ def test_a_new_table_on_a_full_disk_leaves_no_file(tmp_path: Path, small_files: 
     assert list(tmp_path.iterdir()) == [tmp_path / LOCK]
 
 
-def test_a_device_without_room_is_a_sentence() -> None:
+def test_a_device_without_room_raises_a_clear_error() -> None:
     with pytest.raises(OptionError, match="No space left on device"):
         append_csv(ROWS, Path("/dev/full"), HEADER)
 
@@ -135,7 +135,7 @@ def test_two_processes_append_to_one_file_and_no_row_is_lost(tmp_path: Path) -> 
     assert len(lines(tmp_path / "rows.csv")) == 80
 
 
-def test_a_file_that_another_process_keeps_locked_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_another_process_keeps_locked_raises_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "PATIENCE", 0.05)
     with FileLock(tmp_path / LOCK), pytest.raises(OptionError, match="must not be locked by another process for longer than 0 s; wait or"):
         append_json(ROWS, tmp_path / "rows.json")

@@ -60,7 +60,7 @@ def test_freezing_an_input_leaves_the_other_gradients(frozen_case: tuple[Case, s
     trial.expect(trial.complaints(trial.run(others), reference))
 
 
-def test_no_work_is_done_for_gradients_nobody_asked_for(lone_case: tuple[Case, str], kernel_calls: list[KernelCall]) -> None:
+def test_no_work_is_done_for_gradients_that_are_not_requested(lone_case: tuple[Case, str], kernel_calls: list[KernelCall]) -> None:
     case, asked = lone_case
     trial = Trial(case)
     kernel_calls.clear()

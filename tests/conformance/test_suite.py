@@ -139,7 +139,7 @@ def test_a_load_past_the_end_reads_nan(guarded_memory: GuardedMemory) -> None:
     assert y.as_strided((6,), (1,))[-1].isnan()
 
 
-def test_what_nobody_writes_is_nan(guarded_memory: GuardedMemory) -> None:
+def test_memory_that_is_never_written_is_nan(guarded_memory: GuardedMemory) -> None:
     assert torch.empty(3).isnan().all()
     assert not torch.zeros(3).any()
 
@@ -153,7 +153,7 @@ def greedy(needs: list[bool]) -> list[str]:
     return KernelCall(kernel, (torch.zeros(1), needs), (torch.zeros(1), torch.zeros(1))).unasked()
 
 
-def test_a_gradient_that_nobody_asked_for_is_named() -> None:
+def test_a_gradient_that_was_not_requested_is_named() -> None:
     assert greedy([True, False]) == ["liger_test::greedy_1: grad_b must be None where nobody asked for it"]
 
 

@@ -35,7 +35,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
     hub_is_reachable.cache_clear()
 
 
-def test_a_hub_that_answers_is_reachable_whatever_it_says(endpoint: Callable[[str], None]) -> None:
+def test_a_hub_that_answers_is_reachable_whatever_the_answer(endpoint: Callable[[str], None]) -> None:
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
         Thread(target=server.handle_request, daemon=True).start()
         endpoint(f"http://127.0.0.1:{server.server_port}")

@@ -139,7 +139,7 @@ def gradients(unit: Unit, x: Tensor) -> dict[str, Tensor]:
     [*((then, True) for then in PRIVATE.values()), *((then, False) for then in SHARED.values())],
     ids=[*PRIVATE, *SHARED],
 )
-def test_gradients_are_right_and_gate_and_up_are_written_over_only_where_nobody_reads_them(
+def test_gradients_are_right_and_gate_and_up_are_overwritten_only_where_nothing_reads_them(
     then: Callable[[Projection, Tensor], Tensor], private: bool, bias: bool
 ) -> None:
     plain = Unit(then, bias)

@@ -51,7 +51,7 @@ def test_the_report_is_plain_data_text_and_a_table() -> None:
     "chosen",
     [{"only": ["rms_norm", "swiglu"]}, {"only": (rms_norm, swiglu)}, {"exclude": ["add_rms_norm", "rope", "linear_cross_entropy"]}],
 )
-def test_only_what_is_asked_for_is_replaced(chosen: dict[str, Any]) -> None:
+def test_only_the_requested_ops_are_replaced(chosen: dict[str, Any]) -> None:
     report = liger_hf.apply(make(), **chosen)
     assert report.replaced.keys() == {"rms_norm", "swiglu"}
     assert {row.op: row.reason for row in report.rows if row.verdict == "left"} == {
@@ -126,7 +126,7 @@ def test_interleaved_rotary_and_norms_that_center_are_found_in_cohere() -> None:
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
 
 
-def test_a_forward_that_somebody_else_replaced_is_left_and_named() -> None:
+def test_a_forward_that_other_code_replaced_is_left_and_named() -> None:
     model = make()
     model.model.norm.forward = lambda x: x
     reasons = {row.pattern: row.reason for row in liger_hf.apply(model).rows}
@@ -149,7 +149,7 @@ def test_kernels_of_transformers_are_noted() -> None:
     assert "use_kernels=True" in liger_hf.apply(model).notes[0]
 
 
-def test_a_forward_that_somebody_replaced_on_the_class_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_was_replaced_on_the_class_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def lce_forward(self: Any, *args: Any, **options: Any) -> Any:
         return original(self, *args, **options)
 

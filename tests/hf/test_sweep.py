@@ -44,7 +44,7 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
-def test_patched_computes_what_plain_does_and_the_page_says_what_was_replaced(model_type: str) -> None:
+def test_a_patched_model_computes_what_the_unpatched_one_does_and_the_page_shows_what_was_replaced(model_type: str) -> None:
     result = sweep.check(model_type)
     assert (result.verdict, result.detail) == (SAME, "")
     assert sweep.line(result) in PAGE.read_text().splitlines()

@@ -60,7 +60,7 @@ def test_training_with_the_callback_has_the_losses_of_the_unpatched_model(tmp_pa
     assert patched.liger_report.replaced == ALL
 
 
-def test_the_callback_puts_in_what_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_callback_applies_the_requested_ops(tmp_path: Path) -> None:
     callback = liger_hf.LigerCallback(only=["swiglu"], show=None)
     trainer(make(), tmp_path, [callback]).train()
     assert callback.report is not None

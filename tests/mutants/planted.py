@@ -378,7 +378,7 @@ MUTANTS = (
         "if _holders(tensor) not in known:",
         "if not known:",
         ("tests/hf/test_ownership.py", "-k", "written_over"),
-        "test_gradients_are_right_and_gate_and_up_are_written_over_only_where_nobody_reads_them",
+        "test_gradients_are_right_and_gate_and_up_are_overwritten_only_where_nothing_reads_them",
     ),
     Mutant(
         "gated MLP: an activation is passed over in spite of its hooks",

@@ -332,7 +332,7 @@ def test_a_report_escapes_what_rows_say(liger: InProcess, tmp_path: Path) -> Non
     assert "&lt;b&gt;|&amp;" in (tmp_path / "page.html").read_text()
 
 
-def test_a_report_of_nothing_writes_nothing(liger: InProcess, tmp_path: Path) -> None:
+def test_a_report_without_results_writes_nothing(liger: InProcess, tmp_path: Path) -> None:
     code, errors = liger("report", str(tmp_path))
     assert (code, "which liger train --out FOLDER writes" in errors) == (2, True)
     assert not list(tmp_path.iterdir())

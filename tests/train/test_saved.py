@@ -48,7 +48,7 @@ def resumed(folder: Path) -> tuple[int | None, list[str]]:
     return (None if found is None else found.step), notes
 
 
-def test_a_whole_checkpoint_is_taken_without_a_word(folder: Path) -> None:
+def test_an_intact_checkpoint_is_used_without_a_message(folder: Path) -> None:
     assert resumed(folder) == (4, [])
     assert names(folder / "checkpoint-4") == ["liger.json", "model.safetensors"]
 

@@ -181,7 +181,7 @@ def test_a_resumed_sweep_runs_what_is_missing(tmp_path: Path, monkeypatch: pytes
     assert len((tmp_path / "train.csv").read_text().splitlines()) == 4
 
 
-def test_what_has_to_settle_takes_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_have_to_settle_take_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: dict[str, int] = {}
 
     def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:

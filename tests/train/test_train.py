@@ -234,7 +234,7 @@ def test_given_options_are_not_printed_as_defaults(monkeypatch: pytest.MonkeyPat
         (("--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library, got no/such/file"),
     ],
 )
-def test_a_wrong_option_is_a_sentence(liger: InProcess, arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_wrong_option_raises_a_clear_error(liger: InProcess, arguments: tuple[str, ...], sentence: str) -> None:
     code, said = liger("train", "--model", "tiny", "--device", "cpu", *arguments)
     assert (code, sentence in said) == (2, True), said
 
@@ -283,7 +283,7 @@ def test_a_file_that_is_not_text_raises_a_clear_error(small: Setup, tmp_path: Pa
         data_of(small, tmp_path / "file")
 
 
-def test_a_folder_of_binary_files_is_a_sentence(small: Setup, tmp_path: Path) -> None:
+def test_a_folder_of_binary_files_raises_a_clear_error(small: Setup, tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\0")
     with pytest.raises(
         OptionError, match=r"--data must hold text, got .*, which has none; Files in .* that are not text were skipped: image.png"
@@ -291,7 +291,7 @@ def test_a_folder_of_binary_files_is_a_sentence(small: Setup, tmp_path: Path) ->
         data_of(small, tmp_path)
 
 
-def test_too_short_a_text_is_a_sentence(small: Setup, tmp_path: Path) -> None:
+def test_too_short_a_text_raises_a_clear_error(small: Setup, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("short")
     with pytest.raises(OptionError, match=r"the text must have at least the 4 × 16 tokens of a step, got [0-9]+ from .*; use more text"):
         data_of(small, tmp_path / "file", accumulation=2)

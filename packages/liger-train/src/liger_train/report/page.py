@@ -204,7 +204,7 @@ def _timelines(timelines: Sequence[Record], pictures: Pictures) -> list[str]:
         peak = record["peak"]
         lines.append([title(record["setup"]), f"{sum(peak.values()) / scale:.2f}", *(f"{peak[name] / scale:.2f}" for name in names)])
     about = (
-        "## Memory over time\n\nFrom the allocator's events: the second and third step, or the whole run if it ran out of memory. Weights, gradients and optimizer state "
+        "## Memory over time\n\nFrom the allocator's events: the last recorded step, up to the failed request if it ran out of memory. Weights, gradients and optimizer state "
         "are recognized by their addresses, logits by their size; checkpoints are the inputs of checkpointed layers. "
         f"At the peak, in {unit}:"
     )
