@@ -27,7 +27,7 @@ class Row(Protocol):
 
 
 class Measured(Protocol):
-    """A row, and what the processes wrote that measured it."""
+    """A row, and the output of the processes that measured it."""
 
     @property
     def row(self) -> Any: ...

@@ -83,7 +83,7 @@ class Process:
             return FAILED, {"reason": f"the process died: {_ending(self.process.exitcode)}{self._last_words()}", "failed": True}
 
     def written(self) -> str:
-        """What it wrote to standard output and error."""
+        """Its output and errors."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def _last_words(self) -> str:
@@ -100,7 +100,7 @@ def _ending(code: int | None) -> str:
 
 
 def _work(job: Any, connection: Connection, log: Path, answer: Callable[[Any, Connection], Answer]) -> None:
-    """What the process does."""
+    """The work of the process."""
     # Warnings of libraries, and what compilers write, would tear the progress bar.
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)

@@ -47,7 +47,7 @@ def append_json(rows: Sequence[Columns], path: Path) -> None:
 
     Raises OptionError if they cannot be written; the rows before are then as they were.
     """
-    # Of one process at a time, so that what a killed one left is overwritten and does not pile up.
+    # For one process at a time, so that leftovers of a killed one are overwritten and do not accumulate.
     written = path.with_name(path.name + ".part")
     with _alone(path), _writable(path):
         everything = json.dumps([*read_json(path), *rows], indent=1) + "\n"
@@ -73,7 +73,7 @@ def check_csv(path: Path, header: list[str]) -> None:
 
 
 def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
-    """Add rows to a file, which gets its header when it is new; what is in a list is written with blanks between.
+    """Append rows to a file, with a header if it is new; lists are written with blanks between their items.
 
     Raises OptionError if they cannot be written; the rows before are then as they were.
     """
@@ -154,7 +154,7 @@ def _cut(path: Path, size: int) -> None:
 
 
 def _text(path: Path) -> str:
-    """What is in a file, also where a cut went through a letter."""
+    """The contents of a file, even if it was cut within a character."""
     return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
 
 

@@ -22,7 +22,7 @@ SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packag
 
 @dataclass(frozen=True)
 class Text:
-    """Token sequences and what they were made from."""
+    """Token sequences and their source."""
 
     sequences: Tensor  # (number, sequence)
     tokens: int

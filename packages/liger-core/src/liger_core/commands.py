@@ -31,7 +31,7 @@ OTHERS = ("torch", "triton", "transformers")
 def main() -> None:
     """Run the command; a LigerError ends it with its sentence and exit code 2."""
     try:
-        app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused operators for training large language models.")
+        app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused ops for training large language models.")
         app.callback()(_options)
         _add_commands(app, registry())
         app()
@@ -77,7 +77,7 @@ def _options(
         bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Print the versions of the packages, then exit.")
     ] = False,
 ) -> None:
-    """Fused operators for training large language models."""
+    """Fused ops for training large language models."""
 
 
 def add(app: typer.Typer) -> None:

@@ -12,15 +12,15 @@ class LigerError(Exception):
 
 
 class ShapeError(LigerError, ValueError):
-    """A tensor has a shape that the op cannot take."""
+    """A tensor has a shape that the op does not support."""
 
 
 class DtypeError(LigerError, TypeError):
-    """A tensor has a dtype that the op cannot take."""
+    """A tensor has a dtype that the op does not support."""
 
 
 class DeviceError(LigerError, ValueError):
-    """Tensors of one call live on different devices."""
+    """Tensors of one call are on different devices."""
 
 
 class OptionError(LigerError, ValueError):
@@ -36,15 +36,15 @@ class GradientError(LigerError, RuntimeError):
 
 
 class BackendError(LigerError, RuntimeError):
-    """A backend was named that is unknown, unavailable, or cannot take this call."""
+    """The selected backend is unknown, unavailable, or does not support this call."""
 
 
 class PluginError(LigerError, RuntimeError):
-    """A plugin does not keep the contract of the hooks."""
+    """A plugin violates the contract of the hooks."""
 
 
 class Unsupported(Exception):
-    """Raised by an implementation, before any work, to decline a call that it cannot take."""
+    """Raised by an implementation, before any work, to decline a call that it does not support."""
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:

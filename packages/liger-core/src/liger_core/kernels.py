@@ -26,7 +26,7 @@ KERNELS: dict[Any, Kernel] = {}
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _transform = torch._C._functorch.peek_interpreter_stack
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, list, tuple})
-# What the parameters of `launch` may be annotated with, and what each is in a schema.
+# The annotations that parameters of `launch` may have, and the schema type of each.
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -86,7 +86,7 @@ class Kernel:
         return self._plainly(args)
 
     def _plainly(self, args: tuple[Any, ...]) -> Outputs:
-        """Run past the dispatcher; in a backward that frees its graph with what it may recycle."""
+        """Run without the dispatcher; a backward that frees its graph may recycle its inputs."""
         if self.recycle is not None and torch._C._current_graph_task_id() != -1 and not _keeps_graph():
             return self.execute(args, self.recycle)
         return self.execute(args, self.allocate)
@@ -242,7 +242,7 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     backward's inputs are `grad_<output>`, inputs and outputs of forward under their own names (these are kept until then),
     and last `needs: list[bool]`: which of its results, each called `grad_<input>`, are asked for. A result `grad_<input>_and_<input>` is
     the gradient of both; autograd copies a gradient that it shares before it writes to it. A last result called `scratch` is memory that
-    the launch works in, and nobody's gradient. A forward that computes gradients itself, or keeps what they take, has the same `needs`
+    the launch works in, and nobody's gradient. A forward that computes gradients itself, or saves what they need, has the same `needs`
     last. The first `public` outputs are returned; those without a `grad_` input are constants.
 
     Raises TypeError, at import, if a name belongs to nothing.

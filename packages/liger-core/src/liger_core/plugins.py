@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds plugins through entry points and turns what they offer into two dictionaries, once."""
+"""Finds plugins through entry points and collects their ops and backends, once."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _loading = False
 def registry() -> Registry:
     """What the plugins offer; the first call loads them.
 
-    A fault of a plugin never stops the others: what it concerns, a backend for instance, is ignored with a warning and listed in
+    A fault of a plugin never stops the others: the affected part, for instance a backend, is ignored with a warning and listed in
     `Registry.failed`. `LIGER_DISABLE_PLUGINS=name,…` disables plugins, which are then not even imported.
     """
     global _registry, _loading
@@ -141,7 +141,7 @@ def blaming(found: Registry, plugins: list[Plugin], ignored: str, *, backend: st
 
 
 def attempt(what: str, call: Callable[[], T]) -> T:
-    """The result of code of a plugin. Whatever it raises, also to end the process, becomes a PluginError; Ctrl-C stays what it is."""
+    """The result of plugin code. Anything it raises, even SystemExit, becomes a PluginError; KeyboardInterrupt does not."""
     try:
         return call()
     except (PluginError, KeyboardInterrupt):

@@ -280,7 +280,7 @@ def in_turn(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Choice:
 
 
 def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
-    """What a compiled region gets where this backend is selected."""
+    """The implementation that a compiled region gets if this backend is selected."""
     implementation = found.implementations[backend][op.name]
     most = found.handed_over.get(backend, {}).get(op.name, 0)
     if not most:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what is installed is what was tested: the versions that the metadata of Liger's packages allows."""
+"""Whether the installed versions are tested ones: those that the metadata of Liger's packages allows."""
 
 from __future__ import annotations
 

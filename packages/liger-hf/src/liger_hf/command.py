@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger inspect MODEL`: what of a model the ops can replace."""
+"""`liger inspect MODEL`: the parts of a model that ops can replace."""
 
 from __future__ import annotations
 

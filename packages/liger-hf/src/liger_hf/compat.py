@@ -52,7 +52,7 @@ class StandIn:
 def install(show: Callable[[Report], Any] | None = print) -> StandIn:
     """From now on `use_liger_kernel=True` in TrainingArguments means `liger_hf.apply`, in this process.
 
-    show  what is done with each report, on the first process; print by default, None for nothing
+    show  called with each report, on the first process; print by default, None for nothing
 
     A key of `liger_kernel_config` set to False leaves that op out; all are put in by default. Keys that name none of the ops are
     noted in the report. Transformers asks for a package named liger_kernel; a module of that name, with the one function that it

@@ -30,7 +30,7 @@ def hub_is_reachable() -> bool:
 def _ask(answers: list[object]) -> None:
     from huggingface_hub import constants, get_session
 
-    # Which HTTP library the session comes from, and so what it raises, depends on the version of huggingface_hub.
+    # The HTTP library of the session, and thus the exceptions it raises, depend on the version of huggingface_hub.
     try:
         answers.append(get_session().head(constants.ENDPOINT, timeout=SECONDS))
     except Exception:

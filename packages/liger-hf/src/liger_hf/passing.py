@@ -16,7 +16,7 @@ PASSED = "liger_passed_over"
 
 
 def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
-    """All that the module has of its own besides what is called."""
+    """Everything that the module owns, except what is called."""
     children = {name: child for name, child in module._modules.items() if child is not None and name not in called}
     functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value) and name not in (slot(module), "forward")}
     return {**children, **functions}

@@ -79,7 +79,7 @@ def under_autocast(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | str:
-    """As `forward_of`, but without the autocast of accelerate: what a check in several dtypes can run."""
+    """As `forward_of`, but without the autocast of accelerate, so that a check can run it in several dtypes."""
     return forward_of(module) if under_autocast(module) is None else type(module).forward
 
 

@@ -131,7 +131,7 @@ NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 
 
 def preset_name(name: str) -> str:
-    """What a model is called in results: a preset by its own name, anything else as it is."""
+    """The name of a model in results: canonical for a preset, anything else unchanged."""
     return ALIASES.get(name, name)
 
 

@@ -53,9 +53,9 @@ class Found:
 class Rule:
     """What `liger_rules()` of a plugin returns.
 
-    look     returns what it makes of a module, or None if the module cannot be its own
+    look     returns its findings on a module, or None if the rule does not apply to it
     ops      the names of the ops that it can put in
-    nothing  what the report says when no module was its own
+    nothing  what the report says if the rule applied to no module
     """
 
     name: str

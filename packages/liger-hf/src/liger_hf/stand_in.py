@@ -78,7 +78,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def sized(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype, float]]:
-    """Inputs of several sizes for what is not linear: name, dtype, scale."""
+    """Inputs of several scales, to reveal nonlinearities: name, dtype, scale."""
     for dtype in dtypes:
         for size, scale in (SCALES_IN_FLOAT16 if dtype == torch.float16 else SCALES).items():
             yield f"{str(dtype).removeprefix('torch.')}, {size} input", dtype, scale

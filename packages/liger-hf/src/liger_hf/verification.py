@@ -62,14 +62,14 @@ def _original(function: Callable[..., Any], case: Case) -> tuple[Results, Result
 
 
 def _doubtful(dtype: torch.dtype, plain: Results, exact: Results) -> Iterator[str]:
-    """What the module computes so differently in float64 that any candidate would seem accurate."""
+    """The results that differ so much in float64 that any candidate would seem accurate."""
     for name, value in plain.items():
         if error(value, exact[name]).frobenius > (0.01 if dtype == torch.float32 else 0.3):
             yield name
 
 
 def _verdict(candidate: Candidate, known: list[tuple[Case, Results, Results]], verify: bool) -> tuple[str | None, float]:
-    """(what is wrong or None, distance to the original's own outputs)."""
+    """(the problem or None, distance to the original's own outputs)."""
     distance = 0.0
     for case, original, exact in known:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the rows of one workload: its implementations in turns, pass by pass."""
+"""Measures the rows of one workload, pass by pass; its implementations are interleaved."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ Figures = dict[str, Any]
 
 @dataclass
 class Turn:
-    """One implementation on one workload: what is known of it so far.
+    """The state of one implementation on one workload.
 
-    refused  pass → why it has no figures; "" stands for all of them
+    refused  pass → why it has no figures; "" for all passes
     """
 
     implementation: Implementation
@@ -53,7 +53,7 @@ class Turn:
 
     @contextmanager
     def excused(self, name: str) -> Iterator[None]:
-        """Inside, the implementation is selected, and an error becomes the reason why a pass has no figures."""
+        """Within this context, the implementation is selected, and an error becomes the reason why a pass has no figures."""
         try:
             with self.implementation.selected():
                 yield
@@ -71,7 +71,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Bench:
-    """What is the same for all rows of a run: the place, the limits, and how long each pass of an implementation is timed.
+    """Settings of a run: the place, the limits, and how long each pass of an implementation is timed.
 
     accuracy  whether results are compared with float64, which takes longer than timing them
     """
@@ -130,7 +130,7 @@ class Bench:
         return [row for turn in turns for row in self._rows(case, turn, plain, least, copies)]
 
     def dispatch(self, op: Op[..., Any], workload: Workload) -> Row:
-        """What the op does before an implementation runs: its cost with one that does nothing, less that of calling nothing."""
+        """The cost of an op before its implementation runs: the time with an empty implementation, minus that of an empty call."""
 
         def nothing(*args: Any, **kwargs: Any) -> None:
             return None

@@ -22,7 +22,7 @@ Phase = Callable[[Job], object]
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and what the ranks wrote."""
+    """A row, and the output of the ranks."""
 
     row: Row
     written: str = ""

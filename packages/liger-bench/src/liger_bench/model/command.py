@@ -65,7 +65,7 @@ def model(
     resume: Annotated[
         bool, typer.Option("--resume", help="Skip what --out already has of this commit, machine, versions and dtype.")
     ] = False,
-    targets: Annotated[Path | None, typer.Option(help="Targets to compare with; benchmarks/targets.json if it is there.")] = None,
+    targets: Annotated[Path | None, typer.Option(help="Targets to compare with. Default: benchmarks/targets.json, if it exists.")] = None,
 ) -> None:
     """Measure forward and backward of whole models, each implementation in a process of its own.
 
@@ -110,7 +110,7 @@ def _targets(path: Path | None) -> list[Target]:
 
 
 def _verdicts(rows: list[Row], targets: list[Target]) -> list[Verdict]:
-    """What the rows reached of the targets that are about models."""
+    """The verdicts on the targets for whole models."""
     found = judged(targets, with_derived([row.columns() for row in rows]), {})
     return [verdict for verdict in found if verdict.value is not None]
 

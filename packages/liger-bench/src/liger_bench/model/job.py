@@ -35,7 +35,7 @@ class Row:
     *_per_second      median, 0.2 and 0.8 quantile of the steps
     peak_bytes        the most memory held at once: weights, gradients, activations and the batch
     loss, grad_norm   of the first step: the same weights and tokens for all implementations
-    compile_seconds   what the first step took beyond a median one: graphs and kernels are compiled in it
+    compile_seconds   the time of the first step, which compiles graphs and kernels, minus that of a median one
     reason            why there are no figures, else empty; no memory left is a result and not a failure
     """
 

@@ -25,7 +25,7 @@ Phase = Callable[[Job, str], object]
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, the longest kernels if they were asked for, and what the process wrote."""
+    """A row, the longest kernels if requested, and the output of the process."""
 
     row: Row
     kernels: list[dict[str, Any]]
@@ -57,7 +57,7 @@ def measured(
 
 
 def answer(job: Job, connection: Connection) -> Answer:
-    """What the process of a job does."""
+    """The work of the process of a job."""
     try:
         # Here, so that the process which only waits need not load it.
         from liger_bench.model.training import Training

@@ -22,8 +22,8 @@ IMAGES = Path("images", "bench")
 def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="Folder with the results.json and model.json of liger bench --out.")],
     docs: Annotated[Path, typer.Option(help="The page to write; the pictures go to images/bench beside it.")] = Path("docs/benchmarks.md"),
-    targets: Annotated[Path | None, typer.Option(help=f"What the figures are judged by; {TARGETS} if it is there.")] = None,
-    reasons: Annotated[Path | None, typer.Option(help=f"Why targets are missed; {REASONS} if it is there.")] = None,
+    targets: Annotated[Path | None, typer.Option(help=f"Targets for the figures. Default: {TARGETS}, if it exists.")] = None,
+    reasons: Annotated[Path | None, typer.Option(help=f"Why targets are missed. Default: {REASONS}, if it exists.")] = None,
 ) -> None:
     """Draw pictures and write one page from results; every figure in them comes from the results."""
     # These bring matplotlib, which the other commands do without.

@@ -257,7 +257,7 @@ def _copies(rows: Sequence[Record], passes: Sequence[str], width: int) -> list[l
 
 
 def _costs(rows: Sequence[Record]) -> str:
-    """Memory of forward and backward, and what the host takes."""
+    """Memory and host time of forward and backward."""
     full = [row for row in rows if row["pass"] == "full" and row["peak_extra_bytes"] is not None]
     if not full:
         return ""

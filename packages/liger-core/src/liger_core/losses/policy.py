@@ -20,9 +20,9 @@ from liger_core.losses.tokens import Tokens, constants_of, masked, tokens_of
 
 
 class PolicyMetrics(NamedTuple):
-    """Means over the counted tokens, detached; None for what the loss did not compute.
+    """Means over the counted tokens, detached; None for quantities that the loss did not compute.
 
-    surrogate                 what the surrogate alone adds to the loss, averaged as the loss is
+    surrogate                 the contribution of the surrogate to the loss, averaged like the loss
     ratio                     π/π_old
     drift                     KL(π_old ‖ π), by k3: how far the policy is from π_old
     clipped_low, clipped_high shares of tokens whose ratio the bounds cut: below with A < 0, above with A > 0

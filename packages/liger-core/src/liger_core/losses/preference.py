@@ -28,7 +28,7 @@ class PreferenceMetrics(NamedTuple):
     margin                              chosen_reward − rejected_reward
     accuracy                            share of pairs whose chosen answer has the higher reward
     chosen_log_prob, rejected_log_prob  of whole answers, in nats
-    nll                                 negative log-likelihood of the chosen answers, averaged as the loss averages it
+    nll                                 negative log-likelihood of the chosen answers, averaged as in the loss
     """
 
     chosen_reward: Tensor

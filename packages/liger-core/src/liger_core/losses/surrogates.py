@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy loss maximizes: the surrogates of PPO, GRPO, GSPO, CISPO, SAPO and VESPO.
+"""The objectives that policy losses maximize: the surrogates of PPO, GRPO, GSPO, CISPO, SAPO and VESPO.
 
 log_ratio = log π/π_old (B, T), 0 where not counted; A is the advantage, (B, 1) or (B, T). Ratios count as e⁸⁰ at most.
 """

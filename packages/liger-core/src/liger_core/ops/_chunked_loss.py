@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunk loop of linear_cross_entropy, and what it shares with the loop of per-token results: the matmuls around row passes."""
+"""The chunk loop of linear_cross_entropy, and the part it shares with the loop of per-token results: the matmuls around row passes."""
 
 from __future__ import annotations
 

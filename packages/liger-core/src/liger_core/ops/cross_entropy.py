@@ -141,7 +141,7 @@ def work(logits: Tensor, target: Tensor, **options: Any) -> Work:
 
 
 class ReducedResults(NamedTuple):
-    """The summed or mean loss, the results of rows as in RowResults, and for a mean what the sum was multiplied by."""
+    """The summed or mean loss, the results of rows as in RowResults, and for a mean the factor of the sum."""
 
     loss: Tensor
     statistics: Tensor
@@ -208,7 +208,7 @@ def _kernels(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> tuple[Cal
     return per_row, differentiable(reduced, derivative), differentiable(reduced, derivative, public=5)
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
+# No return annotation, so that its signature is that of the op.
 def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """cross_entropy for a backend that brings the row passes; `supported(logits)` may decline a call."""
     per_row, reduced, reduced_with_results = _kernels(passes, make_kernel)

@@ -61,7 +61,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("beta_nan", (x, x), OptionError, "beta must be a finite number in [0, 1], got nan", beta=float("nan"))
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
+# No return annotation, so that its signature is that of the op.
 def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """jsd for a backend that brings the row passes; `supported(student, teacher)` may decline a call."""
     divergence = logit_divergences(passes, make_kernel)

@@ -76,7 +76,7 @@ def _options(reverse: bool, skew: float, temperature: float) -> DivergenceOption
     return DivergenceOptions.given("skewed_kl", skew, temperature)
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
+# No return annotation, so that its signature is that of the op.
 def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """kl_div for a backend that brings the row passes; `supported(student, teacher)` may decline a call."""
     divergence = logit_divergences(passes, make_kernel)

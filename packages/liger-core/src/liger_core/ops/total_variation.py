@@ -34,7 +34,7 @@ def check(
     check_logits("total_variation", student, teacher, temperature, reduction, normalizer)
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
+# No return annotation, so that its signature is that of the op.
 def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """total_variation for a backend that brings the row passes; `supported(student, teacher)` may decline a call."""
     divergence = logit_divergences(passes, make_kernel)

@@ -92,7 +92,7 @@ def _layout(linears: dict[str, nn.Module]) -> Layout | None:
     return None
 
 
-# What a module makes of (gate, up), or of both packed in one, and whether it may write over them.
+# A function of (gate, up), or of both packed in one, and of whether it may overwrite them.
 Unit = Callable[[nn.Module, tuple[Tensor, ...], bool], Tensor]
 
 
@@ -114,7 +114,7 @@ def _limited(name: str, module: nn.Module, parts: tuple[Tensor, ...], overwrite:
     """The gate is cut from above, up on both sides."""
     limit = getattr(module, name)
     gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-    # Nobody else sees what was cut.
+    # No other code sees the clipped tensors.
     return swiglu(gate.clamp(max=limit), up.clamp(min=-limit, max=limit), overwrite=True)
 
 
@@ -170,7 +170,7 @@ def _cases(
     inputs, down = layout
     sizes = {name: (HIDDEN, INNER * (3 - len(inputs))) for name in inputs} | {down: (INNER, HIDDEN)}
     layers = {name: draw.linear(*sizes[name], bias=getattr(child, "bias", None) is not None) for name, child in linears.items()}
-    # Without hooks: what they see must not be what a check draws.
+    # Without hooks: they must not see the random inputs of a check.
     others: dict[str, nn.Module] = {name: _Marker() for name in between} | {name: replica(module.get_submodule(name)) for name in passed}
     x, upstream = draw.normal(2, 9, HIDDEN), draw.normal(2, 9, HIDDEN)
     for name, dtype, scale in sized(dtypes):

@@ -20,7 +20,7 @@ from liger_hf.rules.head.weights import gathered
 # Elements of the logits that the module-call path holds at a time: enough for large matmuls on a GPU, a cache's worth on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 CHUNK_ELEMENTS_DEVICE = 1 << 28
-# What a weight is whose memory is all there is to it.
+# The types of a weight that consists of nothing but its memory.
 PLAIN_WEIGHTS: tuple[type, ...] = (nn.Parameter, Tensor)
 
 
@@ -113,7 +113,7 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) ->
     head: Any = logits.head
     scale, cap, bias = form
     if bias is not None:
-        # What the model adds to its logits, in the dtype of a bias of the head.
+        # The term that the model adds to its logits, in the dtype of a bias of the head.
         bias = bias.to(head.weight.dtype) if head.bias is None else head.bias + bias.to(head.weight.dtype)
     options = {"bias": head.bias if bias is None else bias, "logit_scale": scale, "softcap": cap}
     return _mean(linear_cross_entropy, logits.hidden, target, items, ignore_index, head.weight, **options)

@@ -120,7 +120,7 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             # Undone, but still called by something that has wrapped this function since.
             return original(self, *args, **options)
         if skip_logits and keep_logits is None:
-            # What a Trainer with use_liger_kernel=True says when it evaluates the loss alone.
+            # The argument of a Trainer with use_liger_kernel=True when it evaluates only the loss.
             keep_logits = False
         head = holder[0]
         # A Trainer evaluates: it may want the loss alone, which it does not say, and reads the logits at once or never.

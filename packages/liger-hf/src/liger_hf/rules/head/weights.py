@@ -60,7 +60,7 @@ class Weights:
         return now.keys() == self.tensors.keys() and all(now[name] is tensor for name, tensor in self.tensors.items())
 
     def check(self, head: nn.Module) -> None:
-        """Raise LogitsError if these weights are no longer what they were in the call."""
+        """Raise LogitsError if these weights have changed since the call."""
         if any(map(_freed, self.tensors.values())) or (gathered(head) and not self.are_in(head)):
             state = "has been sharded"
         elif self.stepped or (self.versions is not None and self.versions != self._versions()):

@@ -108,7 +108,7 @@ def _candidate(
     def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
         (x,) = inputs or (named.pop(argument),)
         weight = getattr(self, "weight", None)
-        # What a module makes of mixed dtypes differs from class to class, and autocast promotes a plain layer norm.
+        # The treatment of mixed dtypes differs between classes, and autocast promotes a plain layer norm.
         if (weight is not None and x.dtype != weight.dtype) or (biased and torch.is_autocast_enabled(x.device.type)):
             return original(self, x)
         if biased:

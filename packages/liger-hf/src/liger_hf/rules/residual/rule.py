@@ -57,7 +57,7 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _norm(child: nn.Module) -> Found | None:
-    """What the rule of norms makes of it, were it as its class says."""
+    """What the rule for norms finds for it, if it were unchanged from its class."""
     if norms.eps_of(child) is None:
         return None
     found = norms.look(replica(child))
@@ -121,7 +121,7 @@ def _hooked(child: nn.Module) -> bool:
 
 
 def _fit(weight: Any, left: Any, right: Any) -> bool:
-    """Neither broadcast nor promoted: what a module makes of mixed dtypes differs from class to class."""
+    """Neither broadcast nor promoted: the treatment of mixed dtypes differs between classes."""
     if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
         return False
     return left.shape == right.shape and left.dtype == right.dtype and (weight is None or weight.dtype == left.dtype)

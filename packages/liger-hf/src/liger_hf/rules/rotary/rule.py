@@ -76,7 +76,7 @@ def _candidates(
 
 
 def _fitting(function: Callable[..., Any], found: Signature, width: int) -> list[tuple[Form, Callable[..., Any]]]:
-    """The forms that may be meant: they give what the function does, roughly, in float32 on the CPU."""
+    """The candidate forms: those that roughly agree with the function, in float32 on the CPU."""
     device, fitting = torch.device("cpu"), []
     with undisturbed(device), torch.no_grad():
         trials = [(given, function(**given)) for given in _calls(function, found, width, device)]
@@ -186,7 +186,7 @@ def _cases(
 
 
 def _cast(given: dict[str, Any], found: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
-    """Complex angles stay what they are."""
+    """Complex angles stay unchanged."""
     changed = {name: given[name].to(dtype) for name in found.rotated}
     return {**given, **changed, **{name: given[name].to(tables) for name in found.tables if not given[name].is_complex()}}
 
