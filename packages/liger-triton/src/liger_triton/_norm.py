@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 @cache
 def forward_shape(width: int, centered: bool) -> Shape:
-    """Several rows a program where they are short; see `tiled` for the widths that do not come here.
+    """Several rows per program where they are short; see `tiled` for the widths that do not come here.
 
     rms_norm: .85 at 1024, .87 at 3072 (four rows on 16 warps .79), .94 at 7168 (two rows .90), .95 at 16384 (32 warps .94). layer_norm: .94 to .95
     at 4096, .94 at 8192, .91 at 16384. Masked lanes cost up to .04.

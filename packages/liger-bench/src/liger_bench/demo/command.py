@@ -31,8 +31,8 @@ def demo(
     ] = "small",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str | None, typer.Option(help='A backend, or as in LIGER_BACKEND: "triton,rope=reference".')] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
-    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on a GPU).")] = None,
     out: Annotated[Path, typer.Option(help="Folder for result.json, loss.png and memory.png.")] = Path("demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
@@ -76,7 +76,7 @@ def _without_infinities(value: Any) -> Any:
 def _print(result: dict[str, Any], out: Path) -> None:
     console = output()
     mib, tokens = "{:,.0f} MiB", "{:,.0f}"
-    tokens_a_step = f"{result['batch']} × {result['sequence']} tokens a step"
+    tokens_a_step = f"{result['batch']} × {result['sequence']} tokens per step"
     title = f"{result['steps']} steps of {tokens_a_step}, {result['parameters'] / 1e6:,.1f} M parameters, {result['dtype']} on {result['device']}"
     columns = [Column(""), Column("Transformers", number=True), Column(f"with Liger ({result['backend']})", number=True)]
     rows: list[list[Cell]] = []

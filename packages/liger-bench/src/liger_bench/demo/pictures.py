@@ -90,7 +90,7 @@ def _setting(result: dict[str, Any]) -> str:
     name, millions = preset_name(result["model"]), result["parameters"] / 1e6
     size = f"{millions / 1000:.2f} B parameters" if millions >= 1000 else f"{millions:,.0f} M parameters"
     where = result["machine"].split(";")[0].split(",")[0]
-    return f"{name} ({size}), {result['batch']} × {result['sequence']} tokens a step, {result['dtype']}, {where}"
+    return f"{name} ({size}), {result['batch']} × {result['sequence']} tokens per step, {result['dtype']}, {where}"
 
 
 def _finish(figure: Any, axes: tuple[Any, ...], path: Path) -> None:

@@ -41,8 +41,8 @@ def distributed(
     ] = None,
     size: Annotated[str | None, typer.Option("--model", help=f"{NAMES}; llama-3.2-1b on GPUs, tiny on the CPU.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes; one per GPU, two on the CPU.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a rank and step; 8 on GPUs, 2 on the CPU.")] = None,
-    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence; 1024 on GPUs, 64 on the CPU.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank and step; 8 on GPUs, 2 on the CPU.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence; 1024 on GPUs, 64 on the CPU.")] = None,
     steps: Annotated[int, typer.Option(min=WARM_UP + 1, help=f"Training steps; all but the first {WARM_UP} are timed.")] = 10,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on GPUs).")] = None,
@@ -54,7 +54,7 @@ def distributed(
 ) -> None:
     """Train a model on every GPU (NCCL), or on processes of the CPU (gloo), by DDP, FSDP2 and DeepSpeed ZeRO, with and without Liger.
 
-    Random weights and tokens, gradient checkpointing, AdamW. Exit code 1 if a run fails or if losses differ by more than rounding explains.
+    Random weights and tokens, activation checkpointing, AdamW. Exit code 1 if a run fails or if losses differ by more than rounding explains.
     """
     place = machine.measurable_device("bench distributed", device)
     precision = machine.dtype_name(machine.named_dtype("bench distributed", dtype, place))

@@ -19,7 +19,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Job:
-    """One row to measure; `batch` sequences a rank and step."""
+    """One row to measure; `batch` sequences per rank and step."""
 
     model: str
     batch: int

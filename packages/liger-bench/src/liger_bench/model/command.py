@@ -69,7 +69,7 @@ def model(
 ) -> None:
     """Measure forward and backward of whole models, each implementation in a process of its own.
 
-    Random weights and tokens, gradient checkpointing, no optimizer. Running out of memory is a result; exit code 1 if anything else fails.
+    Random weights and tokens, activation checkpointing, no optimizer. Running out of memory is a result; exit code 1 if anything else fails.
     """
     place = machine.measurable_device("bench model", device)
     precision = machine.dtype_name(machine.named_dtype("bench model", dtype, place))

@@ -27,7 +27,7 @@ BUSY = "all kernels of a step"
 
 
 class Training:
-    """A model with gradient checkpointing and one batch of random tokens, the same for every implementation."""
+    """A model with activation checkpointing and one batch of random tokens, the same for every implementation."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
