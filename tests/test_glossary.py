@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "docs", "examples", "noxfile.py", "packages", "tests")
+CHECKED = (
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "benchmarks",
+    "CONTRIBUTING.md",
+    "README.md",
+    "docs",
+    "examples",
+    "noxfile.py",
+    "packages",
+    "tests",
+)
 SUFFIXES = (".md", ".py", ".toml")
 SECTION = re.compile(r"^## Glossary\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
 ROWS = [

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in one module: Transformers runs them through its experts interface, which calls their gate between two grouped matmuls.
+"""Experts in one module. Transformers runs them through its experts interface, which calls their gate between two grouped matmuls.
 
-That gate, a method of the module, is what is replaced; the interface, its implementations and the weights stay.
+Only that gate, a method of the module, is replaced; the interface, its implementations and the weights stay.
 """
 
 from __future__ import annotations
