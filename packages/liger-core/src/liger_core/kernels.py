@@ -94,9 +94,9 @@ class Kernel:
     def tie(self, backward: Kernel, public: int, function: Callable[..., Any]) -> Any:
         """The custom op that stands for a differentiable function of this kernel, with its first outputs, in a compiled region.
 
-        Dynamo would make a graph of its own of an autograd function, whose nodes torch 2.11 gives no mark of the checkpoint around
-        them: their results were saved (tests/conformance/test_tracing.py). Of a custom op it makes one node, which has the mark.
-        What AOTAutograd finds under it are the two kernels, so that a compiled graph calls these, past all autograd.
+        Dynamo would trace an autograd function into its own graph, whose nodes torch 2.11 does not mark for the surrounding
+        checkpoint, so their results would be saved (tests/conformance/test_tracing.py). A custom op becomes one node, which has
+        the mark. Under it, AOTAutograd finds the two kernels, so a compiled graph calls these directly, without autograd.
         """
         if public not in self.tied:
             library, (space, name) = _libraries[self.op.namespace], self.name.split("::")
@@ -135,7 +135,7 @@ class Kernel:
         raise TypeError(f"{self.name}: allocate must return a tuple of {wanted}, as launch takes them before its slash, got {got}")
 
     def refuse_transform(self, op: str) -> NoReturn:
-        """torch.func and forward-mode AD need plain PyTorch, which most references are."""
+        """torch.func and forward-mode AD need plain PyTorch, and most references are plain PyTorch."""
         raise Unsupported("torch.func transforms and forward-mode AD see plain PyTorch only")
 
     def _dispatched(self, *args: Any) -> Any:
@@ -171,7 +171,7 @@ def reference_kernel(
 
 # Names and types of parameters.
 _Parameters = list[tuple[str, Any]]
-# For each parameter the NamedTuple that it is, if it is one, and how many fields it stands for; None if there is no NamedTuple.
+# For each parameter its NamedTuple, if it is one, and the number of fields it stands for; None if there is no NamedTuple.
 _Groups = list[tuple[Any, int]] | None
 
 
@@ -196,7 +196,7 @@ def _groups(parameters: _Parameters) -> _Groups:
 
 
 def _grouped(groups: list[tuple[Any, int]], values: Sequence[Any]) -> tuple[Any, ...]:
-    """Flat values as the parameters that they are fields of."""
+    """Group flat values into the parameters whose fields they are."""
     grouped, start = [], 0
     for make, count in groups:
         grouped.append(values[start] if make is None else make(values[start : start + count]))
@@ -205,7 +205,7 @@ def _grouped(groups: list[tuple[Any, int]], values: Sequence[Any]) -> tuple[Any,
 
 
 def _flat(groups: list[tuple[Any, int]], values: Iterable[Any]) -> tuple[Any, ...]:
-    """Parameters as the flat values that custom ops and autograd take."""
+    """Flatten parameters into the values that custom ops and autograd take."""
     flat: list[Any] = []
     for (make, _), value in zip(groups, values, strict=False):
         if make is None:
@@ -216,7 +216,7 @@ def _flat(groups: list[tuple[Any, int]], values: Iterable[Any]) -> tuple[Any, ..
 
 
 def _fields(kernel: str, parameters: _Parameters) -> list[str]:
-    """Parameters as they stand in a schema."""
+    """Parameters in the notation of a schema."""
     flat: _Parameters = []
     for name, kind in parameters:
         flat.extend(get_type_hints(kind).items() if _is_group(kind) else [(name, kind)])
@@ -252,12 +252,12 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     early = inputs[-1] == "needs"
     wanted = [a.name for a in backward.schema.arguments]
     _check_names(forward, backward, public)
-    # The first and the last input of each of backward's results; one and the same but for a shared gradient.
+    # The first and the last input of each of backward's results; they differ only for a shared gradient.
     targets = [(inputs.index(names[0]), inputs.index(names[-1])) for names in map(_inputs_of, _results(backward))]
     trained = sorted({i for pair in targets for i in pair})
     gradients = [outputs.index(n.removeprefix("grad_")) for n in wanted if n.startswith("grad_") and n.removeprefix("grad_") in outputs]
     rest = wanted[len(gradients) : -1]
-    # Tensors are kept by autograd, options by the context; order is where backward finds each in the two behind one another.
+    # Autograd saves tensors, the context saves options; order is the position of each in the concatenation of the two.
     tensors = {a.name for a in forward.schema.arguments if "Tensor" in str(a.type)} | set(outputs)
     names = [*inputs, *outputs]
     kept = [names.index(n) for n in rest if n in tensors]
@@ -331,7 +331,7 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
 
 
 def _check_names(forward: Kernel, backward: Kernel, public: int) -> None:
-    """Every parameter of backward must belong to something of forward."""
+    """Every parameter of backward must belong to a parameter or output of forward."""
     inputs, outputs = [a.name for a in forward.schema.arguments], [r.name for r in forward.schema.returns]
     gradients = [f"grad_{name}" for name in outputs[:public]]
     *wanted, last = backward.schema.arguments

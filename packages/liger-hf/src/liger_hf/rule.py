@@ -32,7 +32,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """A module that a rule knows: what might replace it and how to check that, or why it has to stay.
+    """A module that a rule applies to: its candidates and how to check them, or why it is left unchanged.
 
     kind    what distinguishes it from other modules of the rule; all of one kind share a check
     device  where the module computes, by default where the model's first weight is

@@ -61,7 +61,7 @@ def trial(
             [None if grad is None else cast(grad).to(outputs[name].dtype) for name, grad in upstream.items()],
         )
         results = {name: (value() if inspect.isroutine(value) else value).detach() for name, value in outputs.items()}
-        # An input that has no influence gets none.
+        # An input without influence gets no gradient.
         gradients = {f"gradient of {name}": leaf.grad for name, leaf in (leaves | parameters).items() if leaf.grad is not None}
         return results | gradients
 
@@ -113,7 +113,7 @@ def replica(
     twin._parameters = own
     twin._buffers = dict(module._buffers)
     twin._modules = {**module._modules, **(children or {})}
-    # A dropout that is written as a function is there while training only.
+    # A dropout that is written as a function is active only in training.
     twin.training = True
     return twin
 
@@ -138,7 +138,7 @@ class Draw:
         return (torch.randn(shape, generator=self.generator) * scale).to(self.device)
 
     def positive(self, *shape: int) -> Tensor:
-        """In [0.5, 1.5): a weight for which neither its sign nor an offset can go unnoticed."""
+        """In [0.5, 1.5): a weight with which both a wrong sign and an offset show."""
         return (torch.rand(shape, generator=self.generator) + 0.5).to(self.device)
 
     def integers(self, high: int, *shape: int) -> Tensor:
@@ -157,7 +157,7 @@ def device_of(module: nn.Module) -> torch.device:
     for parameter in module.parameters():
         if parameter.device.type != "meta":
             return parameter.device
-    # Weights that accelerate has offloaded come to where its hooks run the module or its children.
+    # accelerate's hooks move offloaded weights to the device where they run the module or its children.
     for child in module.modules():
         hook = child.__dict__.get("_hf_hook")
         for part in getattr(hook, "hooks", (hook,)):

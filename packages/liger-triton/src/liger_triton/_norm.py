@@ -15,7 +15,7 @@ from liger_triton import _norm_wide
 from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, column_sum_launch, read, store_sums
 from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two, processors, shared_memory, strided_rows
 
-# Wider rows are walked in tiles: past this, one row in float32 no longer fits the registers of a program beside its gradient.
+# Wider rows are processed in tiles: beyond this, a row in float32 and its gradient no longer fit in the registers of a program.
 WIDEST_BLOCK = 16384
 
 
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 @cache
 def forward_shape(width: int, centered: bool) -> Shape:
-    """Several rows per program where they are short; see `tiled` for the widths that do not come here.
+    """Several rows per program if they are short; see `tiled` for the widths that are not handled here.
 
     rms_norm: .85 at 1024, .87 at 3072 (four rows on 16 warps .79), .94 at 7168 (two rows .90), .95 at 16384 (32 warps .94). layer_norm: .94 to .95
     at 4096, .94 at 8192, .91 at 16384. Masked lanes cost up to .04.
@@ -53,7 +53,7 @@ def forward_shape(width: int, centered: bool) -> Shape:
 
 
 def tiled(width: int, centered: bool, summed: bool) -> bool:
-    """Whether a row is walked in tiles though a block would hold it.
+    """Whether a row is processed in tiles although it fits in a block.
 
     Rows of 4096 and 8192 columns that are not centered: .97 (in blocks .94), .96 (.95); add_rms_norm .98 (.96), .98 (.96). Rows that leave a
     quarter of a block idle, as 5120 · 6144 · 10240 do: rms_norm .90 · .91 · .94 (.75 · .92 · .77), layer_norm .81 · .86 · .87 (.75 · .83 · .71), but
@@ -177,12 +177,12 @@ def forward_kernel(
     value = read(x + row[:, None] * x_stride + column[None, :], mask)
     if residual is not None:
         value += read(residual + row[:, None] * residual_stride + column[None, :], mask)
-        # What is normalized is the sum that the next layer sees, rounded.
+        # The rounded sum is normalized: the one that the next layer sees.
         rounded = value.to(summed.dtype.element_ty)
         tl.store(summed + out, rounded, mask=mask)
         value = rounded.to(tl.float32)
     if mean is not None:
-        # Correctly rounded, so that nothing is left of a constant row.
+        # Correctly rounded, so that a constant row becomes exactly zero.
         average = tl.div_rn(tl.sum(value, 1), 1.0 * width)
         tl.store(mean + row, average, mask=row_mask)
         value = value - average[:, None]

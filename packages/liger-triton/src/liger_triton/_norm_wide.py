@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows walked tile by tile, and read again where they are needed again: what registers cannot hold, or hold badly."""
+"""Rows processed tile by tile and read a second time where necessary, because registers cannot hold them, or only badly."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def wide_forward_kernel(
         near = group[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
         average = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
         squares = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
-        # Values seen so far: the same for every thread where no lane is masked.
+        # The number of values so far: the same for every thread if no lane is masked.
         seen = 0.0 if EVEN else tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
         for start in range(0, width, BLOCK):
             column = start + near
@@ -114,7 +114,7 @@ def wide_forward_kernel(
             share = count / (seen + count if EVEN else tl.maximum(seen + count, 1.0))
             step = middle - average
             average += step * share
-            # In this order nothing overflows where nothing was seen yet.
+            # In this order, nothing overflows if there are no values yet.
             squares += tl.sum(around * around, 1) + step * (step * (share * seen))
             seen += count
         total = tl.div_rn(tl.sum(average * seen, 0), 1.0 * width)

@@ -67,7 +67,7 @@ class Launcher:
         self.direct = not knobs.runtime.interpret and triton.__version__.startswith(KNOWN_RELEASES)
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        # A profiler's hooks want the launch metadata that only Triton's own call collects.
+        # The hooks of a profiler need launch metadata that only Triton's own call collects.
         if not self.direct or getattr(knobs.runtime.launch_enter_hook, "calls", True):
             self.call_triton(grid, args, options)
             return
@@ -106,7 +106,7 @@ class Launcher:
         return self.kernel[grid](*args, **{"enable_fp_fusion": True, **options})
 
     def keep(self, key: tuple[Any, ...], compiled: Any, count: int, options: dict[str, Any]) -> None:
-        """Remember a kernel compiled for a call with `count` arguments, with all that Triton's launcher wants around them."""
+        """Cache a kernel compiled for a call with `count` arguments, with everything that Triton's launcher needs around them."""
         run = compiled.run
         if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
             # Scratch memory and a sanitizer's state belong to one launch; Triton's own call provides them.

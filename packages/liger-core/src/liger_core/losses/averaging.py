@@ -78,5 +78,5 @@ SEQUENCE = Averaging("sequence")
 
 
 def mean_of(x: Tensor, counted: Tensor) -> Tensor:
-    """The mean where counted, 0 if that is nowhere."""
+    """The mean over counted values, 0 if there are none."""
     return torch.where(counted, x, 0.0).sum() / counted.sum().clamp(min=1)

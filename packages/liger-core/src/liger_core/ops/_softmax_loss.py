@@ -56,12 +56,12 @@ class RowOptions(NamedTuple):
 
     @classmethod
     def among(cls, options: Mapping[str, Any], **more: Any) -> Self:
-        """Those of them that are among the options of an op."""
+        """The subset that are options of an op."""
         return cls(**{name: options[name] for name in cls._fields if name in options}, **more)
 
 
 class Asked(NamedTuple):
-    """Which results of a row are asked for beside its loss."""
+    """The requested results of a row, besides its loss."""
 
     with_prediction: bool = False
     with_entropy: bool = False
@@ -88,7 +88,7 @@ def row_results(like: Tensor, asked: Asked) -> RowResults:
 
 
 class RowPasses(TokenPasses, Protocol):
-    """What a backend provides; everything else about the losses is written once in core."""
+    """The part of the losses that a backend provides; everything else is written once in core."""
 
     def __hash__(self) -> int: ...
 
@@ -214,7 +214,7 @@ def _gradients(x: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor
     d.mul_(factor[:, None])
     if options.softcap is not None:
         d.mul_(1.0 - (x / options.softcap).square())
-    # A row that is not counted gets zeros even where its own logits are infinite or NaN.
+    # A row that is not counted gets zeros, even if its own logits are infinite or NaN.
     return torch.where(counted[:, None], d, 0.0)
 
 

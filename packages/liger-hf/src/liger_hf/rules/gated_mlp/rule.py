@@ -111,7 +111,7 @@ def _joined(op: Callable[..., Tensor], module: nn.Module, parts: tuple[Tensor, .
 
 
 def _limited(name: str, module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
-    """The gate is cut from above, up on both sides."""
+    """The gate is clipped from above, up on both sides."""
     limit = getattr(module, name)
     gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
     # No other code sees the clipped tensors.

@@ -88,7 +88,7 @@ def _sizes(head: nn.Module) -> tuple[int, int] | None:
 
 
 def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
-    """What makes the logits of one model lazy."""
+    """Makes the logits of one model lazy."""
     sizes, inner, original = _sizes(head), forward_of(head), under_autocast(model) or forward_of(model)
     assert sizes is not None
     assert not isinstance(inner, str)
@@ -117,7 +117,7 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, keep_logits: bool | None = None, skip_logits: bool | None = None, **options: Any) -> Any:
         holder = self.__dict__.get("liger_head")
         if holder is None:
-            # Undone, but still called by something that has wrapped this function since.
+            # Undone, but still called by code that has wrapped this function since.
             return original(self, *args, **options)
         if skip_logits and keep_logits is None:
             # The argument of a Trainer with use_liger_kernel=True when it evaluates only the loss.
@@ -164,7 +164,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _sharded(head: nn.Module) -> bool:
-    """By FSDP or ZeRO-3, or offloaded: the weights may be gone before the logits are read."""
+    """Sharded by FSDP or ZeRO-3, or offloaded: the weights may be freed before the logits are read."""
     return gathered(head) or getattr(head, "_is_fsdp_managed_module", False)
 
 

@@ -55,7 +55,7 @@ class Weights:
         return [0 if p.is_inference() else p._version for p in self.tensors.values()]
 
     def are_in(self, head: nn.Module) -> bool:
-        """The head still has these very tensors."""
+        """Whether the head still has exactly these tensors."""
         now = _tensors(head)
         return now.keys() == self.tensors.keys() and all(now[name] is tensor for name, tensor in self.tensors.items())
 
@@ -78,7 +78,7 @@ def _tensors(head: nn.Module) -> dict[str, Tensor]:
 
 
 def _freed(tensor: Tensor) -> bool:
-    """As FSDP leaves a whole weight."""
+    """Whether it is a whole weight that FSDP has freed."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.numel() > 0 and not tensor.is_meta and not tensor.untyped_storage().size()
 
 
