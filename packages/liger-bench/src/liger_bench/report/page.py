@@ -8,6 +8,7 @@ from pathlib import Path
 
 from liger_bench import markdown
 from liger_bench.model.table import HEAD, cells, title
+from liger_bench.printing import change
 from liger_bench.records import Record, Records, distinct, find, sizes_of
 from liger_bench.targets import STATED, Verdict
 
@@ -15,20 +16,29 @@ MIB, GIB = 1 << 20, 1 << 30
 PASSES = {"forward": "forward", "full": "full", "evaluation": "evaluation"}
 OURS = ("triton", "liger", "liger-compiled")
 ABOUT = """
-`triton` is Liger's backend, and `eager` what Transformers computes. `roofline` is the fraction of the roofline that is reached: the least time that the work can take on this machine, divided by the median time. The roofline
-is measured in the same run: copy bandwidth and the rate of a large matmul; for ops that cannot avoid matmuls, the time of exactly these matmuls. `full` is
-forward and backward, `forward` a forward pass whose inputs require gradients, `evaluation` one without gradients. The first line of a shape is a plain copy
-of as many bytes as the op must move: a short copy does not reach the bandwidth of a long one, and a kernel that moves as little cannot either. Times are
-medians with the L2 cache flushed, with the 20th and 80th percentiles in brackets; the implementations are interleaved. `graph` is the fraction of the
-roofline when the call is replayed as a CUDA graph, and `enqueue` the time that the host takes to enqueue it. `extra` is the peak memory beyond the inputs,
-`beyond gradients` the same without the returned gradients. `error` is the largest relative error (Frobenius norm) of outputs and of gradients against
-float64; `÷ eager` is the largest ratio of a gradient's error to that of eager PyTorch in the same dtype. A `–` was not measured, or has no meaning there.
+`triton` is Liger's backend, and `eager` what Transformers computes. `roofline` is the fraction of the roofline that is reached: the least time that
+the work can take on this machine, divided by the median time. The roofline is measured in the same run: copy bandwidth and the rate of a large
+matmul; for ops that cannot avoid matmuls, the time of exactly these matmuls. `full` is forward and backward, `forward` a forward pass whose inputs
+require gradients, `evaluation` one without gradients. The first line of a shape is a plain copy of as many bytes as the op must move: a short copy
+does not reach the bandwidth of a long one, and a kernel that moves as little cannot either. Times are medians with the L2 cache flushed, with the
+20th and 80th percentiles in brackets; the implementations are interleaved. `graph` is the fraction of the roofline when the call is replayed as a
+CUDA graph, and `enqueue` the time that the host takes to enqueue it. `extra` is the peak memory beyond the inputs, `beyond gradients` the same
+without the returned gradients. `error` is the largest relative error (Frobenius norm) of outputs and of gradients against float64; `÷ eager` is the
+largest ratio of a gradient's error to that of eager PyTorch in the same dtype. A `–` was not measured, or has no meaning there.
 """.strip()
 TARGETS_ABOUT = (
     "What this version was built to reach, ratios within one run. For memory-bound ops, the bound is a fraction of what a plain copy of as many bytes reaches "
     "in the same run, if that is lower. Ratios of two implementations that differ by no more than their spread are equal: neither met nor missed."
 )
-NAMES = {"hf": "Transformers", "hf-compiled": "Transformers, compiled", "liger": "Liger", "liger-compiled": "Liger, compiled"}
+# Implementations, as readers know them.
+NAMES = {
+    "hf": "Transformers",
+    "hf-compiled": "Transformers, compiled",
+    "liger": "Liger",
+    "liger-compiled": "Liger, compiled",
+    "triton": "Liger (Triton)",
+    "reference": "Liger (reference)",
+}
 
 
 def page(records: Records, verdicts: Sequence[Verdict], pictures: dict[str, Path], command: str) -> str:
@@ -76,7 +86,7 @@ def _both(row: Record, base: dict[str, Record]) -> bool:
 def _headline(row: Record, base: Record) -> str:
     speed = row["tokens_per_second"] / base["tokens_per_second"]
     return (
-        f"**{title(row)}: {speed:.2f} × the speed of Transformers, {_change(row['peak_bytes'], base['peak_bytes'])} peak memory** "
+        f"**{title(row)}: {speed:.2f} × the speed of Transformers, {change(row['peak_bytes'], base['peak_bytes'])} peak memory** "
         f"({row['peak_bytes'] / GIB:.1f} GiB instead of {base['peak_bytes'] / GIB:.1f} GiB)"
     )
 
@@ -88,14 +98,9 @@ def _compared(rows: Sequence[Record], place: str, name: str, base: Record | None
     speed, peak = f"{row['tokens_per_second']:,.0f}", f"{row['peak_bytes'] / GIB:.1f} GiB"
     if base is not None and base is not row and base["tokens_per_second"]:
         speed += f" ({row['tokens_per_second'] / base['tokens_per_second']:.2f} ×)"
-        peak += f" ({_change(row['peak_bytes'], base['peak_bytes'])})"
+        peak += f" ({change(row['peak_bytes'], base['peak_bytes'])})"
     text = f"{speed}<br>{peak}"
     return f"**{text}**" if name in OURS else text
-
-
-def _change(value: float, base: float) -> str:
-    percent = round(100 * (value / base - 1))
-    return f"{'−' if percent < 0 else '+'}{abs(percent)} %"
 
 
 def _ops_compared(rows: Sequence[Record]) -> str:

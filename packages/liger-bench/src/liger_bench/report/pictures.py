@@ -18,7 +18,9 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator
 
 from liger_bench.model.table import title
+from liger_bench.printing import change
 from liger_bench.records import Record, distinct, find, sizes_of
+from liger_bench.report.page import NAMES
 
 # Distinguishable with any kind of color vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
 COLORS = {
@@ -40,13 +42,6 @@ FAMILIES = {"hf-compiled": "compile", "liger-compiled": "liger"}
 # A part of the axes' height: two labels that are closer overlap.
 LABEL_GAP = 0.065
 PASSES = ("forward", "full", "evaluation")
-NAMES = {
-    "triton": "Liger (Triton)",
-    "reference": "Liger (reference)",
-    "hf-compiled": "Transformers, compiled",
-    "liger": "Liger",
-    "liger-compiled": "Liger, compiled",
-}
 SIZES = {
     "N": "N, tokens",
     "T": "T, tokens",
@@ -165,7 +160,7 @@ def model_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
                 else {"facecolor": "white", "edgecolor": style.color, "hatch": "////", "linewidth": 1}
             )
             drawn = axes.barh(heights, values, height=0.9 * width, label=NAMES.get(name, name), **face)
-            words = [f"{value:.2f} ×" if column == "tokens_per_second" else _percent(value) for value in values]
+            words = [f"{value:.2f} ×" if column == "tokens_per_second" else change(value, 1.0) for value in values]
             axes.bar_label(drawn, words, padding=3, fontsize=8, zorder=4, bbox={"color": "white", "pad": 0.4})
         axes.set_yticks(range(len(places)), places)
         axes.set_ylim(len(places) - 0.5, -0.5)
@@ -175,11 +170,6 @@ def model_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     _finish(figure, panels, path, grid="x")
     return True
-
-
-def _percent(ratio: float) -> str:
-    percent = round(100 * (ratio - 1))
-    return f"{'−' if percent < 0 else '+' if percent else ''}{abs(percent)} %"
 
 
 def _place(rows: Sequence[Record]) -> str:
