@@ -24,7 +24,7 @@ from liger_core.tables import Cell, Column, output, print_table
 from liger_hf.presets import LARGE, NAMES, checked_preset
 
 FIGURES = (
-    Column("tokens/s", "of all ranks together", number=True),
+    Column("tokens/s", "summed over ranks", number=True),
     Column("÷ hf", "ratio to Transformers without Liger under the same strategy", number=True),
     Column("peak GiB", "of the rank that holds the most", number=True),
     Column("GiB ÷ hf", number=True),

@@ -53,7 +53,7 @@ def model(
     seconds: Annotated[float, typer.Option(min=0, help="Seconds of timed steps; three steps are taken even if they take longer.")] = 8.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")] = None,
-    memory_limit: Annotated[str | None, typer.Option(help="Act as a smaller GPU, for instance 24GiB.")] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="Cap GPU memory, to simulate a smaller card, for instance 24GiB.")] = None,
     together: Annotated[
         int, typer.Option(min=1, help="Processes that load and compile at once, if their memory allows; they are timed one by one.")
     ] = 1,
