@@ -89,7 +89,7 @@ def set_random_state(device: torch.device, state: list[Tensor]) -> None:
 
 
 def copy_of(sample: Sample) -> Sample:
-    """In memory of its own, with the same strides; tensors that share memory still do."""
+    """A copy with the same strides; tensors that share memory still do."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copied(value: Any) -> Any:
@@ -103,7 +103,7 @@ def copy_of(sample: Sample) -> Sample:
 
 
 def samples(op: Op[..., Any], device: torch.device, dtype: torch.dtype = torch.float32) -> list[Sample]:
-    """To be looked at, not to be changed."""
+    """For reading only."""
     return [sample for sample, _ in drawn(op, device, dtype, 0).values()]
 
 

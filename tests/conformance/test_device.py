@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU can show: no host synchronization, capture in a CUDA graph, the device of the tensors."""
+"""Facts that need a GPU: no host synchronization, capture in a CUDA graph, the device of the tensors."""
 
 from __future__ import annotations
 

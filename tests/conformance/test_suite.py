@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the generated tests must see in an op that has it, and how they say so."""
+"""The faults that the generated tests must find in an op, and their messages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pages may take for granted, by the names in their comments `<!-- setup: … -->`."""
+"""The setups of pages, by the names in their comments `<!-- setup: … -->`."""
 
 from __future__ import annotations
 

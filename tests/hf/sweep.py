@@ -114,7 +114,7 @@ def _checked(model_type: str) -> Result:
 
 
 def differences(got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor] | None) -> list[str]:
-    """What a patched model computes differently: in float64 (without `plain`) anything, in float32 what is less accurate than `plain`.
+    """The differences of a patched model: in float64 (without `plain`) any difference, in float32 results less accurate than `plain`.
 
     The errors of a whole model are sums of many roundings, which another order of the same sums changes by a factor of two; 3 is
     the factor that `liger demo` uses. A gradient that is zero but for round-off is measured against all the gradients.
@@ -168,7 +168,7 @@ def _outcomes(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _outcome(model: nn.Module, mode: str) -> dict[str, Tensor]:
-    """Loss and logits, and in training the gradient of every parameter."""
+    """Loss and logits, and in training also the gradient of every parameter."""
     ids = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(2))
     labels = ids.clone()
     labels[0, :4] = -100
@@ -176,7 +176,7 @@ def _outcome(model: nn.Module, mode: str) -> dict[str, Tensor]:
     model.train(mode == "training")
     model.zero_grad()
     with torch.set_grad_enabled(mode == "training"):
-        # A model of two parts may take no word on its cache.
+        # A model of two parts may not accept use_cache.
         outputs = model(input_ids=ids, labels=labels, **({} if model.config.is_encoder_decoder else {"use_cache": False}))
     results = {"loss": outputs.loss.detach(), "logits": outputs.logits.detach()}
     if mode == "training":
@@ -233,7 +233,7 @@ def main() -> int:
 
 
 def fingerprint() -> str:
-    """Of everything that a result depends on."""
+    """A digest of everything that a result depends on."""
     sources = [*sorted((ROOT / "packages").glob("liger-[ch]*/src/**/*.py")), Path(__file__), Path(__file__).with_name("tiny_configs.py")]
     text = b"".join(path.read_bytes() for path in sources) + f"{torch.__version__} {transformers.__version__}".encode()
     return hashlib.sha256(text).hexdigest()[:16]
@@ -246,7 +246,7 @@ def _known(key: str) -> dict[str, Result]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            # The last line of a sweep that was killed.
+            # The incomplete last line of a sweep that was killed.
             continue
         if row.pop("key") == key:
             found[row["model_type"]] = Result(**row)
@@ -341,14 +341,14 @@ def page(results: list[Result]) -> str:
         "",
         f"**{summary(parts[0])}.**",
         "",
-        "✓ n: all n modules of the model are replaced. n of m: the others are left, for the reasons below. –: the model has none.",
+        "✓ n: all n modules of the model are replaced. n of m: the others are not, for the reasons below. –: the model has none.",
         "",
         *heading,
         *(line(r) for r in parts[0] if r.verdict != UNBUILT),
         "",
         "## Models of several parts",
         "",
-        "Those that see, given text only, and those of an encoder and a decoder.",
+        "Vision-language models, with text only, and encoder-decoder models.",
         "",
         f"**{summary(parts[1])}.**",
         "",
