@@ -165,7 +165,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def sweep(session: nox.Session) -> None:
-    """Every causal language model type of Transformers, plain against patched; writes docs/models.md and can be interrupted."""
+    """Every causal language model type of Transformers, unpatched and patched; writes docs/models.md and can be interrupted."""
     python(session, "tests/hf/sweep.py", *session.posargs)
 
 
@@ -183,7 +183,7 @@ def techniques(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
-    """Train a small Llama on real text, plain and with Liger: loss, memory, speed and two pictures."""
+    """Train a small Llama on real text, with and without Liger: loss, memory, speed and two pictures."""
     liger(session, "demo", *session.posargs)
 
 
@@ -229,7 +229,7 @@ def verify(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Time, memory, accuracy and share of the limit of every op. For instance: -- rms_norm --quick."""
+    """Time, memory, accuracy and fraction of the roofline of every op. For instance: -- rms_norm --quick."""
     liger(session, "bench", *session.posargs)
 
 
@@ -248,9 +248,9 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def benchmarks(session: nox.Session) -> None:
-    """Every figure of docs/benchmarks.md, measured in half an hour on one CUDA GPU that nothing else uses. Started again, it goes on.
+    """Every figure of docs/benchmarks.md, measured in half an hour on one otherwise idle CUDA GPU. A second start resumes the session.
 
-    The folder of the results may be given: -- benchmarks/results/2026-11-21-one-h200.
+    The folder of the results is an optional argument: -- benchmarks/results/2026-11-21-one-h200.
     """
     folder = next(iter(session.posargs), "results/release")
     for measured in RELEASE:
@@ -369,7 +369,7 @@ def full(session: nox.Session) -> str:
 
 
 def environment(session: nox.Session, folder: Path, *what: str, over: Path | None = None) -> str:
-    """The Python of an environment, which is made anew when what it holds, a package's metadata or a constraint changed."""
+    """The Python of an environment, which is rebuilt when its contents, a package's metadata or a constraint changed."""
     executable, stamp = executable_of(folder), folder / "stamp"
     parts = [p.read_bytes() for p in (*(p / "pyproject.toml" for p in PACKAGES), CONSTRAINTS)]
     wanted = hashlib.sha256(b"".join(parts) + repr((what, sys.version, ROOT)).encode()).hexdigest()

@@ -251,7 +251,7 @@ def test_an_op_is_found_under_its_name(op: Op[..., object]) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_file_has_a_licence_line_a_docstring_and_a_telling_name(package: str) -> None:
+def test_every_file_has_a_license_line_a_docstring_and_a_descriptive_name(package: str) -> None:
     wrong = []
     for path in sources(package):
         lines = path.read_text().splitlines()

@@ -88,7 +88,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
 
 @pytest.fixture(autouse=True)
 def _kernels(kernels_when_compiled: None) -> None:
-    """For every test here."""
+    """Applied to every test here."""
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def exact_case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture
 def guarded_memory() -> Iterator[GuardedMemory]:
-    """New memory holds NaN (integers: a sentinel) between guard bytes: what nobody wrote is seen, and what was written beyond."""
+    """New memory holds NaN (integers: a sentinel) between guard bytes: unwritten elements and out-of-bounds writes show."""
     with GuardedMemory().installed() as memory:
         yield memory
     memory.check("the call")

@@ -38,7 +38,7 @@ def test_gradients_of_two_ranks_are_the_mean_of_single_ones(patch_last: bool, ra
 
 @DEVICES
 @PATCH_LAST
-def test_fsdp2_trains_to_the_losses_of_the_plain_model(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
+def test_fsdp2_trains_to_the_losses_of_the_unpatched_model(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
     runs = [("everything", "fsdp2", patch_last)]
     on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)
 
@@ -46,7 +46,7 @@ def test_fsdp2_trains_to_the_losses_of_the_plain_model(patch_last: bool, ranks_o
 @needs_deepspeed
 @DEVICES
 @PATCH_LAST
-def test_zero_trains_to_the_losses_of_the_plain_model_at_every_stage(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
+def test_zero_trains_to_the_losses_of_the_unpatched_model_at_every_stage(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
     runs = [("everything", f"zero{stage}", patch_last) for stage in range(4)]
     on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)
 

@@ -25,7 +25,7 @@ from hf import tiny_models
 from hf.tiny_models import make, step, tokens, twin
 from liger_core import losses, use
 
-# A busy machine may keep a rank waiting for minutes; one that failed is not waited for at all, since its exception ends the others.
+# On a busy machine a rank may wait for minutes; after a failure there is no wait, since the exception ends the other ranks.
 PATIENCE = timedelta(minutes=10)
 
 
@@ -79,7 +79,7 @@ def two_processes(rank: int, store: str, device: str = "cpu") -> Iterator[None]:
 
 
 def tolerance(on_cpu: float) -> float:
-    """On a GPU Liger runs kernels of its own, whose sums have another order than those of the plain model."""
+    """On a GPU Liger runs kernels of its own, whose sums have another order than those of the unpatched model."""
     return on_cpu if tiny_models.DEVICE.type == "cpu" else 10 * on_cpu
 
 
@@ -101,10 +101,10 @@ TRAINED: dict[str, dict[str, Any] | None] = {
 
 
 def trained(kind: str) -> Any:
-    """A model of which this is trained; nothing is zero at the start, so that everything gets a gradient."""
+    """A model with these trained weights; none is zero at the start, so that all of them get a gradient."""
     model, options = make("llama", tie_word_embeddings=False), TRAINED[kind]
     if options is not None:
-        # Here: it takes longer to import than all the rest, and most tests do without.
+        # Imported here: it takes longer than all other imports, and most tests do not need it.
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **options))
@@ -146,7 +146,7 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 
 def train(rank: int, store: str, runs: list[tuple[str, str, bool]], device: str = "cpu") -> None:
-    """One process; raises if a patched model trains with other gradients or to other losses than the plain one does in one process.
+    """One process; raises if a patched model has other gradients or losses than the unpatched one in one process.
 
     runs  what is trained, how, and whether it is wrapped before it is patched
     """
@@ -199,7 +199,7 @@ def _engine(stage: int) -> Callable[[Any], Any]:
         os.environ["DS_ACCELERATOR"] = tiny_models.DEVICE.type
         import deepspeed
 
-        # Else it compiles a collective of its own, for most of a minute.
+        # Otherwise it compiles its own collective, which takes most of a minute.
         deepspeed.ops.__compatible_ops__.clear()
         # Threshold 0: otherwise small weights, so all of these, stay whole on every rank.
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

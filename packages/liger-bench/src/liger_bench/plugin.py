@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin that liger-bench is: the commands `liger demo` and `liger bench …`."""
+"""The plugin of liger-bench: the commands `liger demo` and `liger bench …`."""
 
 from __future__ import annotations
 

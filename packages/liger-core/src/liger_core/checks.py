@@ -101,14 +101,14 @@ def fraction(op: str, name: str, value: Any) -> None:
 
 
 def _number(op: str, name: str, value: Any, bounds: str, inside: Callable[[Any], bool]) -> None:
-    """What is no plain float, or none within its bounds."""
+    """Fail for a value that is not a finite float within its bounds."""
     is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
     if not is_number or not inside(value) or (isinstance(value, float) and not math.isfinite(value)):
         fail(OptionError, op, f"{name} must be a finite number{bounds}, got {value!r}")
 
 
 def integer(op: str, name: str, value: Any) -> None:
-    """The value must be an integer, and no bool."""
+    """The value must be an integer and not a bool."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
         fail(OptionError, op, f"{name} must be an integer, got {value!r}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger's operators in Hugging Face Transformers models: found by structure, checked, reversible."""
+"""Liger's ops in Hugging Face Transformers models: found by structure, checked, reversible."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when first used: the `liger` command and every op ask for the plugins, and importing Transformers takes seconds."""
+    """Load on first use: the `liger` command and every op load the plugins, and importing Transformers takes seconds."""
     if name in ("compat", "trainers"):
         return importlib.import_module(f"liger_hf.{name}")
     if name not in HOMES:

@@ -19,10 +19,10 @@ from liger_hf.rules.head.projection import compute, eager_logits, gathers_itself
 from liger_hf.rules.head.tensor_parallel import over_classes
 from liger_hf.rules.head.weights import HELD, gathered, held
 
-# Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
+# Elements of the logits that the module-call path holds at a time: enough for large matmuls on a GPU, a cache's worth on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 CHUNK_ELEMENTS_DEVICE = 1 << 28
-# What a weight is whose memory is all there is to it.
+# The types of a weight that consists of nothing but its memory.
 PLAIN_WEIGHTS: tuple[type, ...] = (nn.Parameter, Tensor)
 
 
@@ -94,7 +94,7 @@ def _real(logits: Any) -> Tensor | None:
         return logits
     weights = logits.cell.weights
     if torch.compiler.is_compiling() or logits.cell.open or weights is None or weights.are_in(logits.head):
-        return logits.at_hand()
+        return logits.available()
     return logits.materialize()
 
 
@@ -122,7 +122,7 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) ->
         # A shard of one bias and the whole of another.
         return _in_chunks(logits, target, items, ignore_index)
     if bias is not None:
-        # What the model adds to its logits, in the dtype of a bias of the head.
+        # The term that the model adds to its logits, in the dtype of a bias of the head.
         bias = bias.to(head.weight.dtype) if head.bias is None else head.bias + bias.to(head.weight.dtype)
     options = {"bias": head.bias if bias is None else bias, "logit_scale": scale, "softcap": cap}
     return _mean(linear_cross_entropy, logits.hidden, target, items, ignore_index, head.weight, **options)

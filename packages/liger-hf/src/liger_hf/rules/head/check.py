@@ -134,13 +134,13 @@ def _brought(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _numbers(like: Tensor, device: torch.device) -> Tensor:
-    """The same in every run of a check, whatever its dtype; rows of matrices have about unit length."""
+    """The same values in every run of a check, whatever its dtype; rows of matrices have about unit length."""
     values = torch.arange(like.numel(), device=device).remainder(8191).mul(0.7).sin().bfloat16().reshape(like.shape)
     return (values / 2 + 1 if like.dim() < 2 else values / like.shape[-1] ** 0.5).bfloat16().to(like.dtype)
 
 
 class _BaseOutput:
-    """The output of a base model of which only the hidden states are of interest."""
+    """The output of a base model, with nothing but hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -154,7 +154,7 @@ class _BaseOutput:
 
 
 class _BaseModel(nn.Module):
-    """Gives the hidden states whatever it is asked, and so do its parts; all else is that of the real one."""
+    """Returns the hidden states for any call, as do its parts; everything else is that of the real base model."""
 
     def __init__(self, real: nn.Module, hidden: Tensor) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ def compute(head: nn.Module, hidden: Tensor, weights: Weights | None, autocast: 
 
 @contextmanager
 def eager_logits() -> Iterator[None]:
-    """Heads return real logits. Entered outside a checkpoint, since torch.compile lets nothing in one change what is outside."""
+    """Heads return real logits. Entered outside a checkpoint, since torch.compile allows no outside effects within one."""
     before, LAZY.head = LAZY.head, None
     try:
         yield

@@ -80,12 +80,12 @@ class Weights:
         return [0 if p.is_inference() else p._version for p in self.tensors.values()]
 
     def are_in(self, head: nn.Module) -> bool:
-        """The head still has these very tensors."""
+        """Whether the head still has exactly these tensors."""
         now = _tensors(head)
         return now.keys() == self.tensors.keys() and all(now[name] is tensor for name, tensor in self.tensors.items())
 
     def check(self, head: nn.Module) -> None:
-        """Raise LogitsError if these weights are no longer what they were in the call."""
+        """Raise LogitsError if these weights have changed since the call."""
         if any(map(_freed, self.tensors.values())) or (gathered(head) and not self.are_in(head)):
             state = "has been sharded"
         elif self.stepped or (self.versions is not None and self.versions != self._versions()):
@@ -103,7 +103,7 @@ def _tensors(head: nn.Module) -> dict[str, Tensor]:
 
 
 def _freed(tensor: Tensor) -> bool:
-    """As FSDP leaves a whole weight."""
+    """Whether it is a whole weight that FSDP has freed."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.numel() > 0 and not tensor.is_meta and not tensor.untyped_storage().size()
 
 
@@ -122,7 +122,7 @@ class Optimizers:
                 self.hook = register_optimizer_step_post_hook(self._stepped)
 
     def release(self) -> None:
-        """Take the hook out of torch, unless there is something to watch; the next call puts it back."""
+        """Remove the hook from torch if there is nothing to watch; the next call installs it again."""
         with self.lock:
             if self.hook is not None and not self.calls:
                 self.hook.remove()
