@@ -215,7 +215,7 @@ def latest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def verify(session: nox.Session) -> None:
-    """`liger verify` over parallel setups and model types, plain and with Liger, on the CPU. Models may be given: -- llama qwen3."""
+    """`liger verify` over parallel setups and model types, with and without Liger, on the CPU. Models may be given: -- llama qwen3."""
     executable, failed = shared(session), []
     for model, setup, way in product(session.posargs or VERIFIED, SETUPS, ("--plain", "--liger")):
         command = ["verify", "--model", model, *setup, way]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one of several ranks does for tests/hf/test_tensor_parallel.py: a model under the tensor-parallel plan of Transformers.
 
-Every run is compared in float64 with the plain model on one process: the loss, and the gradient of every parameter.
+Every run is compared in float64 with the unpatched model on one process: the loss, and the gradient of every parameter.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def memory_of_a_step(rank: int) -> None:
             if patched:
                 assert largest.elements <= max(rows, width) * 1500, f"{largest.elements} elements, {rows}×3000 logits"
             else:
-                assert largest.elements >= rows * 3000, "the plain model gathers its logits, or this test sees nothing"
+                assert largest.elements >= rows * 3000, "the unpatched model gathers its logits, or this test sees nothing"
 
 
 def uneven(rank: int) -> None:

@@ -50,7 +50,7 @@ def test_a_patched_model_computes_what_the_unpatched_one_does_and_the_page_shows
     assert sweep.line(result) in PAGE.read_text().splitlines()
 
 
-def test_a_relu_at_its_kink_is_no_difference() -> None:
+def test_a_relu_at_its_kink_does_not_count_as_a_difference() -> None:
     # With the first weights, one of its inputs is 2e-7, whose sign depends on the order of sums in the norm before it.
     result = sweep.check("seq2seq:switch_transformers")
     assert (result.verdict, result.detail) == (SAME, "")

@@ -141,12 +141,12 @@ def test_results_are_sharded_as_the_rows_are(dimension: int, spread: Callable[..
         assert result.shape == X.shape
 
 
-def test_columns_of_a_gated_unit_stay_sharded(spread: Callable[..., Any]) -> None:
+def test_columns_of_a_gated_activation_stay_sharded(spread: Callable[..., Any]) -> None:
     gate = spread(X, distributed.Shard(2))
     assert liger_core.swiglu(gate, gate).placements == (distributed.Shard(2),)
 
 
-def test_columns_of_a_norm_and_of_a_packed_gated_unit_are_gathered(spread: Callable[..., Any]) -> None:
+def test_columns_of_a_norm_and_of_a_packed_gated_activation_are_gathered(spread: Callable[..., Any]) -> None:
     x = spread(X, distributed.Shard(2))
     assert liger_core.rms_norm(x).placements == liger_core.swiglu(x).placements == (distributed.Replicate(),)
 

@@ -120,7 +120,7 @@ def statistics_kernel(
     best = tl.zeros((lanes,), dtype=tl.int64)
     anchor = 0.0
     if CONTINUES:
-        # The first lane goes on where the block before ended.
+        # The first lane continues where the block before ended.
         m = tl.where(lane == 0, tl.load(moments), m)
         d = tl.where(lane == 0, tl.load(moments + 1), d)
         if ENTROPY:

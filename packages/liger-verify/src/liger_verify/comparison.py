@@ -111,7 +111,7 @@ def _whole(gradient: Tensor) -> Tensor:
 
 
 def measure(gradient: Tensor | None, truth: Tensor | None, *, sums: bool = False) -> dict[str, float]:
-    """What tells a wrong gradient from a right one: its squared norm, its product with the true one, the same of its sum over ranks.
+    """What distinguishes a wrong gradient from a right one: its squared norm, its product with the true one, the same of its sum over ranks.
 
     Numbers are enough: the distance to any multiple k of the truth is |g|² - 2k g·t + k² |t|².
     """

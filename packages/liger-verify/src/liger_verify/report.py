@@ -79,7 +79,7 @@ class Report:
     norm         of all gradients of one process
     differences  of every parameter's gradient, in the order of the forward pass
     missing      parameters that only the one process has a gradient for
-    sizes        ranks of each dimension, as `compare` was told
+    sizes        ranks of each dimension, as `compare` got them
     """
 
     loss: float
@@ -106,7 +106,7 @@ class Report:
         return not (self.wrong or self.wrong_losses or self.missing)
 
     def sentences(self) -> list[str]:
-        """What is wrong, and what explains it, the most telling first."""
+        """What is wrong, and what explains it."""
         found = [self._of_loss()] if self.wrong_losses else []
         wrong = self.wrong
         if wrong:

@@ -27,6 +27,8 @@ TINY: dict[str, Any] = {
     "num_experts_per_tok": 2, "max_position_embeddings": 64, "sliding_window": 8, "query_pre_attn_scalar": 8, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0,
 }  # fmt: skip
+# Grouped matmuls do not support float64.
+EXPERTS = {"experts_implementation": "eager"}
 # Standard deviation of what is added to each initial weight, so that every part of the model matters.
 NOISE = 0.1
 
@@ -171,10 +173,10 @@ class Training:
         name = attention.register()
         _quiet()
         if _is_folder(self.model):
-            model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float64, attn_implementation=name)
+            model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float64, attn_implementation=name, **EXPERTS)
         else:
             config = tiny_config(self.model, self.options)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=name, **EXPERTS)
             generator = torch.Generator().manual_seed(self.seed)
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -194,7 +196,7 @@ class Training:
         import liger_hf
 
         _quiet()
-        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.register()}
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.register(), **EXPERTS}
         if self.tp > 1 and self._places_all_ranks():
             options["distributed_config"] = DistributedConfig(tp_size=self.tp, tp_plan="auto", fsdp_size=self.dp * self.cp)
         elif self.tp > 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step is told about the processes it runs on, and what it returns."""
+"""What a training step gets to know about its processes, and what it returns."""
 
 from __future__ import annotations
 

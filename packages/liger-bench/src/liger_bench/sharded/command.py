@@ -52,7 +52,7 @@ def sharded(
     on_gpus = place.type == "cuda"
     precision = machine.dtype_name(machine.named_dtype("bench sharded", dtype, place))
     if resume and out is None:
-        raise OptionError("bench sharded: --resume needs --out, the folder of the run to go on with")
+        raise OptionError("bench sharded: --resume needs --out, the folder of the run to resume")
     check_known("bench sharded", "--op", ops or [], OPS)
     sizes = (rows or (8192 if on_gpus else 256), width or (4096 if on_gpus else 64))
     jobs = [
@@ -70,7 +70,7 @@ def sharded(
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
     todo, kept = remaining(jobs, lambda job: row_of(job, where, {}), before, attrgetter(*IDENTITY))
     found = all_measured(
-        len(todo), lambda tell: measured(todo, where, repetitions, patience, lambda job: tell(f"{job.op} on {job.ranks} ranks")), files
+        len(todo), lambda say: measured(todo, where, repetitions, patience, lambda job: say(f"{job.op} on {job.ranks} ranks")), files
     )
     places = {job: place for place, job in enumerate(jobs)}
     measured_rows = sorted([*kept, *(result.row for result in found)], key=lambda row: places[_job(row)])

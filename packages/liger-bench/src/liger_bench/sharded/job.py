@@ -54,7 +54,7 @@ class Row(Job):
 
 COLUMNS = [field.name for field in fields(Row)]
 JOB = tuple(field.name for field in fields(Job))
-# What tells a measurement from another one.
+# What distinguishes a measurement.
 IDENTITY = (*JOB, "machine", "versions", "commit")
 
 

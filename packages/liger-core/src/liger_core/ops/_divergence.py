@@ -334,7 +334,7 @@ def logit_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("several_blocks", n(3, 9000), n(3, 9000), why="the row is longer than one block")
     yield sample("leading_shape", n(2, 3, 40), n(2, 3, 40), why="any leading shape")
     yield sample("one_token", n(40), n(40), why="no leading shape")
-    yield sample("sum", n(5, 50), n(5, 50), reduction="sum", why="no normaliser")
+    yield sample("sum", n(5, 50), n(5, 50), reduction="sum", why="no normalizer")
     yield sample("none", n(5, 50), n(5, 50), reduction="none", why="every row has its own upstream gradient")
     yield sample("normalizer", n(5, 50), n(5, 50), normalizer=torch.tensor(37.0, device=device), why="an external count on the device")
     yield sample("temperature", n(5, 50), n(5, 50), temperature=2.5, why="both sides are divided by the temperature")

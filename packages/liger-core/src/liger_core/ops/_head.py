@@ -155,7 +155,7 @@ def head_series() -> Iterator[Workload]:
 
 
 def work(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Work:
-    """One product for the logits, and one for each gradient."""
+    """One matmul for the logits, and one for each gradient."""
     (classes, width), rows = weight.shape, hidden.numel() // weight.shape[1]
     size = (hidden.numel() + weight.numel()) * hidden.element_size()
     logits = Product(rows, width, classes, "right")

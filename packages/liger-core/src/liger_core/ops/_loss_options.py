@@ -56,7 +56,7 @@ def check_target(name: str, target: Tensor, classes: int, ignore_index: int) -> 
 def loss_option_samples(device: torch.device, rows: int, classes: int) -> Iterator[tuple[str, dict[str, Any], str]]:
     """(name, options, why) for the options that both losses have; class weights are under the key "class_weight"."""
     weight = torch.rand(classes, device=device) + 0.5
-    yield "sum", {"reduction": "sum"}, "no normaliser"
+    yield "sum", {"reduction": "sum"}, "no normalizer"
     yield "none", {"reduction": "none"}, "every token has its own upstream gradient"
     yield "class_weight", {"class_weight": weight}, "the mean divides by the summed weights"
     yield "label_smoothing", {"label_smoothing": 0.1}, "the whole row enters the loss"

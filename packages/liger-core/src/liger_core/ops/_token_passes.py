@@ -38,7 +38,7 @@ LEAST = -700.0
 
 
 class LogitOptions(NamedTuple):
-    """What turns the logits of a head into x, and the weights of their mean, for the rows and classes at hand."""
+    """What turns the logits of a head into x, and the weights of their mean, for some rows and classes."""
 
     logit_scale: float
     softcap: float | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_cross_entropy: the output projection and its loss, without ever holding all the logits."""
+"""linear_cross_entropy: LM head and loss in one, without ever holding all the logits."""
 
 from __future__ import annotations
 

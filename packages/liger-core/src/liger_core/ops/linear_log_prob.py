@@ -24,7 +24,7 @@ from liger_core.ops._token_passes import AskedOfTokens
 
 
 class TokenStatistics(NamedTuple):
-    """What the softmax of a token's logits x tells besides log-probabilities; all but prediction have a gradient.
+    """Statistics of the softmax of a token's logits x; all but prediction have a gradient.
 
     entropy         -Σ p log p, in nats
     log_normalizer  log Σ exp(x)
