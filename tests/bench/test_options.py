@@ -40,7 +40,7 @@ NEEDED = {
 }
 ZERO_IS_A_VALUE = {"train --save-every", "train --seed", "bench ops --seconds", "bench scaling --seconds", "bench model --seconds"}
 FOLDERS = {"train --output", "train --out", "plan --out", "demo --out"}
-FOLDERS |= {f"bench {name} --out" for name in ("ops", "scaling", "model", "distributed")}
+FOLDERS |= {f"bench {name} --out" for name in ("ops", "scaling", "model", "distributed", "sharded")}
 FILES = {"train --csv", "report --html", "report --docs", "bench report --docs"}
 FILES |= {f"bench {name} --csv" for name in ("ops", "scaling", "model")}
 READ = {"plan --compare", "report FOLDER...", "bench model --targets", "bench report RESULTS"}

@@ -39,7 +39,7 @@ class Sharded:
         sizes = sizes_of(self.sharding, classes, dist.get_world_size())
         rank = dist.get_rank()
         start = sum(sizes[:rank])
-        for name in ("weight", "bias"):
+        for name in ("weight", "bias", "teacher_weight", "teacher_bias"):
             if given.get(name) is not None:
                 given[name] = _rows(given[name], start, sizes[rank])
         return self.case.call({**given, "vocab": VocabShard(dist.group.WORLD, start, classes)})

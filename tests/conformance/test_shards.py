@@ -19,6 +19,9 @@ def test_a_sharded_vocabulary_is_as_accurate_as_a_whole_one(
     backend = pytestconfig.getoption("--backend") or "reference"
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
+    interpreted = backend != "reference" and device.type == "cpu"
+    if interpreted and (ranks, sharding) != (2, "uneven"):
+        pytest.skip("what ranks exchange does not depend on the backend; the reference has all shardings")
     # An interpreter takes seconds a sample; what dtypes change in a kernel shows on one process.
-    dtypes = list(LOW) if backend == "reference" or device.type == "cuda" else [torch.bfloat16]
+    dtypes = [torch.bfloat16] if interpreted else list(LOW)
     on_ranks(ranks, judge_samples, device.type, accuracy, sharded_op, backend, dtypes, sharding)

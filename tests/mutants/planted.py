@@ -722,6 +722,13 @@ MUTANTS = (
     ),
     shard("shards: the gradient of hidden is a part", "_vocabulary.py", '_c10d.all_reduce_(part, "sum", vocab.group)', "part.add_(0)"),
     shard("shards: targets counted from 0", "_vocabulary.py", "return index - self.start if self.start else index", "return index"),
+    shard(
+        "shards: divergences between the softmax of parts of the vocabulary",
+        "_divergence_loop.py",
+        "        merge_divergence(moments, options.temperature, options.hard_weight > 0, shard.vocab)\n",
+        "",
+        "divergence",
+    ),
     shard("shards: predictions counted from 0", "_vocabulary.py", "(prediction + self.vocab.start)", "prediction"),
     shard("shards: padding is classes", "_vocabulary.py", "return max(0, min(rows, self.classes - self.start))", "return rows"),
     shard(

@@ -38,10 +38,12 @@ def path(given: str | Path) -> Path:
     return Path(given)
 
 
-def finite(value: float | None) -> float | None:
-    if value is not None and not abs(value) <= LARGEST:
-        bound = f"must be at most {LARGEST}" if math.isfinite(value) else "must be a finite number"
-        raise typer.BadParameter(f"{bound}, got {value}")
+def finite(value: float | list[float] | None) -> float | list[float] | None:
+    """An option's value, or all values of one that may be repeated."""
+    for number in value if isinstance(value, list) else [] if value is None else [value]:
+        if not abs(number) <= LARGEST:
+            bound = f"must be at most {LARGEST}" if math.isfinite(number) else "must be a finite number"
+            raise typer.BadParameter(f"{bound}, got {number}")
     return value
 
 

@@ -51,6 +51,19 @@ class TritonDivergencePasses(TritonPasses):
             **_forms(options), BLOCK=block, num_warps=GRADIENT.warps,
         )  # fmt: skip
 
+    def divergence_sums(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, options: DivergenceOptions, out: Tensor
+    ) -> None:
+        rows, width = student.shape
+        if rows == 0:
+            return
+        student, teacher = rows_of(student), rows_of(teacher)
+        block = min(COMPARED.block, power_of_two(width))
+        sums_launch(
+            (rows,), student, teacher, None if target is None else target.contiguous(), moments, out, student.stride(0), teacher.stride(0),
+            width, *_scalars(options), **_forms(options), BLOCK=block, num_warps=COMPARED.warps,
+        )  # fmt: skip
+
 
 PASSES = TritonDivergencePasses()
 
@@ -68,6 +81,7 @@ def _forms(options: DivergenceOptions) -> dict[str, int | bool]:
         "HARD": options.hard_weight > 0,
         "HAS_SOFTCAP": options.softcap is not None,
         "TEACHER_SOFTCAP": options.teacher_softcap is not None,
+        "PARTIAL": options.partial,
     }
 
 
@@ -198,8 +212,8 @@ def sharpened(below, sharp_inverse, column, label, temperature):
 def divergence_kernel(
     student, teacher, target, row_factor, loss, moments, row_stride, their_stride, factor_stride, width,
     ignore_index, beta, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
-    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program takes one row: maximum and sum of both sides, then the loss, then, if asked, the gradient over the student's logits.
 
@@ -336,9 +350,13 @@ def divergence_kernel(
 def gradient_kernel(
     student, teacher, target, row_factor, moments, out, row_stride, their_stride, factor_stride, out_stride, width,
     ignore_index, beta, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
-    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program writes one block of one row's gradient, from the moments that the forward pass kept."""
+    """One program writes one block of one row's gradient, from the moments that the forward pass kept.
+
+    PARTIAL: a label that is none of these classes is another rank's.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -349,7 +367,7 @@ def gradient_kernel(
         if label == ignore_index:
             tl.store(out + row * out_stride + column, tl.zeros((BLOCK,), dtype=out.dtype.element_ty), mask=mask)
             return
-    if HARD:
+    if HARD and not PARTIAL:
         factor = tl.where((label >= 0) & (label < width), factor, float("nan"))
     moments += 7 * row
     exp_sum = tl.load(moments + 1)
@@ -377,5 +395,58 @@ def gradient_kernel(
     tl.store(out + row * out_stride + column, pull.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def sums_kernel(
+    student, teacher, target, moments, out, row_stride, their_stride, width,
+    ignore_index, beta, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
+    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program adds up one row over a part of its classes, given the moments of all: the divergence, q · (h - h₀), and x of the target."""
+    row = tl.program_id(0).to(tl.int64)
+    base = student + row * row_stride
+    theirs = teacher + row * their_stride
+    out += 3 * row
+    label = 0
+    if target is not None:
+        label = tl.load(target + row)
+        if label == ignore_index:
+            number = tl.arange(0, 4)
+            tl.store(out + number, tl.zeros((4,), dtype=tl.float32), mask=number < 3)
+            return
+    moments += 7 * row
+    top = tl.load(moments)
+    exp_sum = tl.load(moments + 1)
+    their_top = tl.load(moments + 2)
+    their_sum = tl.load(moments + 3)
+    apart = tl.log2(exp_sum / their_sum) * 0.6931471805599453
+    first = (tl.load(moments + 4) - their_top) + apart
+    h = first_slope(first, beta, of_teacher, of_student, FORMULA)
+    values = tl.zeros((BLOCK,), dtype=tl.float32)
+    slopes = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < width
+        x = capped(tl.load(base + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        y = capped(tl.load(theirs + column, mask=mask, other=0.0), their_scale, their_softcap, TEACHER_SOFTCAP)
+        x = tl.where(mask, x, float("-inf"))
+        y = tl.where(mask, y, float("-inf"))
+        value, slope, q = compared(
+            x - top, 1.0 / exp_sum, y - their_top, 1.0 / their_sum, apart, first, h, beta, of_teacher, of_student, FORMULA
+        )
+        values += value
+        if FORMULA != KIND_FORWARD:
+            slopes += tl.where(q > 0, q * slope, 0.0)
+    chosen = 0.0
+    if HARD:
+        inside = (label >= 0) & (label < width)
+        x = capped(tl.load(base + tl.where(inside, label, 0)), logit_scale, softcap, HAS_SOFTCAP)
+        chosen = tl.where(inside, x, 0.0)
+    tl.store(out, tl.sum(values, 0))
+    tl.store(out + 1, tl.sum(slopes, 0))
+    tl.store(out + 2, chosen)
+
+
 divergence_launch = Launcher(divergence_kernel)
+sums_launch = Launcher(sums_kernel)
 gradient_launch = Launcher(gradient_kernel)

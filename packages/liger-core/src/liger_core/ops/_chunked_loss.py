@@ -13,6 +13,7 @@ from torch import Tensor
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._softmax_loss import Asked, RowOptions, RowPasses, RowResults, row_results
+from liger_core.ops._vocabulary import Vocabulary, end_sum, start_sum
 
 Chunk = int | Literal["report"] | None
 
@@ -281,17 +282,26 @@ def logits_of(head: Head, rows: int, buffer: Tensor | None = None) -> Iterator[t
 class Running:
     """The running sums over the chunks."""
 
-    def __init__(self, sums: Sums) -> None:
-        self.sums = sums
+    def __init__(self, sums: Sums, vocab: Vocabulary | None = None) -> None:
+        self.sums, self.vocab = sums, vocab
         self.first = True
 
     def add(self, part: slice, gradient: Tensor, head: Head) -> None:
         """Add the gradient of one chunk of logits."""
         of_hidden, of_weight, of_bias = self.sums
-        if of_hidden is not None:
+        sharded, out = self.vocab is not None and self.vocab.group is not None, None
+        if of_hidden is not None and not sharded:
             torch.mm(gradient, head.weight, out=of_hidden[part])
+        elif of_hidden is not None and self.vocab is not None:
+            # The parts of the ranks are added in float32, while the gradient of weight is computed.
+            out = torch.empty(of_hidden[part].shape, dtype=accumulator(of_hidden.dtype), device=of_hidden.device)
+            accumulate(out, gradient, head.weight, first=True)
+            start_sum(out, self.vocab)
         if of_weight is not None:
             accumulate(of_weight, gradient.t(), head.hidden[part], self.first)
+        if out is not None and of_hidden is not None and self.vocab is not None:
+            end_sum(out, self.vocab)
+            of_hidden[part] = out
         if of_bias is not None:
             column = gradient.sum(0, dtype=of_bias.dtype)
             _ = of_bias.copy_(column) if self.first else of_bias.add_(column)

@@ -63,6 +63,7 @@ class DivergenceOptions(NamedTuple):
 
     of_teacher, of_student  factors of KL(p ‖ M) and KL(q ‖ M)
     hard_weight             share of the cross entropy with the target
+    partial                 the classes are a part of the vocabulary: a target that is none of them is one of another part
     """
 
     formula: int
@@ -76,6 +77,7 @@ class DivergenceOptions(NamedTuple):
     teacher_softcap: float | None = None
     hard_weight: float = 0.0
     ignore_index: int = -100
+    partial: bool = False
 
     @classmethod
     def given(cls, kind: Kind, beta: float, temperature: float = 1.0, **more: Any) -> DivergenceOptions:
@@ -115,6 +117,11 @@ class DivergencePasses(RowPasses, Protocol):
     ) -> None:  # fmt: skip
         """Write row_factor · d loss / d student into out, given the moments of each row; out may be student."""
 
+    def divergence_sums(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, options: DivergenceOptions, out: Tensor
+    ) -> None:
+        """out (rows, 3): the sums of the divergence and of q · (h - h₀) over these classes, given the moments of all, and x of the target."""
+
 
 class TorchDivergencePasses(TorchPasses):
     """The row passes in pure PyTorch, a block of rows at a time."""
@@ -148,6 +155,20 @@ class TorchDivergencePasses(TorchPasses):
         for rows in _blocks(student):
             x, theirs, labels = *_both(student[rows], teacher[rows], options), None if target is None else target[rows]
             out[rows] = _gradient(x, theirs, labels, moments[rows], row_factor[rows], options).to(out.dtype)
+
+    def divergence_sums(
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, options: DivergenceOptions, out: Tensor
+    ) -> None:
+        for rows in _blocks(student):
+            x, theirs = _both(student[rows], teacher[rows], options)
+            value, slope, q = _compared(x, theirs, moments[rows], options)
+            out[rows, 0] = value.sum(-1)
+            out[rows, 1] = 0.0 if options.formula == FORWARD else torch.where(q > 0, q * slope, 0.0).sum(-1)
+            out[rows, 2] = 0.0
+            if options.hard_weight and target is not None:
+                labels = target[rows]
+                own = x.gather(-1, _inside(labels, x)[:, None])[:, 0]
+                out[rows, 2] = torch.where((labels >= 0) & (labels < x.shape[1]), own, 0.0)
 
 
 def _blocks(logits: Tensor) -> list[slice]:
@@ -287,9 +308,11 @@ def _gradient(
         factor = row_factor.to(x.dtype) * options.logit_scale
     if options.hard_weight and target is not None:
         sharp = ((x - moments[:, :1]) * options.temperature).exp() / moments[:, 6:7]
-        sharp.scatter_add_(-1, _inside(target, x)[:, None], torch.full_like(moments[:, :1], -1.0))
+        outside = (target < 0) | (target >= x.shape[1])
+        sharp.scatter_add_(-1, _inside(target, x)[:, None], torch.where(outside, 0.0, -torch.ones_like(factor))[:, None])
         slope = (1.0 - options.hard_weight) * slope + options.hard_weight * options.temperature * sharp
-        factor = torch.where((target < 0) | (target >= x.shape[1]), float("nan"), factor)
+        if not options.partial:
+            factor = torch.where(outside, float("nan"), factor)
     slope = slope * factor[:, None]
     if options.softcap is not None:
         slope = slope * (1.0 - (x / options.softcap).square())

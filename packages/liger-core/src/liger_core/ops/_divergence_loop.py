@@ -34,6 +34,7 @@ from liger_core.ops._chunked_loss import (
 from liger_core.ops._divergence import DivergenceOptions, DivergencePasses, DivergenceResults, divergence_results
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._token_passes import blocks
+from liger_core.ops._vocabulary import Vocabulary, end_sum, merge_divergence, start_sum
 
 # Rows of the teacher's logits that are held at a time, and how much of a budget they take at most. 512 rows fill an H200 with several
 # waves of tiles; fewer than LEAST are not worth keeping the gradient of the logits for.
@@ -71,8 +72,8 @@ class Cut(NamedTuple):
 class DivergenceLoop:
     """The kernels for a backend's row passes.
 
-    reduced  (heads, divide, options, chunk options) → summed loss; its gradients are computed in the forward pass
-    rows     (heads, options, chunk options) → the loss of each row
+    reduced  (heads, divide, options, chunk options, vocabulary) → summed loss; its gradients are computed in the forward pass
+    rows     (heads, options, chunk options, vocabulary) → the loss of each row
     """
 
     def __init__(self, passes: DivergencePasses, make_kernel: Callable[..., Kernel]) -> None:
@@ -98,33 +99,71 @@ class DivergenceLoop:
         for chunk, logits in logits_of(pair.student(), cut.rows, kept):
             yield chunk, logits, parts(chunk, logits)
 
+    def _compare(
+        self, shard: Shard, part: slice, ours: Tensor, theirs: Tensor, results: DivergenceResults, factor: Tensor | None, gradient: bool
+    ) -> None:
+        """The results of these rows, and with gradient that of their logits, which overwrites those of the student."""
+        results = results.of(part)
+        if shard.vocab.group is None:
+            self.passes.divergences(ours, theirs, shard.pair.target[part], results, shard.options, factor, gradient)
+            return
+        options, target, moments = shard.options, shard.local[part], results.moments
+        if ours.shape[1]:
+            self.passes.divergences(ours, theirs, target, results, options, None, False)
+        else:
+            moments.zero_()
+            moments[:, [0, 2, 4]] = torch.finfo(moments.dtype).min
+        # In rows that do not count, kernels leave numbers of their own.
+        merge_divergence(moments, options.temperature, options.hard_weight > 0, shard.vocab)
+        sums = torch.zeros(moments.shape[0], 3, dtype=moments.dtype, device=moments.device)
+        if ours.shape[1]:
+            self.passes.divergence_sums(ours, theirs, target, moments, options, sums)
+        start_sum(sums, shard.vocab)
+        end_sum(sums, shard.vocab)
+        moments[:, 5] = sums[:, 1]
+        loss = sums[:, 0]
+        if options.hard_weight:
+            hard = moments[:, 6].log() - (sums[:, 2] - moments[:, 0]) * options.temperature
+            loss = (1.0 - options.hard_weight) * loss + options.hard_weight * torch.where(shard.invalid[part], float("nan"), hard)
+        results.loss.copy_(torch.where(shard.counted[part], loss, 0.0))
+        if gradient:
+            self._gradients(shard, part, ours, theirs, moments, torch.ones_like(loss) if factor is None else factor)
+
+    def _gradients(self, shard: Shard, part: slice, ours: Tensor, theirs: Tensor, moments: Tensor, factor: Tensor) -> None:
+        """The gradient of these rows' logits, which overwrites those of the student."""
+        if not ours.shape[1]:
+            return
+        if shard.vocab.group is not None and shard.options.hard_weight:
+            factor = torch.where(shard.invalid[part], float("nan"), factor)
+        self.passes.divergence_gradients(ours, theirs, shard.local[part], moments, factor, shard.options, ours)
+
     def _allocate_reduced(
-        self, pair: HeadPair, divide: Tensor | None, options: DivergenceOptions, chunks: ChunkOptions, needs: list[bool]
+        self, pair: HeadPair, divide: Tensor | None, options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool]
     ) -> Outputs:
         hidden, weight, wide, device = pair.hidden, pair.weight, accumulator(pair.hidden.dtype), pair.hidden.device
         return (
             torch.empty((), dtype=wide, device=device),
             torch.empty((), dtype=wide, device=device) if divides_late(hidden, divide) else None,
             torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if needs[0] else None,
-            torch.empty(weight.shape, dtype=_cut(pair, chunks).dtype, device=device) if needs[1] else None,
+            torch.empty(weight.shape, dtype=_cut(pair, chunks, vocab).dtype, device=device) if needs[1] else None,
             torch.empty(weight.shape[0], dtype=wide, device=device) if needs[2] else None,
         )
 
     def _launch_reduced(
         self, loss: Tensor, scale: Tensor | None, sums: Sums, /, pair: HeadPair, divide: Tensor | None, options: DivergenceOptions,
-        chunks: ChunkOptions, needs: list[bool],
+        chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
         gradient = any(needs)
-        cut = _cut(pair, chunks)
+        cut = _cut(pair, chunks, vocab)
         inverse = None if divide is None else divide.reciprocal()
-        packed, pair, _ = _packed(pair, options, chunks)
+        packed, shard, _ = _packed(pair, options, chunks, vocab)
+        pair, inner = shard.pair, sums._replace(sum_hidden=packed.like(sums.sum_hidden))
         results = divergence_results(pair.hidden)
         factor = inverse.expand(pair.hidden.shape[0]) if inverse is not None and scale is None else None
-        running = Running(sums._replace(sum_hidden=packed.like(sums.sum_hidden)))
+        running = Running(_of_classes(inner, pair.weight.shape[0]), vocab)
         for chunk, logits, parts in self._walk(pair, cut if gradient else cut._replace(rows=cut.theirs)):
             for part, ours, theirs in parts:
-                given = None if factor is None else factor[part]
-                self.passes.divergences(ours, theirs, pair.target[part], results.of(part), options, given, gradient)
+                self._compare(shard, part, ours, theirs, results, None if factor is None else factor[part], gradient)
             running.add(chunk, logits, packed.head)
         running.finish()
         packed.scatter_rows(running.sums.sum_hidden, sums.sum_hidden)
@@ -134,9 +173,11 @@ class DivergenceLoop:
             if scale is not None:
                 scale.copy_(inverse)
 
-    def _allocate_rows(self, pair: HeadPair, options: DivergenceOptions, chunks: ChunkOptions, needs: list[bool]) -> Outputs:
-        hidden, keeps = pair.hidden, any(needs) and _keeps(pair, chunks) > 0
-        classes = pair.weight.shape[0]
+    def _allocate_rows(
+        self, pair: HeadPair, options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool]
+    ) -> Outputs:
+        hidden, keeps = pair.hidden, any(needs) and _keeps(pair, chunks, vocab) > 0
+        classes = vocab.mine(pair.weight.shape[0])
         return (
             *divergence_results(hidden),
             torch.empty((), dtype=torch.int64),
@@ -145,25 +186,26 @@ class DivergenceLoop:
 
     def _launch_rows(
         self, loss: Tensor, moments: Tensor, number: Tensor, kept: Tensor | None, /, pair: HeadPair, options: DivergenceOptions,
-        chunks: ChunkOptions, needs: list[bool],
+        chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
-        whole, cut = DivergenceResults(loss, moments), _cut(pair, chunks)
-        cut = (
-            cut._replace(rows=cut.theirs) if kept is None else cut._replace(rows=max(1, pair.hidden.shape[0]), theirs=_keeps(pair, chunks))
-        )
-        packed, pair, known = _packed(pair, options, chunks)
+        whole, cut = DivergenceResults(loss, moments), _cut(pair, chunks, vocab)
+        cut = cut._replace(rows=cut.theirs)
+        if kept is not None:
+            cut = cut._replace(rows=max(1, pair.hidden.shape[0]), theirs=_keeps(pair, chunks, vocab))
+        packed, shard, known = _packed(pair, options, chunks, vocab)
         number.fill_(known)
+        pair = shard.pair
         results = DivergenceResults(*map(packed.take, whole)) if packed.index is None else divergence_results(pair.hidden)
         if kept is not None:
             kept[pair.hidden.shape[0] :].zero_()
         for _, _, parts in self._walk(pair, cut, kept):
             for part, ours, theirs in parts:
-                self.passes.divergences(ours, theirs, pair.target[part], results.of(part), options, None, kept is not None)
+                self._compare(shard, part, ours, theirs, results, None, kept is not None)
         packed.scatter(results, whole, DivergenceResults._fields)
 
     def _allocate_rows_backward(
         self, grad_loss: Tensor, pair: HeadPair, moments: Tensor, number: Tensor, kept: Tensor | None, options: DivergenceOptions,
-        chunks: ChunkOptions, needs: list[bool],
+        chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         given = (pair.hidden, pair.weight if chunks.main_grad is None else None, pair.bias)
         return tuple(
@@ -173,25 +215,27 @@ class DivergenceLoop:
 
     def _launch_rows_backward(
         self, gradients: Gradients, /, grad_loss: Tensor, pair: HeadPair, moments: Tensor, number: Tensor, kept: Tensor | None,
-        options: DivergenceOptions, chunks: ChunkOptions, needs: list[bool],
+        options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
-        cut = _cut(pair, chunks)
-        packed, pair, _ = _packed(pair, options, chunks, int(number))
-        factor, largest = _factors(packed.take(grad_loss), pair, options)
+        cut = _cut(pair, chunks, vocab)
+        packed, shard, _ = _packed(pair, options, chunks, vocab, int(number))
+        pair, classes = shard.pair, shard.pair.weight.shape[0]
+        factor, largest = _factors(packed.take(grad_loss), shard.counted, pair.hidden.dtype)
+        gradients = Gradients(*_of_classes(gradients, classes))
         sums = _summed(packed, pair, gradients, cut.dtype if kept is None and cut.rows < pair.hidden.shape[0] else None)
         # .data has a version counter of its own: a kept graph may add once more.
-        main_grad = chunks.main_grad.data if chunks.main_grad is not None and needs[1] else None
+        main_grad = chunks.main_grad.data[:classes] if chunks.main_grad is not None and needs[1] else None
         if kept is None:
-            running, moments = Running(sums), packed.take(moments)
+            running, moments = Running(sums, vocab), packed.take(moments)
             for chunk, logits, parts in self._walk(pair, cut):
                 for part, ours, theirs in parts:
-                    self.passes.divergence_gradients(ours, theirs, pair.target[part], moments[part], factor[part], options, ours)
+                    self._gradients(shard, part, ours, theirs, moments[part], factor[part])
                 running.add(chunk, logits, packed.head)
                 _add_to(main_grad, logits, pair.hidden[chunk], largest)
             running.finish()
         else:
             kept = kept[: pair.hidden.shape[0]]
-            _weighed(kept, factor, pair, sums, _keeps(pair, chunks))
+            _weighed(kept, factor, pair, sums, _keeps(pair, chunks, vocab), vocab)
             if main_grad is not None:
                 _add_to(main_grad, kept, _times(pair.hidden, factor), largest)
         _finished(sums, packed, gradients, largest)
@@ -207,9 +251,11 @@ def _held(pair: HeadPair, chunks: ChunkOptions) -> int:
     return chunks.budget or (CPU_BYTES if pair.hidden.device.type == "cpu" else CHUNK_BYTES)
 
 
-def _cut(pair: HeadPair, chunks: ChunkOptions) -> Cut:
-    """How the logits are cut: those of the teacher take a small part of the budget, the rest is as in linear_cross_entropy."""
-    hidden, (classes, _) = pair.hidden, pair.weight.shape
+def _cut(pair: HeadPair, chunks: ChunkOptions, vocab: Vocabulary) -> Cut:
+    """How the logits are cut: those of the teacher take a small part of the budget, the rest is as in linear_cross_entropy. Ranks that share
+    a vocabulary meet in every part, so that they cut alike.
+    """
+    hidden, classes = pair.hidden, vocab.usual()
     row = classes * pair.teacher_hidden.dtype.itemsize
     theirs = max(1, min(THEIR_ROWS, _held(pair, chunks) // (THEIR_SHARE * row)))
     rows, dtype = chunking(
@@ -221,9 +267,9 @@ def _cut(pair: HeadPair, chunks: ChunkOptions) -> Cut:
     return Cut(rows, min(rows, THEIR_ROWS if chunks.chunk else theirs), dtype)
 
 
-def _keeps(pair: HeadPair, chunks: ChunkOptions) -> int:
+def _keeps(pair: HeadPair, chunks: ChunkOptions, vocab: Vocabulary) -> int:
     """How many rows of the teacher's logits fit beside the gradient of all logits, 0 if it is not to be kept."""
-    (rows, width), classes = pair.hidden.shape, pair.weight.shape[0]
+    (rows, width), classes = pair.hidden.shape, vocab.usual()
     wide, item = accumulator(pair.hidden.dtype).itemsize, pair.hidden.dtype.itemsize
     spare = _held(pair, chunks) - rows * classes * item
     # The backward pass has a row of the gradient of hidden in float32 instead, and hidden once more.
@@ -231,19 +277,57 @@ def _keeps(pair: HeadPair, chunks: ChunkOptions) -> int:
     return 0 if chunks.chunk or fits < min(LEAST, max(rows, 1)) else min(fits, THEIR_ROWS)
 
 
-def _packed(pair: HeadPair, options: DivergenceOptions, chunks: ChunkOptions, number: int | None = None) -> tuple[Packed, HeadPair, int]:
+class Shard(NamedTuple):
+    """The rows that count, with those of the weights that are classes; the options for the row passes.
+
+    local    targets as the passes take them
+    counted  which of the rows count
+    invalid  which of them have a target that is no class at all
+    """
+
+    pair: HeadPair
+    options: DivergenceOptions
+    vocab: Vocabulary
+    local: Tensor
+    counted: Tensor
+    invalid: Tensor
+
+
+def _packed(
+    pair: HeadPair, options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, number: int | None = None
+) -> tuple[Packed, Shard, int]:
     """The rows that count, and how many they are."""
-    known = Counted(pair.student(), options.ignore_index, chunks.pack, number)
+    if vocab.group is not None:
+        mine = vocab.mine(pair.weight.shape[0])
+        bias, teacher_bias = (None if b is None else b[:mine] for b in (pair.bias, pair.teacher_bias))
+        pair = pair._replace(weight=pair.weight[:mine], bias=bias, teacher_weight=pair.teacher_weight[:mine], teacher_bias=teacher_bias)
+    known = Counted(pair.student(), options.ignore_index, chunks.pack, number, vocab.usual())
     packed = Packed(pair.student(), known.index())
     hidden, _, target, _ = packed.head
-    return packed, pair._replace(hidden=hidden, target=target, teacher_hidden=packed.take(pair.teacher_hidden)), known.number or 0
+    pair = pair._replace(hidden=hidden, target=target, teacher_hidden=packed.take(pair.teacher_hidden))
+    counted, local = target != options.ignore_index, target
+    if vocab.group is not None:
+        # Two numbers that stand for no row of weight: an ignored row, and a class of another rank.
+        here = (target >= vocab.start) & (target < vocab.start + pair.weight.shape[0])
+        local = torch.where(counted, torch.where(here, target - vocab.start, -2), -1)
+        options = options._replace(ignore_index=-1, partial=True)
+    return packed, Shard(pair, options, vocab, local, counted, (target < 0) | (target >= vocab.classes)), known.number or 0
 
 
-def _factors(grad_loss: Tensor, pair: HeadPair, options: DivergenceOptions) -> tuple[Tensor, Tensor | None]:
+def _of_classes(sums: Sums | Gradients, classes: int) -> Sums:
+    """The rows that are classes; those past them are padding, whose gradient is zero."""
+    of_hidden, of_weight, of_bias = sums
+    for padding in (of_weight, of_bias):
+        if padding is not None:
+            padding[classes:].zero_()
+    return Sums(of_hidden, *(None if t is None else t[:classes] for t in (of_weight, of_bias)))
+
+
+def _factors(grad_loss: Tensor, counted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The upstream gradient of each row, and in float16 the power of two that it was divided by."""
     # The gradient at an ignored row may be infinite; it counts for nothing.
-    factor = torch.where(pair.target != options.ignore_index, grad_loss, 0.0)
-    if pair.hidden.dtype != torch.float16 or not factor.numel():
+    factor = torch.where(counted, grad_loss, 0.0)
+    if dtype != torch.float16 or not factor.numel():
         return factor, None
     largest = factor.abs().amax()
     largest = torch.ldexp(torch.ones_like(largest), torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
@@ -279,7 +363,7 @@ def _times(hidden: Tensor, factor: Tensor) -> Tensor:
     return torch.mul(hidden, factor[:, None], out=torch.empty_like(hidden))
 
 
-def _weighed(kept: Tensor, factor: Tensor, pair: HeadPair, sums: Sums, rows: int) -> None:
+def _weighed(kept: Tensor, factor: Tensor, pair: HeadPair, sums: Sums, rows: int, vocab: Vocabulary) -> None:
     """The sums from the gradient of the logits but for the factor of each row."""
     of_hidden, of_weight, of_bias = sums
     hidden, count = pair.hidden, pair.hidden.shape[0]
@@ -289,6 +373,8 @@ def _weighed(kept: Tensor, factor: Tensor, pair: HeadPair, sums: Sums, rows: int
             part = slice(start, min(start + rows, count))
             out = buffer[: part.stop - part.start]
             accumulate(out, kept[part], pair.weight, first=True)
+            start_sum(out, vocab)
+            end_sum(out, vocab)
             torch.mul(out, factor[part, None], out=of_hidden[part])
     if of_weight is not None:
         if count:

@@ -17,7 +17,7 @@ from liger_core.ops._vocabulary import Vocabulary
 
 # Arguments with a number, or several, for each row of hidden, and those with one for each class.
 OF_ROWS = ("target", "token_weight", "temperature", "allowed", "teacher_hidden")
-OF_CLASSES = ("weight", "bias")
+OF_CLASSES = ("weight", "bias", "teacher_weight", "teacher_bias")
 
 
 class VocabShard(NamedTuple):
@@ -73,7 +73,7 @@ def check_vocab(op: str, weight: Tensor, vocab: VocabShard | None) -> int:
 
 
 def takes_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation (hidden, weight, target, *, …, vocab) that also takes weight as a DTensor with its vocabulary over a mesh dimension.
+    """An implementation (hidden, weight, …, vocab) that also takes weight as a DTensor with its vocabulary over a mesh dimension.
 
     Rows may be distributed over the other dimensions of the mesh. What is returned is then distributed likewise: results for each token
     as they are, a sum as a partial one; if hidden is a plain tensor, as plain tensors.
@@ -83,12 +83,13 @@ def takes_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
     def implementation(hidden: Tensor, weight: Tensor, *args: Any, **options: Any) -> Any:
         if not hasattr(weight, "device_mesh"):
             return function(hidden, weight, *args, **options)
-        return _distributed(function, hidden, weight, *args, **options)
+        bound = inspect.signature(function).bind(hidden, weight, *args, **options).arguments
+        return _distributed(function, **bound)
 
     return implementation
 
 
-def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, target: Any, **options: Any) -> Any:
+def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **options: Any) -> Any:
     from torch.distributed.tensor import DTensor, Partial, Replicate
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -134,7 +135,7 @@ def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, target:
     ):
         sentence = "reduction='mean' needs a normalizer where rows are distributed: the number of tokens on all ranks; got None"
         checks.fail(OptionError, op, sentence)
-    given = {name: local(name, value) for name, value in {"target": target, **options}.items()}
+    given = {name: local(name, value) for name, value in options.items()}
     start = 0
     if over:
         shape, offset = compute_local_shape_and_global_offset(weight.shape, mesh, placed)

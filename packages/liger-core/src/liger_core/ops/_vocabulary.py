@@ -54,7 +54,7 @@ class Exchange(NamedTuple):
         """Make of the sums of this shard those of all, in place. `weights`: the sum of this shard's class weights."""
         if self.vocab.group is None or not moments.shape[0]:
             return
-        ranks, bits = _size(self.vocab.group), torch.int32 if moments.dtype == torch.float32 else torch.int64
+        bits = torch.int32 if moments.dtype == torch.float32 else torch.int64
         columns = [moments]
         if self.asked.with_mean:
             column = moments.new_empty(moments.shape[0], 1)
@@ -67,7 +67,7 @@ class Exchange(NamedTuple):
             # The bits of an integer, whatever number they would be.
             columns.append((prediction + self.vocab.start).to(bits).view(moments.dtype)[:, None])
         mine = torch.cat(columns, -1)
-        every = _c10d.wait_tensor(_c10d.all_gather_into_tensor(mine, ranks, self.vocab.group)).view(ranks, *mine.shape)
+        every = _everyone(mine, self.vocab)
         if single:
             selected.copy_(every[:, :, -1 - (prediction is not None)].sum(0)[:, None])
         else:
@@ -86,6 +86,27 @@ class Exchange(NamedTuple):
             moments[:, 3] = (weighted + (anchor - anchor[0]) * every[:, :, MOMENTS]).sum(0)
         moments[:, 4] = (squares * shrink.square()).sum(0)
         moments[:, 5] = anchor[0]
+
+
+def merge_divergence(moments: Tensor, temperature: float, hard: bool, vocab: Vocabulary) -> None:
+    """Make of a shard's moments of two sides (liger_core/ops/_divergence.py) those of all, in place, but for Σ q · (h - h₀)."""
+    every = _everyone(moments, vocab)
+    highest, theirs = every[:, :, 0].amax(0), every[:, :, 2].amax(0)
+    step = every[:, :, 0] - highest
+    moments[:, 0], moments[:, 2] = highest, theirs
+    moments[:, 1] = (every[:, :, 1] * step.exp()).sum(0)
+    moments[:, 3] = (every[:, :, 3] * (every[:, :, 2] - theirs).exp()).sum(0)
+    moments[:, 4] = torch.where(step == 0, every[:, :, 4], -torch.inf).amax(0)
+    if hard:
+        moments[:, 6] = (every[:, :, 6] * (step * temperature).exp()).sum(0)
+
+
+def _everyone(mine: Tensor, vocab: Vocabulary) -> Tensor:
+    """(ranks, …): what each rank has."""
+    assert vocab.group is not None
+    ranks = _size(vocab.group)
+    gathered: Tensor = _c10d.wait_tensor(_c10d.all_gather_into_tensor(mine, ranks, vocab.group))
+    return gathered.view(ranks, *mine.shape)
 
 
 def start_sum(part: Tensor, vocab: Vocabulary) -> None:

@@ -20,6 +20,7 @@ from liger_core.ops._divergence_loop import HeadPair, divergence_loop
 from liger_core.ops._head import check_chunks, check_head
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, workload
 from liger_core.ops._loss_options import Reduction, check_reduction, check_target, targets_with_ignored
+from liger_core.ops._sharding import VocabShard, check_vocab, takes_dtensors, vocabulary
 from liger_core.ops._softmax_loss import denominator
 
 
@@ -43,15 +44,17 @@ def check(
     teacher_softcap: float | None = None,
     reduction: Reduction = "mean",
     normalizer: Tensor | float | None = None,
+    vocab: VocabShard | None = None,
     **options: Any,
 ) -> None:
     name = "linear_divergence"
     checks.floating(name, 2, hidden=hidden, weight=weight)
     labels = hidden.new_empty(hidden.shape[:-1], dtype=torch.int64) if target is None else target
     head = Head(hidden, weight, labels, bias)
-    check_head(name, head)
+    check_head(name, head, classes=vocab is None)
     _check_teacher(name, head, Head(teacher_hidden, teacher_weight, labels, teacher_bias))
     check_chunks(name, head, **options)
+    classes = check_vocab(name, weight, vocab)
     row, budget = weight.shape[0] * (hidden.element_size() + teacher_hidden.element_size()), options.get("budget")
     if budget is not None and budget < row:
         checks.fail(OptionError, name, f"budget must hold one row of logits of both sides, {row} bytes, got {budget!r}")
@@ -68,7 +71,7 @@ def check(
         checks.fail(OptionError, name, f"hard_weight needs target, whose cross entropy it weighs, got hard_weight={hard_weight!r} alone")
     check_reduction(name, hidden, reduction, normalizer)
     if target is not None:
-        check_target(name, target, weight.shape[0], ignore_index)
+        check_target(name, target, classes, ignore_index)
 
 
 def _check_teacher(name: str, head: Head, teacher: Head) -> None:
@@ -258,6 +261,7 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         budget: int | None = None,
         pack: bool = True,
         main_grad: Tensor | None = None,
+        vocab: VocabShard | None = None,
     ) -> Tensor:
         """Divergence between the softmax of two heads, p of the teacher and q of the student, a chunk of rows at a time.
 
@@ -286,6 +290,9 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         pack                 leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number where the matmuls
                              are large enough to pay for it, never while a CUDA graph is captured
         main_grad            (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
+        vocab                `VocabShard(group, start, classes)`: weights and biases have only these classes of a vocabulary that the ranks
+                             of group share. Every rank gives the same rows and targets and gets the same results; gradients of weight and
+                             bias are of its classes, that of hidden is whole
         returns              float32 (float64 for float64): a scalar, or (...) for "none"
 
         With "mean" and "sum" the gradients are computed during the forward pass (four matmuls). With "none" the gradient of the logits,
@@ -316,13 +323,13 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         )  # fmt: skip
         chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
         if reduction == "none":
-            return loop.rows(pair, options, chunks).reshape(shape)  # type: ignore[no-any-return]
+            return loop.rows(pair, options, chunks, vocabulary(weight, vocab)).reshape(shape)  # type: ignore[no-any-return]
         divide: Tensor | None = None
         if reduction == "mean":
             divide = denominator(pair.target, None, ignore_index, normalizer, accumulator(hidden.dtype))
-        return loop.reduced(pair, divide, options, chunks)  # type: ignore[no-any-return]
+        return loop.reduced(pair, divide, options, chunks, vocabulary(weight, vocab))  # type: ignore[no-any-return]
 
-    return linear_divergence
+    return takes_dtensors(linear_divergence)
 
 
 linear_divergence = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)(
