@@ -252,7 +252,7 @@ def training_results(session: nox.Session) -> None:
 def build(session: nox.Session) -> None:
     """Wheels and sdists of all packages; one pip command installs the wheels into a fresh environment, where the quick start runs."""
     session.install("-c", str(CONSTRAINTS), "build")
-    temporary = Path(session.create_tmp())
+    temporary = Path(session.create_tmp()).resolve()
     folder = temporary / "dist"
     shutil.rmtree(folder, ignore_errors=True)
     for package in PACKAGES:
