@@ -259,10 +259,12 @@ def build(session: nox.Session) -> None:
         # The wheel is built from the sdist, so that a file that the sdist lacks is noticed.
         session.run("python", "-m", "build", "--outdir", str(folder), str(package))
     fresh = new_environment(temporary / "fresh")
-    # Without this, pip would look for packages of these names on the index.
-    wheels = temporary / "wheels.txt"
-    wheels.write_text("".join(f"{wheel.name.split('-')[0].replace('_', '-')} @ {wheel.as_uri()}\n" for wheel in folder.glob("*.whl")))
-    install(session, fresh, "-c", str(wheels), *whole_set())
+    # By their files: pip would take packages of these names from the index.
+    wheels = {wheel.name.split("-")[0].replace("_", "-"): wheel.as_uri() for wheel in folder.glob("*.whl")}
+    asked = {name.split("[")[0]: name for name in whole_set()}
+    below = temporary / "wheels.txt"
+    below.write_text("".join(f"{name} @ {place}\n" for name, place in wheels.items() if name not in asked))
+    install(session, fresh, "-c", str(below), *(f"{name} @ {wheels[project]}" for project, name in asked.items()))
     modules = [package.name.replace("-", "_") for package in PACKAGES]
     session.run(str(fresh), "-I", "-c", f"import {', '.join(modules)}; print(liger_core.__version__, liger_core.__file__)", external=True)
     for arguments in QUICK_START:
