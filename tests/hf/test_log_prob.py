@@ -13,7 +13,7 @@ from accelerate import dispatch_model
 from torch import Tensor, nn
 
 import liger_hf.trl
-from hf.test_heads import KINDS, QUANTISED, adapted
+from hf.test_heads import KINDS, QUANTIZED, adapted
 from hf.tiny_models import VOCABULARY, LargestResult, checkpoint_layers, make, tokens, twin
 from liger_core import DtypeError, OptionError, TargetError, losses
 from liger_core.losses import Head
@@ -119,9 +119,9 @@ def test_a_head_that_is_saved_beside_the_adapters_is_trained(tied: bool) -> None
 
 
 @pytest.mark.parametrize("adapter", [None, "lm_head", "q_proj"], ids=["no_adapter", "adapted_head", "adapted_attention"])
-@pytest.mark.parametrize("quantise", QUANTISED.values(), ids=QUANTISED.keys())
-def test_what_is_not_quantized_gets_the_gradients_of_plain_pytorch(quantise: Callable[[Any], Any], adapter: str | None) -> None:
-    plain = quantise(make(tie_word_embeddings=False, intermediate_size=128)).train()
+@pytest.mark.parametrize("quantize", QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_what_is_not_quantized_gets_the_gradients_of_plain_pytorch(quantize: Callable[[Any], Any], adapter: str | None) -> None:
+    plain = quantize(make(tie_word_embeddings=False, intermediate_size=128)).train()
     if adapter is not None:
         plain = adapted(plain, adapter)
     got = step(twin(plain), by_module, **tokens())
@@ -130,12 +130,12 @@ def test_what_is_not_quantized_gets_the_gradients_of_plain_pytorch(quantise: Cal
 
 
 def test_trl_runs_with_a_weight_that_dequantizes_itself() -> None:
-    plain = QUANTISED["torchao_int8"](make(tie_word_embeddings=False, intermediate_size=128)).train()
+    plain = QUANTIZED["torchao_int8"](make(tie_word_embeddings=False, intermediate_size=128)).train()
     assert_same(step(twin(plain), by_trl, **tokens()), step(plain, plainly, **tokens()))
 
 
 def test_a_quantized_weight_is_an_error_of_the_op_that_says_what_to_do() -> None:
-    model = QUANTISED["torchao_int8"](make(tie_word_embeddings=False, intermediate_size=128)).train()
+    model = QUANTIZED["torchao_int8"](make(tie_word_embeddings=False, intermediate_size=128)).train()
     with pytest.raises(
         DtypeError, match=r"^linear_log_prob: tensors must be plain, got weight as Int8Tensor; pass what its dequantize\(\) returns$"
     ):
@@ -144,7 +144,7 @@ def test_a_quantized_weight_is_an_error_of_the_op_that_says_what_to_do() -> None
 
 @pytest.mark.parametrize("kind", ["bitsandbytes_4bit", "bitsandbytes_8bit"])
 def test_a_weight_of_packed_integers_is_an_error_that_says_what_to_do(kind: str) -> None:
-    model = QUANTISED[kind](make(tie_word_embeddings=False, intermediate_size=128)).train()
+    model = QUANTIZED[kind](make(tie_word_embeddings=False, intermediate_size=128)).train()
     with pytest.raises(
         OptionError, match=r"^use_in_trl: the head's weight must have a floating dtype, got torch\.u?int8; leave lm_head out of "
     ):
@@ -154,7 +154,7 @@ def test_a_weight_of_packed_integers_is_an_error_that_says_what_to_do(kind: str)
 @pytest.mark.parametrize("kind", ["adapted", "quantized"])
 def test_another_head_is_computed_in_chunks(kind: str, place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(tie_word_embeddings=False)
-    model = adapted(model, "lm_head") if kind == "adapted" else QUANTISED["torchao_int8"](model).train()
+    model = adapted(model, "lm_head") if kind == "adapted" else QUANTIZED["torchao_int8"](model).train()
     monkeypatch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, place.type, 16 * VOCABULARY)
     inputs = tokens(batch=4, length=50)
     with LargestResult() as largest:

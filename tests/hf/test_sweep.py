@@ -50,7 +50,7 @@ def test_patched_computes_what_plain_does_and_the_page_says_what_was_replaced(mo
     assert sweep.line(result) in PAGE.read_text().splitlines()
 
 
-def test_a_relu_at_its_kink_is_no_difference() -> None:
+def test_a_relu_at_its_kink_does_not_count_as_a_difference() -> None:
     # With the first weights, one of its inputs is 2e-7, whose sign depends on the order of sums in the norm before it.
     result = sweep.check("seq2seq:switch_transformers")
     assert (result.verdict, result.detail) == (SAME, "")

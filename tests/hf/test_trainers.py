@@ -119,7 +119,7 @@ def test_the_head_of_verl_reports_the_errors_of_the_op() -> None:
         verl_forward(Model(), 0.0)
 
 
-# -- prime-rl: its layer takes the place of lm_head, with the same weight, and model(…) returns what the layer returns
+# -- prime-rl: its layer replaces lm_head, with the same weight, and model(…) returns what the layer returns
 
 
 class PrimeModel(Model):
@@ -161,7 +161,7 @@ def test_the_layer_of_prime_rl_says_what_is_missing(missing: str) -> None:
         PrimeModel()(ids(), **given)
 
 
-# -- Megatron-core: the model calls the processor in the place of its output layer, with the decoder's layout
+# -- Megatron-core: the model calls the processor instead of its output layer, with the decoder's layout
 
 
 class MegatronModel(Model):
