@@ -161,7 +161,7 @@ def test_the_layer_of_prime_rl_says_what_is_missing(missing: str) -> None:
         PrimeModel()(ids(), **given)
 
 
-# -- Megatron-core: the model calls the processor instead of its output layer, with the decoder's layout
+# -- Megatron-core: the model calls the processor in place of its output layer, with the decoder's layout
 
 
 class MegatronModel(Model):

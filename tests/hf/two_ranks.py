@@ -265,7 +265,7 @@ def _whole_gradient(way: str) -> Callable[[Any], Any]:
 
 
 class PerToken(nn.Module):
-    """A model whose forward pass returns a policy loss and its entropies, from its head."""
+    """A model whose forward pass returns a policy loss and its entropies, from the head as it is there."""
 
     def __init__(self, model: Any, path: str) -> None:
         super().__init__()

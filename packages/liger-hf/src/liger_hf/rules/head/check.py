@@ -116,7 +116,7 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
 
 
 def _made_real(module: nn.Module, device: torch.device) -> dict[int, Any]:
-    """Numbers to replace fake tensors, by their identities."""
+    """Numbers in place of fake tensors, by their identities."""
     fake = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t, FakeTensor)]
     return {id(t): nn.Parameter(_numbers(t, device)) if isinstance(t, nn.Parameter) else _numbers(t, device) for t in fake}
 
