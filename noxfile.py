@@ -281,18 +281,38 @@ def training_results(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheels and sdists of all packages, installed with their constraints into a fresh environment and imported."""
+    """Wheels and sdists of all packages; one pip command installs the wheels into a fresh environment, where the quick start runs."""
     session.install("-c", str(CONSTRAINTS), "build")
-    folder = Path(session.create_tmp()) / "dist"
+    temporary = Path(session.create_tmp()).resolve()
+    folder = temporary / "dist"
     shutil.rmtree(folder, ignore_errors=True)
     for package in PACKAGES:
         # The wheel is built from the sdist, so that a file that the sdist lacks is noticed.
         session.run("python", "-m", "build", "--outdir", str(folder), str(package))
-    fresh = new_environment(Path(session.create_tmp()) / "fresh")
-    install(session, fresh, *(str(wheel) for wheel in sorted(folder.glob("*.whl"))))
-    imports = "import liger_core, liger_triton, liger_hf, liger_bench, liger_train, liger_verify; print(liger_core.__version__, liger_core.__file__)"
-    session.run(str(fresh), "-I", "-c", imports, external=True)
-    session.run(str(fresh.with_name("liger")), "doctor", external=True)
+    fresh = new_environment(temporary / "fresh")
+    # By their files: pip would take packages of these names from the index.
+    wheels = {wheel.name.split("-")[0].replace("_", "-"): wheel.as_uri() for wheel in folder.glob("*.whl")}
+    asked = {name.split("[")[0]: name for name in whole_set()}
+    below = temporary / "wheels.txt"
+    below.write_text("".join(f"{name} @ {place}\n" for name, place in wheels.items() if name not in asked))
+    install(session, fresh, "-c", str(below), *(f"{name} @ {wheels[project]}" for project, name in asked.items()))
+    modules = [package.name.replace("-", "_") for package in PACKAGES]
+    session.run(str(fresh), "-I", "-c", f"import {', '.join(modules)}; print(liger_core.__version__, liger_core.__file__)", external=True)
+    for arguments in QUICK_START:
+        with session.chdir(temporary):
+            session.run(str(fresh.with_name("liger")), *arguments, external=True)
+
+
+def whole_set() -> list[str]:
+    """What a user asks pip for: the packages that no other one requires, with the kernels for GPUs."""
+    projects = {package.name: tomllib.loads((package / "pyproject.toml").read_text())["project"] for package in PACKAGES}
+    required = {
+        re.split(r"[=\[]", line)[0]
+        for project in projects.values()
+        for line in [*project["dependencies"], *(line for extra in project.get("optional-dependencies", {}).values() for line in extra)]
+    }
+    tops = [name for name in projects if name not in required]
+    return [f"{name}[triton]" if "triton" in projects[name].get("optional-dependencies", {}) else name for name in tops]
 
 
 Part = tuple[str, list[str], dict[str, str]]

@@ -223,8 +223,9 @@ def test_all_packages_have_one_version_and_require_it_of_each_other() -> None:
     assert {importlib.import_module(package).__version__ for package in PACKAGES} == {version}
     names = {package.replace("_", "-") for package in PACKAGES}
     for package in PACKAGES:
-        required = [str(d) for d in metadata(package)["dependencies"] if str(d).split("=")[0] in names]  # type: ignore[attr-defined]
-        assert [d for d in required if not d.endswith(f"=={version}")] == []
+        extras = metadata(package).get("optional-dependencies", {}).values()  # type: ignore[attr-defined]
+        required = [str(d) for group in (metadata(package)["dependencies"], *extras) for d in group]  # type: ignore[attr-defined]
+        assert [d for d in required if d.split("=")[0] in names and not d.endswith(f"=={version}")] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

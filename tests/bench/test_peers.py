@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,22 @@ from liger_bench.bench.implementations import Implementation, backend, peer
 from liger_bench.bench.limits import Limits
 from liger_bench.bench.measure import Bench
 from liger_bench.bench.rows import Row
-from liger_bench.peers import Peer, eager, torch_compile
-from liger_core import Op, cross_entropy, geglu, relu_squared, rms_norm, swiglu
+from liger_bench.peers import Peer, eager, liger_kernel, torch_compile
+from liger_core import (
+    Op,
+    cross_entropy,
+    geglu,
+    jsd,
+    kl_div,
+    linear_divergence,
+    linear_log_prob,
+    relu_squared,
+    rms_norm,
+    swiglu,
+    total_variation,
+)
 from liger_core.builtin import CATALOGUE
+from liger_core.ops._head import head_workload
 
 CPU = torch.device("cpu")
 WHERE = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
@@ -44,6 +58,73 @@ def test_a_peer_agrees_with_float64(variant: Peer, op: Op[..., Any]) -> None:
     assert errors is not None
     assert errors.worst_output < 1e-6
     assert errors.worst_gradient < 1e-6
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lean": {"budget": 4 * 64 * 4},
+    "64_targets": {"targets": 64},
+    "return_entropy": {"return_entropy": True},
+    "statistics": {"return_statistics": True},
+}
+
+
+@pytest.mark.parametrize("mode", OPTIONS)
+def test_eager_computes_the_log_probabilities_of_every_mode(mode: str) -> None:
+    assert mode in {w.name.rpartition("-")[2] for w in linear_log_prob.workloads()}
+    case = make_case(linear_log_prob, head_workload(16, 8, 64, mode=mode, **OPTIONS[mode]), CPU, torch.float32)
+    case.set_exact()
+    for implementation in (peer(linear_log_prob, peers.peers("eager")[0]), backend(linear_log_prob, "reference")):
+        errors = case.errors(Run(case, implementation).full())
+        assert errors is not None
+        assert errors.worst_output < 1e-6
+        assert errors.worst_gradient < 1e-6
+
+
+def stand_in_for_liger_kernel() -> SimpleNamespace:
+    """Its functions as its documentation describes them: log-probabilities or probabilities in, the mean over rows out."""
+
+    def jsd(log_q: Tensor, log_p: Tensor, shift_labels: None = None, beta: float = 0.5) -> Tensor:
+        kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+        assert float(log_q.detach().exp().sum(-1)[0]) == pytest.approx(1.0)
+        return eager._divergence(kind, log_q, log_p, beta, 1.0, "mean", None)
+
+    def fused_linear_jsd(x: Tensor, w: Tensor, t: Tensor, u: Tensor, shift_labels: None, jsd_beta: float, temperature: float) -> Tensor:
+        return jsd(*((a @ b.t() / temperature).log_softmax(-1) for a, b in ((x, w), (t, u))), beta=jsd_beta)
+
+    def kl_div(log_q: Tensor, log_p: Tensor, reduction: str, log_target: bool) -> Tensor:
+        return torch.nn.functional.kl_div(log_q, log_p, reduction=reduction, log_target=log_target)
+
+    def tvd(q: Tensor, p: Tensor, shift_labels: None, reduction: str) -> Tensor:
+        assert reduction == "batchmean"
+        return 0.5 * (q - p).abs().sum() / q.shape[0]
+
+    return SimpleNamespace(liger_jsd=jsd, liger_fused_linear_jsd=fused_linear_jsd, liger_kl_div=kl_div, liger_tvd=tvd)
+
+
+DIVERGENCES = [(op, {}) for op in (kl_div, jsd, total_variation)]
+DIVERGENCES += [(jsd, {"beta": 0.3, "temperature": 2.0}), (linear_divergence, {"kind": "jsd", "beta": 0.3, "temperature": 2.0})]
+DIVERGENCES += [(linear_divergence, {"kind": kind}) for kind in ("forward_kl", "reverse_kl", "jsd")]
+
+
+@pytest.mark.parametrize(("op", "options"), DIVERGENCES, ids=[f"{op.name} {options}" for op, options in DIVERGENCES])
+def test_liger_kernel_is_asked_for_the_divergence_of_the_op(op: Op[..., Any], options: dict[str, Any]) -> None:
+    case = quick_case(op)
+    case.arguments.update(options)
+    case.set_exact()
+    errors = case.errors(Run(case, peer(op, Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel())))).full())
+    assert errors is not None
+    assert errors.worst_output < 1e-5
+    assert errors.worst_gradient < 1e-5
+
+
+@pytest.mark.parametrize(("op", "options"), [(kl_div, {"reverse": True}), (linear_divergence, {"kind": "total_variation"})])
+def test_liger_kernel_lacks_some_divergences(op: Op[..., Any], options: dict[str, Any]) -> None:
+    case = quick_case(op)
+    case.arguments.update(options)
+    variant = Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel()))
+    (row,) = measured(case, [peer(op, variant)])
+    assert row.reason.startswith("its first argument" if op is kl_div else "it has the forward")
+    assert not row.failed
 
 
 def test_every_op_has_an_eager_peer_to_which_its_error_is_compared() -> None:

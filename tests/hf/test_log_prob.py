@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch import Tensor, nn
 
 import liger_hf.trl
@@ -160,6 +162,15 @@ def test_another_head_is_computed_in_chunks(kind: str, place: torch.device, monk
     # The head's own weight, which some libraries dequantize, is 64 wide.
     assert largest.elements < 200 * VOCABULARY
     assert_same(got, step(model, plainly, **inputs))
+
+
+@pytest.mark.cpu
+def test_a_head_on_the_disk_passes_gradients_on_to_the_adapters(tmp_path: Path) -> None:
+    plain = adapted(make(tie_word_embeddings=False), "q_proj")
+    ours = twin(plain)
+    dispatch_model(ours.base_model.model, {"": "cpu", "lm_head": "disk"}, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    assert ours.get_output_embeddings().weight.is_meta
+    assert_same(step(ours, by_module, **tokens()), step(plain, plainly, **tokens()))
 
 
 def test_several_targets_and_temperatures_of_tokens_reach_another_head() -> None:

@@ -119,7 +119,7 @@ def test_the_head_of_verl_reports_the_errors_of_the_op() -> None:
         verl_forward(Model(), 0.0)
 
 
-# -- prime-rl: its layer takes the place of lm_head, with the same weight, and model(…) returns what the layer returns
+# -- prime-rl: its layer replaces lm_head, with the same weight, and model(…) returns what the layer returns
 
 
 class PrimeModel(Model):

@@ -27,6 +27,7 @@ from liger_train.plan.step import predict
 from liger_train.row import IDENTITY, Row, row_of
 from liger_train.setup import Setup
 from liger_train.train import command, spending
+from liger_train.train import data as text_of_runs
 from liger_train.train.data import Data, read
 from liger_train.train.run import largest_batch, run
 
@@ -303,6 +304,55 @@ def test_a_text_is_cut_into_whole_steps(small: Setup, tmp_path: Path) -> None:
     assert data.sequences.shape[0] % 6 == 0
     assert data.sequences.shape[1] == 16
     assert data.digest != data_of(small, tmp_path / "file").digest
+
+
+@pytest.fixture
+def short_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of a cache of its own, and a standard library of a few files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        text_of_runs, "library", lambda limit: [f"def function_{i}(argument):\n    return argument\n" * 20 for i in range(9)]
+    )
+    return tmp_path / "cache" / "liger"
+
+
+def read_library(small: Setup) -> text_of_runs.Data:
+    return read(replace(small, data="library"), vocabulary=400, own_tokenizer=False)
+
+
+def test_the_tokens_of_the_standard_library_are_kept_for_later_runs(
+    small: Setup, short_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = read_library(small)
+    assert len(list(short_library.iterdir())) == 1
+    monkeypatch.setattr(text_of_runs, "trained_tokenizer", lambda *_: pytest.fail("the tokenizer was trained again"))
+    monkeypatch.setattr(text_of_runs, "_tokens", lambda *_: pytest.fail("the text was tokenized again"))
+    second = read_library(small)
+    assert torch.equal(second.sequences, first.sequences)
+    assert second.digest == first.digest
+    assert second.tokenizer.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
+    assert (second.tokenizer.eos_token, second.tokenizer.pad_token) == (first.tokenizer.eos_token, first.tokenizer.pad_token)
+
+
+def test_a_damaged_cache_is_made_again(small: Setup, short_library: Path) -> None:
+    first = read_library(small)
+    (kept,) = short_library.iterdir()
+    kept.write_bytes(b"half of a file")
+    assert read_library(small).digest == first.digest
+    assert kept.stat().st_size > 100
+
+
+def test_a_cache_that_cannot_be_written_is_none(small: Setup, short_library: Path) -> None:
+    short_library.parent.write_text("a file, not a folder")
+    assert read_library(small).sequences.numel() > 0
+
+
+def test_another_text_or_vocabulary_has_tokens_of_its_own(small: Setup, short_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_library(small)
+    read(replace(small, data="library"), vocabulary=350, own_tokenizer=False)
+    monkeypatch.setattr(text_of_runs, "library", lambda limit: ["other words\n" * 400])
+    read_library(small)
+    assert len(list(short_library.iterdir())) == 3
 
 
 def test_the_train_split_of_a_saved_dataset_is_read(small: Setup, tmp_path: Path) -> None:

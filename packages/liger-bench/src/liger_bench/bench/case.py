@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from liger_bench.bench.implementations import Arguments, Implementation
 from liger_core import accuracy
@@ -206,7 +206,8 @@ def trainable(arguments: Arguments, trained: tuple[str, ...]) -> Arguments:
 
 
 def as_list(result: Any) -> list[Tensor]:
-    return list(result) if isinstance(result, tuple | list) else [result]
+    """The tensors of a result; one of them may be a tuple of tensors."""
+    return tree_leaves(result)
 
 
 def gradients_of(outputs: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, retain: bool = False) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_bench.peers import Peer, by_name
+from liger_core import TokenStatistics
 from liger_core.errors import Unsupported
 from liger_core.plugins import registry
 
@@ -125,7 +126,10 @@ def linear_log_prob(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     return_entropy: bool = False,
+    return_statistics: bool = False,
+    budget: int | None = None,
 ) -> Any:
+    # It holds all logits whatever may be held.
     logits = F.linear(hidden, weight, bias)
     if logit_scale != 1.0:
         logits = logits * logit_scale
@@ -133,13 +137,24 @@ def linear_log_prob(
         logits = torch.tanh(logits / softcap) * softcap
     if temperature != 1.0:
         logits = logits / temperature
-    all_log_probs = torch.log_softmax(logits.float(), dim=-1)
-    counted = target != ignore_index
-    log_prob = all_log_probs.gather(-1, target.where(counted, 0)[..., None])[..., 0].where(counted, 0.0)
-    if not return_entropy:
+    logits = logits.float()
+    all_log_probs = torch.log_softmax(logits, dim=-1)
+    index = target if target.dim() == hidden.dim() else target[..., None]
+    counted = index != ignore_index
+    log_prob = all_log_probs.gather(-1, index.where(counted, 0)).where(counted, 0.0).view(target.shape)
+    if not (return_entropy or return_statistics):
         return log_prob
-    entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
-    return log_prob, entropy.where(counted, 0.0)
+    some, probs = counted.any(-1), all_log_probs.exp()
+    entropy = -(probs * all_log_probs).sum(-1).where(some, 0.0)
+    if return_entropy:
+        return log_prob, entropy
+    return log_prob, TokenStatistics(
+        entropy,
+        logits.logsumexp(-1).where(some, 0.0),
+        logits.mean(-1).where(some, 0.0),
+        probs.square().sum(-1).where(some, 0.0),
+        logits.argmax(-1).where(some, -1),
+    )
 
 
 def linear_divergence(

@@ -81,7 +81,43 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         return package.liger_cross_entropy(logits, target, **options)
 
     losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear}
-    return by_name(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu) | losses
+    return by_name(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu) | losses | _divergences(package)
+
+
+def _divergences(package: Any) -> dict[str, Callable[..., Any]]:
+    """Those that it has, of logits by the softmax that its users call before; as in the op, the mean is over rows."""
+
+    def linear_divergence(
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        kind: str = "forward_kl",
+        beta: float = 0.5,
+        temperature: float = 1.0,
+    ) -> Any:
+        share = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": beta}.get(kind)
+        if share is None:
+            raise Unsupported("it has the forward and the reverse KL and the JSD only")
+        return package.liger_fused_linear_jsd(
+            hidden, weight, teacher_hidden, teacher_weight, shift_labels=None, jsd_beta=share, temperature=temperature
+        )
+
+    def kl_div(student: Tensor, teacher: Tensor, reverse: bool = False, temperature: float = 1.0) -> Any:
+        if reverse:
+            raise Unsupported("its first argument gets the gradient, which in the reverse KL is the other one")
+        log_q, log_p = (torch.log_softmax(logits.float() / temperature, dim=-1) for logits in (student, teacher))
+        return package.liger_kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+
+    def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5, temperature: float = 1.0) -> Any:
+        log_q, log_p = (torch.log_softmax(logits.float() / temperature, dim=-1) for logits in (student, teacher))
+        return package.liger_jsd(log_q, log_p, shift_labels=None, beta=beta)
+
+    def total_variation(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Any:
+        q, p = (torch.softmax(logits.float() / temperature, dim=-1) for logits in (student, teacher))
+        return package.liger_tvd(q, p, shift_labels=None, reduction="batchmean")
+
+    return by_name(linear_divergence, kl_div, jsd, total_variation)
 
 
 def _loss(function: Callable[..., Any]) -> Callable[..., Any]:

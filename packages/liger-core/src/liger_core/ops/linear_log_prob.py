@@ -208,6 +208,7 @@ def workloads() -> Iterator[Workload]:
     yield head_workload(8192, 4096, 128256, mode="return_entropy", return_entropy=True)
     yield head_workload(8192, 4096, 128256, mode="lean", budget=300 << 20)
     yield head_workload(8192, 4096, 128256, mode="64_targets", targets=64)
+    yield head_workload(8192, 4096, 128256, mode="statistics", return_statistics=True)
     yield from head_series()
 
 

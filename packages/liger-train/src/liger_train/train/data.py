@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from liger_bench.text import library, trained_tokenizer
@@ -63,9 +68,13 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     if not any(texts):
         raise OptionError(f"train: --data must hold text, got {setup.data}, which has none{'; ' + notes[0] if notes else ''}")
     tokenizer = _tokenizer(setup, notes) if own_tokenizer else None
-    if tokenizer is None:
+    if tokenizer is not None:
+        ids = _tokens(tokenizer, texts)
+    elif setup.data == LIBRARY:
+        tokenizer, ids = _kept(texts, min(vocabulary, VOCABULARY))
+    else:
         tokenizer = _trained(texts, min(vocabulary, VOCABULARY))
-    ids = _tokens(tokenizer, texts)
+        ids = _tokens(tokenizer, texts)
     largest = int(ids.max())
     if largest >= vocabulary:
         raise OptionError(f"train: the tokens must be below {vocabulary}, the number of embeddings of {setup.model}, got token {largest}")
@@ -170,10 +179,37 @@ def _tokenizer(setup: Setup, notes: list[str]) -> Any:
 
 
 def _trained(texts: list[str], vocabulary: int) -> Any:
+    return _fast(trained_tokenizer(_up_to(texts, CHARACTERS), vocabulary, (END_OF_TEXT, PADDING)))
+
+
+def _fast(trained: Tokenizer) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    trained = trained_tokenizer(_up_to(texts, CHARACTERS), vocabulary, (END_OF_TEXT, PADDING))
     return PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=END_OF_TEXT, pad_token=PADDING)
+
+
+def _kept(texts: list[str], vocabulary: int) -> tuple[Any, Tensor]:
+    """A tokenizer trained on the texts, and their tokens, which take seconds to make: from the user's cache if they are there.
+
+    The Trainer draws its sequences from the whole text, so that a run of two steps needs all of it as well.
+    """
+    parts = "".join(f"{len(text)}:{text}" for text in texts)
+    key = hashlib.sha256(f"{tokenizers.__version__} {vocabulary} {END_OF_TEXT} {PADDING} {parts}".encode()).hexdigest()[:32]
+    file = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "liger" / f"text-{key}.pt"
+    # Whatever is wrong with the file, it can be made again.
+    with contextlib.suppress(Exception):
+        found = torch.load(file, weights_only=True)
+        return _fast(Tokenizer.from_str(found["tokenizer"])), found["tokens"].long()
+    tokenizer = _trained(texts, vocabulary)
+    ids = _tokens(tokenizer, texts)
+    # Without a place to write to, there is no cache.
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            torch.save({"tokenizer": tokenizer.backend_tokenizer.to_str(), "tokens": ids.int()}, part)
+        # In one step: ranks and the runs of a sweep read the text at the same time.
+        Path(part.name).replace(file)
+    return tokenizer, ids
 
 
 def _tokens(tokenizer: Any, texts: list[str]) -> Tensor:
