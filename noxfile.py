@@ -15,13 +15,14 @@ import tomllib
 import venv
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 import nox
 from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
-PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train")]
+PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train", "liger-verify")]
 CONSTRAINTS = ROOT / "constraints.txt"
 # The packages and what they require; the same and what tests need besides; the newest versions, installed as README says; what the site needs.
 SHARED, TESTS, LATEST, SITE = (ROOT / ".nox" / name for name in ("shared", "tests", "latest", "site"))
@@ -55,6 +56,18 @@ QUICK_START_FULL = [
 # Where a new version of Transformers, Triton or huggingface_hub has shown: the forward of a layer, the hub, commands, an op.
 SAMPLE = ["tests/test_versions.py", "tests/hf/test_residual.py", "tests/hf/test_hub.py", "tests/plan/test_adapters.py"]
 SAMPLE_OF_KERNELS = ["tests/conformance/test_accuracy.py", "-k", "float32 and (swiglu or cross_entropy) and one_block"]
+# Parallel setups that `liger verify` compares with one process; the tests have those of two ranks.
+SETUPS = [
+    ["--tp", "2"],
+    ["--cp", "2"],
+    ["--tp", "2", "--cp", "2"],
+    ["--tp", "2", "--ranks", "4", "--accumulation", "3"],
+    ["--cp", "2", "--ranks", "4", "--accumulation", "3"],
+    ["--shard", "ddp", "--ranks", "4", "--accumulation", "2"],
+    ["--shard", "none", "--cp", "2", "--ranks", "4"],
+    ["--tp", "2", "--cp", "2", "--ranks", "8", "--accumulation", "3"],
+]
+VERIFIED = ["llama", "qwen3", "gemma2", "granite", "phi3", "mixtral"]
 # One sequence or batch that does not fit a GPU of 24 GiB, and one that does with Liger.
 CAPPED = ["--shape", "16x1024", "--shape", "128x1024", "--shape", "4x8192", "--shape", "4x32768"]
 # `liger bench` with these, one after the other: what else runs on the machine shows in the small shapes.
@@ -152,7 +165,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def sweep(session: nox.Session) -> None:
-    """Every causal language model type of Transformers, plain against patched; writes docs/models.md and can be interrupted."""
+    """Every causal language model type of Transformers, unpatched and patched; writes docs/models.md and can be interrupted."""
     python(session, "tests/hf/sweep.py", *session.posargs)
 
 
@@ -170,7 +183,7 @@ def techniques(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
-    """Train a small Llama on real text, plain and with Liger: loss, memory, speed and two pictures."""
+    """Train a small Llama on real text, with and without Liger: loss, memory, speed and two pictures."""
     liger(session, "demo", *session.posargs)
 
 
@@ -201,8 +214,22 @@ def latest(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def verify(session: nox.Session) -> None:
+    """`liger verify` over parallel setups and model types, plain and with Liger, on the CPU. Models may be given: -- llama qwen3."""
+    executable, failed = shared(session), []
+    for model, setup, way in product(session.posargs or VERIFIED, SETUPS, ("--plain", "--liger")):
+        command = ["verify", "--model", model, *setup, way]
+        try:
+            session.run(executable, "-m", "liger_core", *command, external=True)
+        except CommandFailed:
+            failed.append(" ".join(command))
+    if failed:
+        session.error(f"failed: {'; '.join(failed)}")
+
+
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Time, memory, accuracy and share of the limit of every op. For instance: -- rms_norm --quick."""
+    """Time, memory, accuracy and fraction of the roofline of every op. For instance: -- rms_norm --quick."""
     liger(session, "bench", *session.posargs)
 
 
@@ -221,9 +248,9 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def benchmarks(session: nox.Session) -> None:
-    """Every figure of docs/benchmarks.md, measured in half an hour on one CUDA GPU that nothing else uses. Started again, it goes on.
+    """Every figure of docs/benchmarks.md, measured in half an hour on one otherwise idle CUDA GPU. A second start resumes the session.
 
-    The folder of the results may be given: -- benchmarks/results/2026-11-21-one-h200.
+    The folder of the results is an optional argument: -- benchmarks/results/2026-11-21-one-h200.
     """
     folder = next(iter(session.posargs), "results/release")
     for measured in RELEASE:
@@ -263,7 +290,7 @@ def build(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--outdir", str(folder), str(package))
     fresh = new_environment(Path(session.create_tmp()) / "fresh")
     install(session, fresh, *(str(wheel) for wheel in sorted(folder.glob("*.whl"))))
-    imports = "import liger_core, liger_triton, liger_hf, liger_bench, liger_train; print(liger_core.__version__, liger_core.__file__)"
+    imports = "import liger_core, liger_triton, liger_hf, liger_bench, liger_train, liger_verify; print(liger_core.__version__, liger_core.__file__)"
     session.run(str(fresh), "-I", "-c", imports, external=True)
     session.run(str(fresh.with_name("liger")), "doctor", external=True)
 
@@ -342,7 +369,7 @@ def full(session: nox.Session) -> str:
 
 
 def environment(session: nox.Session, folder: Path, *what: str, over: Path | None = None) -> str:
-    """The Python of an environment, which is made anew when what it holds, a package's metadata or a constraint changed."""
+    """The Python of an environment, which is rebuilt when its contents, a package's metadata or a constraint changed."""
     executable, stamp = executable_of(folder), folder / "stamp"
     parts = [p.read_bytes() for p in (*(p / "pyproject.toml" for p in PACKAGES), CONSTRAINTS)]
     wanted = hashlib.sha256(b"".join(parts) + repr((what, sys.version, ROOT)).encode()).hexdigest()

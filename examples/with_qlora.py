@@ -16,11 +16,11 @@ options = arguments()
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 folder = options.model
 if folder is None:
-    # Weights are quantised while they are loaded.
+    # Weights are quantized while they are loaded.
     folder = tempfile.mkdtemp()
     load(None).save_pretrained(folder)
-quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-model = load(folder, quantization_config=quantised, device_map={"": device})
+quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+model = load(folder, quantization_config=quantized, device_map={"": device})
 model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")).train()
 print(liger_hf.apply(model))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options, seeds and the count of conformance cases: what every test shares."""
+"""Shared by all tests: options, seeds and the count of conformance cases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Two workers with a thread pool each would fight for the same cores.
+    # Two workers with their own thread pools would compete for the same cores.
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     # Workers inherit the width of the terminal, which tables would take.
@@ -54,7 +54,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """No garbage collection looks again at what the libraries and the tests themselves are made of."""
+    """Exclude the objects of libraries and of the tests themselves from garbage collection."""
     gc.collect()
     gc.freeze()
 
@@ -84,7 +84,7 @@ def seed(pytestconfig: pytest.Config) -> int:
 
 @pytest.fixture(autouse=True)
 def no_profiler_is_left_running() -> Iterator[None]:
-    """One that a test leaves records every later op of the process, until its memory is full."""
+    """A profiler that a test leaves running records every later op of the process, until memory is full."""
     yield
     assert not torch.autograd._profiler_enabled(), "a profiler is still running"
 
@@ -137,7 +137,7 @@ def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         monkeypatch.setattr(sys, "argv", ["liger", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        # Borders of a message box are no part of the sentence.
+        # Borders of a message box are not part of the sentence.
         words = capsys.readouterr().err.replace("│", " ").split()
         return int(ended.value.code or 0), " ".join(words)
 
@@ -145,7 +145,7 @@ def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tell how many cases the conformance suite compared, and where an implementation declined one."""
+    """Report how many cases the conformance suite compared, and where an implementation declined one."""
     seen: dict[str, set[tuple[str, ...]]] = {"compared": set(), "declined": set()}
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
@@ -181,7 +181,7 @@ def kernels_when_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """No file may grow past 300 bytes, as if the disk were full then."""
+    """No file may grow beyond 300 bytes, as if the disk were full."""
     import resource
 
     before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

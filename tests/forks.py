@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fresh processes without the wait: forks of one process that has imported the libraries, but nothing of Liger.
+"""Fresh processes without the startup time: forks of one process that has imported the libraries, but nothing of Liger.
 
 A new interpreter takes seconds of processor time to import PyTorch and Transformers. Tests of what is imported, or of what a library prints
 meanwhile, start one all the same, by `subprocess`.
@@ -31,7 +31,7 @@ CONTEXTS = multiprocessing.get_context
 
 
 def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What becomes of `python -c code arguments` with these variables in its environment."""
+    """Run `python -c code arguments` with these environment variables; returns the completed process."""
     with TemporaryDirectory() as folder:
         process = Context().Process(_run, (code, arguments, variables, folder))
         process.start()

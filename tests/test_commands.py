@@ -74,6 +74,7 @@ def test_version_prints_the_packages_without_importing_them() -> None:
         "liger-hf",
         "liger-bench",
         "liger-train",
+        "liger-verify",
         "torch",
         "triton",
         "transformers",
@@ -198,6 +199,6 @@ def test_of_two_commands_of_one_name_neither_is_there_and_both_are_blamed(liger:
     assert liger("greet").code == 2
 
 
-def test_a_sentence_in_brackets_is_no_markup(liger: Liger, install: Install) -> None:
+def test_a_sentence_in_brackets_is_not_markup(liger: Liger, install: Install) -> None:
     install("wrong", "raise OSError('[bold] is missing')")
     assert "OSError: [bold] is missing" in liger("doctor").out

@@ -88,7 +88,7 @@ def unannotated(y: Tensor, /, x) -> None: ...  # type: ignore[no-untyped-def]
     ],
     ids=["no_slash", "variable_inputs", "type_without_schema", "unannotated"],
 )
-def test_a_signature_that_is_no_schema_is_refused(launch: Callable[..., None], sentence: str) -> None:
+def test_a_signature_that_is_not_a_schema_is_refused(launch: Callable[..., None], sentence: str) -> None:
     with pytest.raises(TypeError) as caught:
         kernel(launch)
     assert sentence in str(caught.value)

@@ -19,7 +19,7 @@ X, Y = torch.zeros(8), torch.zeros(8)
 
 
 class Kernel:
-    """Stands in for a Triton kernel; `log` tells how each call reached the device."""
+    """Stands in for a Triton kernel; `log` records how each call reached the device."""
 
     arg_names = ("x", "y", "width", "eps", "FLAG", "BLOCK")
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("fresh_selection")
 Install = Callable[..., Path]
 ROOT = Path(__file__).parent.parent
 
-# A backend of one op, one more than the reference's result so that it can be told from it.
+# A backend of one op, one more than the reference's result, to be distinguishable from it.
 THIRD = """
     import liger_core
     from liger_core import Backend, hookimpl
@@ -113,7 +113,7 @@ FAULTS = [
         third().replace("def liger_backends", "def liger_backend"),
         f"every hook must be one of {HOOKS}, got 'liger_backend'. Did you mean 'liger_backends'?",
         "the plugin",
-        id="misspelt_hook",
+        id="misspelled_hook",
     ),
     pytest.param(
         third().replace("@hookimpl", ""),
@@ -178,7 +178,7 @@ BACKEND_FAULTS = [
     pytest.param(third(devices="cpu"), "device_types must be a tuple such as ('cpu',), got 'cpu'", id="a_string_of_device_types"),
     pytest.param(third(devices=()), "device_types must be a tuple such as ('cpu',), got ()", id="no_device_types"),
     pytest.param(third(devices=("cpu", "gpu")), f"{DEVICES}'gpu'. Did you mean 'cuda'?", id="gpu"),
-    pytest.param(third(devices=("cdua",)), f"{DEVICES}'cdua'. Did you mean 'cuda'?", id="misspelt_device_type"),
+    pytest.param(third(devices=("cdua",)), f"{DEVICES}'cdua'. Did you mean 'cuda'?", id="misspelled_device_type"),
     pytest.param(third(devices=("cuda:0",)), f"{DEVICES}'cuda:0'. Did you mean 'cuda'?", id="device_with_an_index"),
     pytest.param(third(devices=(0,)), f"{DEVICES}0.", id="number_of_a_device"),
     pytest.param(third(priority="high"), "its priority must be an integer above 0, which the reference has, got 'high'", id="priority"),
@@ -204,7 +204,9 @@ BACKEND_FAULTS = [
         f"{MATCH}weight_offset must be keyword-only, got positional or keyword",
         id="not_keyword_only",
     ),
-    pytest.param(third().replace(', cast="input"', ', cast="input", fast=True'), f"{MATCH}fast must not be there", id="extra_parameter"),
+    pytest.param(
+        third().replace(', cast="input"', ', cast="input", fast=True'), f"{MATCH}fast is not one of its parameters", id="extra_parameter"
+    ),
     pytest.param(
         third().replace("weight=None, eps=1e-6", "eps=1e-6, weight=None"),
         f"{MATCH}the order must be x, weight, eps, weight_offset, cast, got x, eps, weight, weight_offset, cast",

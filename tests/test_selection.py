@@ -71,14 +71,14 @@ X = torch.arange(16.0).reshape(2, 8)
 
 
 def runs(op: Op[..., Any] = rms_norm, x: Tensor = X) -> str:
-    """The backend that answers a call, told from its result, and the same from `explain`."""
+    """The backend that answers a call, inferred from its result, and the same from `explain`."""
     result, expected = op(x), op.reference(x)
     answered = next(name for name, shift in (("reference", 0), ("third", 1)) if torch.equal(result, expected + shift))
     assert explain(op, x).backend == answered
     return answered
 
 
-def test_auto_takes_the_reference_where_nothing_better_is(third: None) -> None:
+def test_auto_selects_the_reference_where_nothing_better_is_available(third: None) -> None:
     assert runs(rms_norm) == "reference"
 
 
@@ -369,12 +369,12 @@ def test_use_takes_exceptions_by_op(third: None) -> None:
 @pytest.mark.parametrize(
     ("specification", "message"),
     [
-        pytest.param("thrid", f"SOURCE: no backend named 'thrid'; installed: {ALWAYS_THERE}. Did you mean 'third'?", id="misspelt"),
+        pytest.param("thrid", f"SOURCE: no backend named 'thrid'; installed: {ALWAYS_THERE}. Did you mean 'third'?", id="misspelled"),
         pytest.param("numpy", f"SOURCE: no backend named 'numpy'; installed: {ALWAYS_THERE}.", id="unknown"),
         pytest.param(
             "rms_norm=tritn",
             f"SOURCE: no backend named 'tritn'; installed: {ALWAYS_THERE}. Did you mean 'triton'?",
-            id="misspelt_for_an_op",
+            id="misspelled_for_an_op",
         ),
         pytest.param(
             "third,rms_nrm=third",
@@ -725,7 +725,7 @@ def test_rope_may_be_named_with_its_keywords(third: None) -> None:
 
 
 @pytest.fixture
-def third_that_hands_over(install: Install) -> None:
+def third_thcomputeds_over(install: Install) -> None:
     """The backend that `auto` takes, which leaves rms_norm in compiled regions to the compiler."""
     source = THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY", "50")
     handing_over = f"{{**table, liger_core.rms_norm: liger_core.Implementation(rms_norm, {X.numel()})}}"
@@ -733,7 +733,7 @@ def third_that_hands_over(install: Install) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["auto", "named"])
-def test_a_compiled_region_gets_the_reference_of_an_op_that_is_handed_over(third_that_hands_over: None, named: bool) -> None:
+def test_a_compiled_region_gets_the_reference_of_an_op_that_is_handed_over(third_thcomputeds_over: None, named: bool) -> None:
     compiled = torch.compile(lambda x: (rms_norm(x), swiglu(x, x)), backend="eager", fullgraph=True)
     with use("third" if named else "auto"):
         normed, gated = compiled(X)
@@ -742,14 +742,14 @@ def test_a_compiled_region_gets_the_reference_of_an_op_that_is_handed_over(third
     assert torch.equal(gated, swiglu.reference(X, X) + 1)
 
 
-def test_a_large_call_of_an_op_that_is_handed_over_runs_the_backend_when_compiled_too(third_that_hands_over: None) -> None:
+def test_a_large_call_of_an_op_that_is_handed_over_runs_the_backend_when_compiled_too(third_thcomputeds_over: None) -> None:
     large = torch.cat((X, X))
     compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True)
     assert torch.equal(compiled(large), rms_norm.reference(large) + 1)
 
 
-def test_explain_tells_what_is_handed_over(third_that_hands_over: None) -> None:
-    told = f"; a compiled region gets the reference up to {X.numel():,} elements"
-    assert explain(rms_norm, X).reason.endswith(told)
-    assert not explain(rms_norm, torch.cat((X, X))).reason.endswith(told)
-    assert not explain(swiglu, X, X).reason.endswith(told)
+def test_explain_shows_what_is_handed_over(third_thcomputeds_over: None) -> None:
+    suffix = f"; a compiled region gets the reference up to {X.numel():,} elements"
+    assert explain(rms_norm, X).reason.endswith(suffix)
+    assert not explain(rms_norm, torch.cat((X, X))).reason.endswith(suffix)
+    assert not explain(swiglu, X, X).reason.endswith(suffix)

@@ -69,7 +69,7 @@ def test_a_table_without_rows_has_all_its_columns() -> None:
     assert "graph" in printed(100, rows=[])
 
 
-def test_brackets_in_a_cell_are_no_markup() -> None:
+def test_brackets_in_a_cell_are_not_markup() -> None:
     assert "│ [red]x[/red]   │" in printed(100, [NAMES], [["[red]x[/red]"]])
 
 

@@ -59,7 +59,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 
 
 def _describe(names: list[str], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """What Triton specialises a kernel on: types, constants, the integers that 16 divides, options."""
+    """What Triton specializes a kernel on: types, constants, integers divisible by 16, options."""
     types: dict[str, str] = {}
     constants = {name: value for name, value in options.items() if name in names}
     divisible = []

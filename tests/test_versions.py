@@ -32,7 +32,7 @@ def torch_is(monkeypatch: pytest.MonkeyPatch) -> Iterator[Versions]:
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.13.1", "2.12.0a0+git123"])
-def test_a_tested_version_needs_no_word(version: str, torch_is: Versions) -> None:
+def test_a_tested_version_needs_no_warning(version: str, torch_is: Versions) -> None:
     torch_is(version)
     assert complaint("liger-core") is None
 
@@ -43,7 +43,7 @@ def test_another_version_is_named_with_those_that_are_tested(version: str, torch
     assert complaint("liger-core") == f"Liger is tested with torch<2.14,>=2.11, got {version}"
 
 
-def test_one_warning_says_so(torch_is: Versions) -> None:
+def test_there_is_one_warning(torch_is: Versions) -> None:
     torch_is("2.15.0")
     with pytest.warns(UserWarning, match=r"Liger is tested with torch<2\.14,>=2\.11, got 2\.15\.0; install a tested version"):
         warn_if_untested("liger-core")
@@ -59,7 +59,7 @@ def test_loading_the_plugins_warns(torch_is: Versions, fresh_selection: None) ->
         selection.settle()
 
 
-def test_a_library_that_is_not_installed_is_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_installed_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 

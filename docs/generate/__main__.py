@@ -57,6 +57,8 @@ def main(target: Path) -> None:
 def pages() -> dict[str, str]:
     """Path on the site → text of every page that is not in docs/."""
     found = {page: (ROOT / source).read_text() for source, page in FROM_ROOT.items()}
+    # The section of the home page has no other page to navigate to.
+    found["index.md"] = "---\nhide: [navigation]\n---\n\n" + found["index.md"]
     found[FROM_ROOT["CONTRIBUTING.md"]], recipes = contributing(found[FROM_ROOT["CONTRIBUTING.md"]])
     found |= recipes
     found |= {f"reference/ops/{name}.md": text for name, text in ops.pages().items()}

@@ -29,7 +29,7 @@ def parts(docstring: str, known: Collection[str] = ()) -> Iterator[str | list[En
 
 
 def markdown(docstring: str, known: Collection[str] = ()) -> str:
-    """The docstring with a table in the place of each paragraph of aligned rows."""
+    """The docstring with a table instead of each paragraph of aligned rows."""
     return "\n\n".join(part if isinstance(part, str) else table(part) for part in parts(docstring, known))
 
 

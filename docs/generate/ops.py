@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def _body(op: Op[..., Any], described: list[str | list[Entry]]) -> str:
             shown.append(f"## Arguments\n\n{_arguments(op, part)}\n\n## Notes")
         elif part.startswith("    "):
             # The formula; the signature stands before it.
-            shown.append(("" if called else _call(op)) + f"```text\n{inspect.cleandoc(part)}\n```")
+            shown.append(("" if called else _call(op)) + f"```{{ .text .formula }}\n{inspect.cleandoc(part)}\n```")
             called = True
         else:
             shown.append(_links(part))
@@ -105,13 +106,22 @@ def _call(op: Op[..., Any]) -> str:
 def _arguments(op: Op[..., Any], entries: list[Entry]) -> str:
     rows = ["| argument | default | meaning |", "| --- | --- | --- |"]
     named = {name for entry in entries for name in entry.names}
-    missing = [Entry((name,), "") for name in op.signature.parameters if name not in named]
+    missing = [Entry((name,), _elsewhere(name)) for name in op.signature.parameters if name not in named]
     result = [entry for entry in entries if entry.names == ("returns",)]
     for entry in [*(entry for entry in entries if entry not in result), *missing, *result]:
         names = ", ".join(f"`{name}`" for name in entry.names) if entry not in result else "*returns*"
         defaults = dict.fromkeys(_default(op, name) for name in entry.names)
         rows.append(f"| {names} | {', '.join(defaults)} | {cell(entry.text)} |")
     return "\n".join(rows)
+
+
+@cache
+def _elsewhere(name: str) -> str:
+    """What the first op that describes an argument of this name says about it: options that ops share are described once."""
+    entries = (
+        entry for op in ops() for part in parts(op.__doc__ or "", op.signature.parameters) if isinstance(part, list) for entry in part
+    )
+    return next((entry.text for entry in entries if name in entry.names), "")
 
 
 def _default(op: Op[..., Any], name: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tiny demo and one quick benchmark, which many tests look at."""
+"""One tiny demo and one quick benchmark, shared by many tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tiny_demo(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A demo of six short steps on the CPU: enough for the loss to fall whatever the text."""
     folder = tmp_path_factory.mktemp("demo")
     command = ("demo", "--steps", "6", "--batch", "2", "--sequence", "64", "--device", "cpu", "--out", str(folder), "--json")
-    # What libraries print while they are imported is seen as well.
+    # Includes what libraries print while they are imported.
     done = subprocess.run([sys.executable, "-c", START, *command], capture_output=True, text=True, timeout=300)
     return Finished(done.returncode, done.stdout, done.stderr, folder)
 

@@ -59,7 +59,7 @@ def test_passes_whose_work_is_known_carry(quick_bench: Finished, figure: str) ->
 
 
 @pytest.mark.parametrize("name", ["forward", "full"])
-def test_beside_the_limit_stands_a_copy_of_the_same_size(quick_bench: Finished, name: str) -> None:
+def test_a_copy_of_the_same_size_is_measured_beside_the_limit(quick_bench: Finished, name: str) -> None:
     row = next(row for row in reference_rows(quick_bench) if row["pass"] == name)
     # Measured, and so not the very same as the bytes at the bandwidth.
     assert row["copy_ms"] > 0
@@ -76,7 +76,7 @@ def test_dispatch_is_a_row_of_its_own_with_the_cost_to_the_host(quick_bench: Fin
 
 
 @pytest.mark.parametrize("figure", ["machine", "versions", "commit", "date", "copy_bytes_per_second", "product_flops_per_second"])
-def test_every_row_tells_where_and_how(quick_bench: Finished, figure: str) -> None:
+def test_every_row_says_where_and_how_it_was_measured(quick_bench: Finished, figure: str) -> None:
     assert all(row[figure] for row in reference_rows(quick_bench))
 
 
@@ -123,7 +123,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
     return list(json.loads((folder / "results.json").read_text()))
 
 
-def test_resuming_measures_only_what_is_not_there(liger: InProcess, tmp_path: Path) -> None:
+def test_resuming_measures_only_what_is_missing(liger: InProcess, tmp_path: Path) -> None:
     liger("bench", "swiglu", *QUICK, "--out", str(tmp_path))
     before = rows_in(tmp_path)
     liger("bench", "swiglu", "geglu", *QUICK, "--peer", "eager", "--out", str(tmp_path), "--resume")
@@ -141,7 +141,7 @@ def test_resuming_at_another_commit_measures_all_again(liger: InProcess, tmp_pat
 
 
 def test_resuming_needs_a_folder(liger: InProcess) -> None:
-    assert liger("bench", "swiglu", "--resume") == (2, "OptionError: bench: --resume needs --out, the folder of the run to go on with")
+    assert liger("bench", "swiglu", "--resume") == (2, "OptionError: bench: --resume needs --out, the folder of the run to resume")
 
 
 def test_scaling_measures_the_points_of_a_series(liger: InProcess, tmp_path: Path) -> None:

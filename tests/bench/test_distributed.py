@@ -165,7 +165,7 @@ def test_liger_may_differ_by_thrice_what_reordered_sums_do(dtype: str, differenc
     assert liger.agrees is agrees
 
 
-def test_a_loss_that_is_no_number_is_a_failure_that_json_can_hold() -> None:
+def test_a_loss_that_is_not_a_number_is_a_failure_that_json_can_represent() -> None:
     row = measured_row(LIGER, [3.0, float("nan"), 1.0], "float32", [measured_row(PLAIN, [3.0, 2.0, 1.0], "float32", [])])
     assert (row.failed, row.agrees, row.reason) == (True, False, "a loss is not finite")
     assert json.loads(json.dumps(row.columns(), allow_nan=False))["losses"] is None
@@ -184,7 +184,7 @@ def test_another_commit_or_number_of_ranks_is_another_measurement() -> None:
             "bench distributed: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'",
         ),
         (("--dtype", "float16"), "bench distributed: --dtype must be float32 or bfloat16, got 'float16'"),
-        (("--resume",), "bench distributed: --resume needs --out, the folder of the run to go on with"),
+        (("--resume",), "bench distributed: --resume needs --out, the folder of the run to resume"),
     ],
 )
 def test_wrong_usage_ends_with_2(liger: InProcess, arguments: tuple[str, ...], sentence: str) -> None:

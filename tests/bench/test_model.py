@@ -101,7 +101,7 @@ def test_peak_counts_weights_and_gradients(finished: Finished) -> None:
         assert row["peak_bytes"] >= 2 * 4 * row["parameters"]
 
 
-def test_a_row_tells_what_runs_the_ops(finished: Finished) -> None:
+def test_a_row_says_what_runs_the_ops(finished: Finished) -> None:
     assert rows(finished)["hf"]["backend"] == ""
     assert rows(finished)["liger"]["backend"] == "reference"
 
@@ -145,13 +145,13 @@ def test_another_commit_is_another_measurement() -> None:
     ],
     ids=["pytorch", "limited", "cuda", "cublas", "host"],
 )
-def test_every_library_has_its_words_for_no_memory(error: Exception, reason: str) -> None:
+def test_out_of_memory_is_recognized_in_the_words_of_every_library(error: Exception, reason: str) -> None:
     state, results = failure(error)
     assert (state, results["out_of_memory"]) == (FAILED, True)
     assert results["reason"].startswith(f"out of memory: {reason}")
 
 
-def test_memory_that_runs_out_is_no_failure() -> None:
+def test_running_out_of_memory_is_not_a_failure() -> None:
     state, results = answer_of(job(batch=10**7, sequence=10**6))
     assert state == FAILED
     assert results["out_of_memory"]
@@ -196,7 +196,7 @@ class Crowded:
         Crowded.alive -= 1
 
 
-def test_memory_that_runs_out_among_others_is_asked_for_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ran_out_of_memory_among_others_is_repeated_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("liger_bench.model.run.Process", Crowded)
     monkeypatch.setattr(Crowded, "peers", [])
     found = [m.row for m in measured([job(batch=2), job("liger", batch=2)], WHERE, 2)]
@@ -231,7 +231,7 @@ def test_a_killed_process_is_a_failure_with_its_reason(tmp_path: Path) -> None:
     state, results = process.wait()
     process.end()
     assert state == FAILED
-    assert results["reason"] == "the process died: SIGKILL, as when the host has no memory left"
+    assert results["reason"] == "the process died: SIGKILL, as when the host is out of memory"
     assert results["failed"]
 
 
@@ -243,7 +243,7 @@ def test_a_process_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     assert not process.process.is_alive()
 
 
-def test_a_process_measures_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_waits_for_a_signal_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[object] = []
 
     class Connection:
@@ -251,7 +251,7 @@ def test_a_process_measures_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) 
             happened.append(answer[0])
 
         def recv(self) -> None:
-            happened.append("told")
+            happened.append("signal")
 
     def measure(training: Training) -> dict[str, Any]:
         happened.append("measured")
@@ -259,7 +259,7 @@ def test_a_process_measures_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Training, "measure", measure)
     last: Any = answer(job(), Connection())  # type: ignore[arg-type]
-    assert [*happened, last[0]] == [READY, "told", "measured", DONE]
+    assert [*happened, last[0]] == [READY, "signal", "measured", DONE]
 
 
 @pytest.mark.parametrize("implementation", ["hf-compiled", "liger-compiled"])
@@ -303,7 +303,7 @@ def test_every_implementation_of_the_peers_says_how_to_install_it(monkeypatch: p
         ),
         (("--shape", "8,1024"), "bench model: --shape must be batch x sequence like 8x1024, with at least two tokens, got '8,1024'"),
         (("--memory-limit", "24 apples"), "bench model: --memory-limit must be a size like 24GiB or 512MB, got '24 apples'"),
-        (("--resume",), "bench model: --resume needs --out, the folder of the run to go on with"),
+        (("--resume",), "bench model: --resume needs --out, the folder of the run to resume"),
         (("--memory-limit", "24GiB"), "bench model: --memory-limit needs a GPU, got --device cpu"),
     ],
 )
@@ -326,7 +326,7 @@ def test_a_size_is_read(size: str, count: int) -> None:
     assert bytes_of("op: --size", size) == count
 
 
-def test_a_size_without_a_unit_is_asked_for_one() -> None:
+def test_a_size_without_a_unit_is_an_error_that_suggests_one() -> None:
     with pytest.raises(OptionError, match=r"op: --size must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB\?"):
         bytes_of("op: --size", "24")
 

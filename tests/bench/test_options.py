@@ -118,7 +118,7 @@ def assert_refused(liger: InProcess, option: Option, value: str) -> None:
 
 @pytest.mark.parametrize("value", NUMBERS)
 @pytest.mark.parametrize("option", COUNTED, ids=str)
-def test_a_number_that_makes_no_sense_is_a_sentence(liger: InProcess, option: Option, value: str) -> None:
+def test_a_number_that_makes_no_sense_raises_a_clear_error(liger: InProcess, option: Option, value: str) -> None:
     if value == "0" and (str(option) in ZERO_IS_A_VALUE or option.name == "--gpus"):
         pytest.skip("zero is a value")
     assert_refused(liger, option, value)
@@ -135,7 +135,7 @@ def test_every_path_is_known_to_be_read_or_written() -> None:
 
 @pytest.mark.parametrize("place", ["file", "file/inside", "link", "/proc/liger"])
 @pytest.mark.parametrize("option", [option for option in PATHS if str(option) in FOLDERS | FILES], ids=str)
-def test_a_place_that_cannot_be_written_to_is_a_sentence(liger: InProcess, option: Option, place: str) -> None:
+def test_a_place_that_cannot_be_written_to_raises_a_clear_error(liger: InProcess, option: Option, place: str) -> None:
     Path("file").write_text("")
     Path("link").symlink_to("not/there")
     if place == "file" and str(option) in FILES:
@@ -146,6 +146,6 @@ def test_a_place_that_cannot_be_written_to_is_a_sentence(liger: InProcess, optio
 
 
 @pytest.mark.parametrize("option", [option for option in PATHS if str(option) in READ], ids=str)
-def test_a_file_that_is_not_there_is_a_sentence(liger: InProcess, option: Option) -> None:
+def test_a_file_that_is_not_there_raises_a_clear_error(liger: InProcess, option: Option) -> None:
     code, errors = liger(*option.given("not-there"))
     assert (code, "not-there" in errors, "Traceback" in errors) == (2, True, False), errors

@@ -33,8 +33,8 @@ def quick_case(op: Op[..., Any]) -> Case:
     return case
 
 
-def measured(case: Case, implementations: list[Implementation], tell: Callable[[str], object] = lambda _: None) -> list[Row]:
-    return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations, tell)
+def measured(case: Case, implementations: list[Implementation], show: Callable[[str], object] = lambda _: None) -> list[Row]:
+    return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations, show)
 
 
 @pytest.mark.parametrize(("variant", "op"), PLAIN, ids=[f"{variant.name}-{op.name}" for variant, op in PLAIN])
@@ -124,7 +124,7 @@ def test_a_result_of_another_shape_is_a_failure() -> None:
     assert row.failed
 
 
-def test_implementations_take_turns() -> None:
+def test_implementations_are_interleaved() -> None:
     order: list[str] = []
 
     def noting(name: str) -> Implementation:
@@ -158,15 +158,15 @@ def test_frozen_arguments_of_a_workload_get_no_gradient() -> None:
     assert make_case(swiglu, frozen, CPU, torch.float32).trained == ("gate",)
 
 
-def test_an_unknown_peer_ends_with_2_and_the_nearest_name(liger: InProcess) -> None:
+def test_an_unknown_library_ends_with_2_and_the_nearest_name(liger: InProcess) -> None:
     code, errors = liger("bench", "swiglu", "--quick", "--peer", "eagre")
     assert code == 2
-    assert "bench: no peer named 'eagre'" in errors
+    assert "bench: no library named 'eagre'" in errors
     assert "Did you mean 'eager'?" in errors
 
 
 @pytest.mark.skipif(peers.unavailable("cut-cross-entropy", CPU) is None, reason="the peer runs here")
-def test_a_peer_that_is_asked_for_by_name_must_be_there(liger: InProcess) -> None:
+def test_a_peer_that_is_named_must_be_installed(liger: InProcess) -> None:
     code, errors = liger("bench", "swiglu", "--quick", "--device", "cpu", "--peer", "cut-cross-entropy")
     assert code == 2
-    assert "bench: --peer must name peers that can run here, got cut-cross-entropy: it is not installed" in errors
+    assert "bench: --peer must name libraries that can run here, got cut-cross-entropy: it is not installed" in errors

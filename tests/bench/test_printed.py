@@ -79,7 +79,7 @@ def test_liger_bench_distributed(printed: Read) -> None:
 
 def test_liger_demo(printed: Read) -> None:
     demo._print(stored("2026-11-21-one-h200/demo-1b.json"), Path("demo"))
-    assert fits(printed(), {"peak memory of head and loss", "tokens per second"})
+    assert fits(printed(), {"peak memory of LM head and loss", "tokens per second"})
 
 
 def test_liger_train(printed: Read) -> None:

@@ -20,7 +20,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "NEXT_LINE", 0.01)
 
 
-def test_a_log_gets_a_line_while_the_work_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_log_gets_a_line_while_work_is_in_progress(capfd: pytest.CaptureFixture[str]) -> None:
     with progress_bar() as bar:
         task = bar.add_task("preparing", total=20, unit="step")
         time.sleep(0.3)

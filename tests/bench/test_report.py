@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import COLUMNS
 from liger_bench.records import MODEL_IDENTITY, OP_IDENTITY, read, sizes_of
 from liger_bench.report.page import page
-from liger_bench.report.pictures import COLOURS, LABEL_GAP, _spread, styles
+from liger_bench.report.pictures import COLORS, LABEL_GAP, _spread, styles
 from liger_bench.targets import Target, Verdict, judged, read_reasons, read_targets
 from liger_core import OptionError
 from liger_core.builtin import CATALOGUE
@@ -82,7 +83,7 @@ def test_the_last_measurement_of_the_same_thing_counts(tmp_path: Path) -> None:
     assert [(row["implementation"], row["median_ms"]) for row in read_.ops] == [("triton", 2.0), ("eager", 0.2)]
 
 
-def test_rows_are_told_apart_by_columns_that_exist() -> None:
+def test_rows_are_identified_by_columns_that_exist() -> None:
     assert set(OP_IDENTITY) <= set(HEADER)
     assert set(MODEL_IDENTITY) <= set(COLUMNS)
 
@@ -93,7 +94,7 @@ def test_rows_along_a_size_are_kept_out_of_the_tables(tmp_path: Path) -> None:
     assert "64x64-N" not in text_of(tmp_path)
 
 
-def test_implementations_of_a_shape_stand_together(tmp_path: Path) -> None:
+def test_implementations_of_a_shape_are_adjacent(tmp_path: Path) -> None:
     rows = [op_row(), op_row(workload="8x8"), op_row("eager"), op_row("eager", workload="8x8")]
     lines = [line for line in text_of(results(tmp_path, rows)).splitlines() if "0.200 (" in line]
     assert [line.split("|")[1:3] for line in lines] == [
@@ -104,14 +105,14 @@ def test_implementations_of_a_shape_stand_together(tmp_path: Path) -> None:
     ]
 
 
-def test_what_has_no_figures_is_told_with_its_reason_once(tmp_path: Path) -> None:
+def test_what_has_no_figures_is_listed_once_with_its_reason(tmp_path: Path) -> None:
     rows = [op_row(), declined("quack", reason="not installed"), declined("quack", workload="8x8", reason="not installed")]
     text = text_of(results(tmp_path, rows))
     assert "* 32x64, quack; 8x8, quack: not installed" in text
     assert "| quack |" not in text
 
 
-def test_machine_versions_commit_and_date_stand_at_the_top(tmp_path: Path) -> None:
+def test_the_page_has_machine_versions_commit_and_date(tmp_path: Path) -> None:
     text = text_of(results(tmp_path, [op_row()]))
     for words in ("one NVIDIA H200 (Some CPU, 16 threads)", "* date: 2026-11-21\n", "* commit: abc\n", "* torch 9.9\n", "copy 4.25 TB/s"):
         assert words in text
@@ -123,7 +124,7 @@ def test_models_are_compared_with_those_of_the_same_shape(tmp_path: Path) -> Non
     assert line[2:6] == ["2,000", "1,900 – 2,100", "2.00", "–"]
 
 
-def test_a_model_that_does_not_fit_is_told_so(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_reported_as_out_of_memory(tmp_path: Path) -> None:
     empty = model_row("hf", memory_limit_bytes=24 << 30, tokens_per_second=None, out_of_memory=True, reason="out of memory: 2 GiB")
     text = text_of(results(tmp_path, [], [empty]))
     assert cells(text, "hf")[:3] == ["llama-3.2-1b 8 × 1024 in 24 GiB", "hf", "out of memory"]
@@ -180,6 +181,35 @@ def test_a_target_is_judged_by_its_bound(bound: str, value: float | None, word: 
 
 
 @pytest.mark.parametrize(
+    ("copy_ms", "bound"), [(0.24, ">= 0.712"), (0.18, ">= 0.90"), (None, ">= 0.90")], ids=["slow_copy", "fast_copy", "no_copy"]
+)
+def test_a_copy_of_the_same_size_lowers_the_bound_of_a_target(copy_ms: float | None, bound: str) -> None:
+    made = replace(target(">= 0.90", "share"), of_copy=0.95)
+    (verdict,) = judged([made], [op_row(copy_ms=copy_ms)], {})
+    assert verdict.target.bound == bound
+
+
+@pytest.mark.parametrize(("value", "word"), [(1.0009, "equal"), (0.9991, "equal"), (1.002, "missed"), (0.998, "met")])
+def test_ratios_within_the_spread_are_equal(value: float, word: str) -> None:
+    assert replace(target("<= 1.0"), equal_within=0.001).verdict(value) == word
+
+
+def test_a_stated_figure_is_not_judged() -> None:
+    assert target("stated").verdict(1.8471) == "stated"
+    assert target("stated").shown(1.8471) == "1.847"
+
+
+def test_the_page_opens_with_speed_and_memory_compared_with_transformers(tmp_path: Path) -> None:
+    compared = [model_row("hf", tokens_per_second=1000.0, peak_bytes=4 << 30), model_row(tokens_per_second=1500.0, peak_bytes=1 << 30)]
+    text = text_of(results(tmp_path, [op_row("eager", kind="peer", median_ms=0.4), op_row()], compared))
+    head = text.split("## Whole models in detail")[0]
+    assert "1.50 × the speed of Transformers, −75 % peak memory** (1.0 GiB instead of 4.0 GiB)" in head
+    assert "**1,500 (1.50 ×)<br>1.0 GiB (−75 %)**" in head
+    assert "**2.00 ×**" in cells(head, "[rms_norm](#rms_norm)")
+    assert text.index("## How much faster and smaller") < text.index("## Ops in detail") < text.index("## How it was measured")
+
+
+@pytest.mark.parametrize(
     ("bound", "value", "words"),
     [("<= 1.04", 1.0449, "1.045"), ("<= 0.002", 0.0016, "0.0016"), ("<= 300 MiB", 251.04 * 2**20, "251.0 MiB"), (">= 1", 1.0, "1")],
 )
@@ -187,26 +217,26 @@ def test_a_value_is_shown_with_a_digit_more_than_its_bound(bound: str, value: fl
     assert target(bound).shown(value) == words
 
 
-def test_a_missed_target_is_told_with_its_reason_and_a_met_one_without(tmp_path: Path) -> None:
+def test_a_missed_target_has_its_reason_and_a_met_one_has_none(tmp_path: Path) -> None:
     slow, fast = (Target(name, {"op": "rms_norm"}, "share", bound) for name, bound in (("slow", ">= 0.95"), ("fast", ">= 0.50")))
     rows = [op_row()]
-    text = text_of(results(tmp_path, rows), judged([slow, fast], rows, {"slow": "the sky is high", "fast": "it is not told"}))
+    text = text_of(results(tmp_path, rows), judged([slow, fast], rows, {"slow": "the sky is high", "fast": "it is not shown"}))
     assert "Of 2 targets: 1 met, 1 missed." in text
     assert cells(text, "slow") == ["slow", "≥ 0.95", "0.900", "**missed**"]
     assert "* **slow** (0.900): the sky is high" in text
-    assert "it is not told" not in text
+    assert "it is not shown" not in text
 
 
-def test_a_copy_of_the_same_size_stands_before_the_implementations(tmp_path: Path) -> None:
+def test_a_copy_of_the_same_size_comes_before_the_implementations(tmp_path: Path) -> None:
     text = text_of(results(tmp_path, [op_row(copy_ms=0.24), op_row("eager")]))
-    assert cells(text, "32x64")[:5] == ["32x64", "*copy of as many bytes*", "0.240", "0.75", "–"]
+    assert cells(text, "32x64", "*copy of as many bytes*")[:5] == ["32x64", "*copy of as many bytes*", "0.240", "0.75", "–"]
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("[]", "must be an object with row and targets"),
-        ('{"row": {}, "targets": [{"id": "a"}]}', "must have against, bound, id, metric, row"),
+        ('{"row": {}, "targets": [{"id": "a"}]}', "must have bound, id, metric, row"),
         ('{"row": {}, "targets": [{"id": "a", "row": {}, "metric": "share", "bound": "about 1"}]}', "must be like '<= 1.04'"),
         ("{", "cannot be read"),
     ],
@@ -249,7 +279,7 @@ def test_every_kind_of_picture_shows_something(liger: InProcess, tmp_path: Path)
     assert code == 0
     found = pictures(tmp_path)
     assert set(found) == {"rms_norm.png", "rms_norm-scaling.png", "models.png"}
-    ours = matplotlib.colors.to_rgb(COLOURS["triton"])
+    ours = matplotlib.colors.to_rgb(COLORS["triton"])
     assert all(min(image.shape[:2]) > 200 and abs(image[..., :3] - ours).sum(-1).min() < 0.02 for image in found.values())
     linked = re.findall(r"\]\((\S+\.png)\)", (tmp_path / "page.md").read_text())
     assert sorted(linked) == sorted(f"images/bench/{name}" for name in found)
@@ -273,9 +303,9 @@ def test_labels_keep_their_order_and_a_distance() -> None:
     assert placed[4] == 0.9
 
 
-def test_variants_of_an_implementation_share_its_colour_and_differ_otherwise() -> None:
+def test_variants_of_an_implementation_share_its_color_and_differ_otherwise() -> None:
     look = styles(["liger-kernel", "liger-kernel fp32", "liger", "liger-compiled", "triton"])
-    assert look["liger-kernel"].colour == look["liger-kernel fp32"].colour != look["triton"].colour
+    assert look["liger-kernel"].color == look["liger-kernel fp32"].color != look["triton"].color
     assert look["liger-kernel"].marker != look["liger-kernel fp32"].marker
     assert look["liger"].marker != look["liger-compiled"].marker
 

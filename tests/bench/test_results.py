@@ -47,13 +47,13 @@ def test_a_last_line_that_was_cut_anywhere_costs_no_other_row(table: Path, cut: 
     assert all(None not in line and None not in line.values() for line in found)
 
 
-def test_a_line_that_lacks_cells_is_moved_away_and_told(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_lacks_cells_is_moved_away_with_a_message(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table.write_bytes(table.read_bytes().removesuffix(b'1.5 1.25,"4 \xc3\x97 1024,\nkept"\r\n'))
     check_csv(table, HEADER)
     assert lines(table) == LINES[:1]
     assert (table.parent / "rows.csv.torn").read_text() == "row 1,\n"
-    told = f"{table}: the last line was cut off; it was moved to {table}.torn, and the rows before it are unchanged\n"
-    assert capsys.readouterr().err == told
+    printed = f"{table}: the last line was cut off; it was moved to {table}.torn, and the rows before it are unchanged\n"
+    assert capsys.readouterr().err == printed
 
 
 def test_a_line_that_lacks_only_its_end_stays(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_a_line_that_lacks_only_its_end_stays(table: Path, capsys: pytest.Captur
     assert "had no end and was given one" in capsys.readouterr().err
 
 
-def test_a_file_cut_within_its_header_begins_anew(tmp_path: Path) -> None:
+def test_a_file_cut_within_its_header_is_started_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("name,loss")
     append_csv(ROWS, path, HEADER)
@@ -98,7 +98,7 @@ def test_a_new_table_on_a_full_disk_leaves_no_file(tmp_path: Path, small_files: 
     assert list(tmp_path.iterdir()) == [tmp_path / LOCK]
 
 
-def test_a_device_without_room_is_a_sentence() -> None:
+def test_a_device_without_room_raises_a_clear_error() -> None:
     with pytest.raises(OptionError, match="No space left on device"):
         append_csv(ROWS, Path("/dev/full"), HEADER)
 
@@ -135,7 +135,7 @@ def test_two_processes_append_to_one_file_and_no_row_is_lost(tmp_path: Path) -> 
     assert len(lines(tmp_path / "rows.csv")) == 80
 
 
-def test_a_file_that_another_process_keeps_locked_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_another_process_keeps_locked_raises_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "PATIENCE", 0.05)
     with FileLock(tmp_path / LOCK), pytest.raises(OptionError, match="must not be locked by another process for longer than 0 s; wait or"):
         append_json(ROWS, tmp_path / "rows.json")

@@ -36,7 +36,7 @@ def test_least_time_is_that_of_the_tighter_limit(size: int, operations: int, sec
 
 
 def with_products(measured: list[Product]) -> tuple[Limits, Work]:
-    """Limits that note what they measure as one second each, and work of three products."""
+    """Limits that count each measured matmul as one second, and work of three matmuls."""
     limits = Limits(100.0, 10.0, lambda product: float(len(measured.append(product) or [1])))
     forward = Product(2, 3, 4, "right")
     products = (forward, Product(2, 4, 3, "", "hidden"), Product(4, 2, 3, "left", "weight"))
@@ -55,7 +55,7 @@ def test_a_product_for_a_frozen_argument_does_not_count() -> None:
     assert limits.least_seconds(work, ("hidden",))["full"] == 2.0
 
 
-def test_a_product_is_measured_anew_each_time() -> None:
+def test_a_matmul_is_measured_each_time() -> None:
     limits = measure_limits(CPU, torch.float32, 0.0)
     product = Product(30, 20, 40, "left", "weight")
     assert len({limits.product_seconds(product) for _ in range(5)}) > 1

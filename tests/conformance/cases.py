@@ -45,7 +45,7 @@ class Case:
         return (self.op.name, self.backend, word(self.dtype), self.name)
 
     def sample(self) -> Sample:
-        """A copy of what the seed of the test draws; the random numbers go on behind it."""
+        """A copy of what the seed of the test draws; the random numbers continue after it."""
         sample, state = drawn(self.op, self.device, self.dtype, torch.initial_seed())[self.name]
         set_random_state(self.device, state)
         return copy_of(sample)
@@ -89,7 +89,7 @@ def set_random_state(device: torch.device, state: list[Tensor]) -> None:
 
 
 def copy_of(sample: Sample) -> Sample:
-    """In memory of its own, with the same strides; tensors that share memory still do."""
+    """A copy with the same strides; tensors that share memory still do."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copied(value: Any) -> Any:
@@ -103,7 +103,7 @@ def copy_of(sample: Sample) -> Sample:
 
 
 def samples(op: Op[..., Any], device: torch.device, dtype: torch.dtype = torch.float32) -> list[Sample]:
-    """To be looked at, not to be changed."""
+    """For reading only."""
     return [sample for sample, _ in drawn(op, device, dtype, 0).values()]
 
 
@@ -127,7 +127,7 @@ def takes_minutes(case: Case) -> bool:
 
 @cache
 def form_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
-    """The first sample of every form of call: which arguments are given, and the values of those that are no tensors."""
+    """The first sample of every form of call: which arguments are given, and the values of those that are not tensors."""
     return _first_of_each(op, device, lambda value: "Tensor" if isinstance(value, Tensor) else value)
 
 

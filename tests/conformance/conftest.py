@@ -66,6 +66,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "misuse" in metafunc.fixturenames:
         wrong = [(op, backend, m.name) for op, backend, _ in implementations(device, only) for m in op.misuses(device)]
         metafunc.parametrize("misuse", wrong, ids=[f"{backend}-{op.name}-{name}" for op, backend, name in wrong])
+    if "sharded_op" in metafunc.fixturenames:
+        metafunc.parametrize("sharded_op", [op.name for op in registry().ops.values() if "vocab" in op.signature.parameters])
     if "op" in metafunc.fixturenames:
         ops = list(registry().ops.values())
         metafunc.parametrize("op", ops, ids=[op.name for op in ops])
@@ -86,7 +88,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
 
 @pytest.fixture(autouse=True)
 def _kernels(kernels_when_compiled: None) -> None:
-    """For every test here."""
+    """Applied to every test here."""
 
 
 @pytest.fixture
@@ -122,7 +124,7 @@ def exact_case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture
 def guarded_memory() -> Iterator[GuardedMemory]:
-    """New memory holds NaN (integers: a sentinel) between guard bytes: what nobody wrote is seen, and what was written beyond."""
+    """New memory holds NaN (integers: a sentinel) between guard bytes: unwritten elements and out-of-bounds writes show."""
     with GuardedMemory().installed() as memory:
         yield memory
     memory.check("the call")

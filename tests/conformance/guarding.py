@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """New memory for tests: NaN inside, and guard bytes on both sides.
 
-An element that nobody writes stays NaN. A store past the end of a tensor, as by a missing mask, changes a guard instead of the heap,
+An element that is never written stays NaN. A store past the end of a tensor, as by a missing mask, changes a guard instead of the heap,
 and the next check names the kernel and the tensor; a load from there reads NaN.
 """
 
@@ -38,7 +38,7 @@ EMPTY, FULL = torch.empty, torch.full
 
 @dataclass
 class Guarded:
-    """A tensor's memory with its guards, and what to call it."""
+    """A tensor's memory with its guards, and its name in messages."""
 
     buffer: Tensor
     name: str
@@ -85,7 +85,7 @@ class GuardedMemory:
         """Fail if anything was written outside a tensor since the last check."""
         damaged = [damage for guarded in self.held.values() if (damage := guarded.damage())]
         if damaged:
-            # Whoever writes next shall not be blamed for it.
+            # The next write must not be blamed for it.
             self.held.clear()
             raise AssertionError(f"{writer} wrote outside its tensors: {'; '.join(damaged)}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a call forward and backward and compares what came out with the definition in float64."""
+"""Runs a call forward and backward, and compares the results with the definition in float64."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Trial:
         return run(self.case.call, self.arguments, chosen, self.cotangents if cotangents is None else cotangents)
 
     def expect(self, complaints: list[str]) -> None:
-        """Fail with what is wrong, if anything is, and with what the sample is for."""
+        """Fail with the complaints, if there are any, and with the purpose of the sample."""
         if complaints:
             raise AssertionError(f"{'; '.join(complaints)} – this sample is for: {self.why}")
 
@@ -119,7 +119,7 @@ class Trial:
     def complaints(
         self, got: Result, reference: Result | None = None, exact: Result | None = None, dtype: torch.dtype | None = None
     ) -> list[str]:
-        """What does not meet the criterion, and the inputs that were overwritten; an empty list is a pass."""
+        """Violations of the criterion, and overwritten inputs; an empty list is a pass."""
         reference, exact, dtype = reference or self.reference, exact or self.exact, dtype or self.case.dtype
         # With an input frozen, an output that no longer depends on any other may still ask for a gradient.
         if not reference.active <= got.active or (got.active - reference.active and not self.partial(got)):
@@ -140,7 +140,7 @@ class Trial:
 def output_complaints(
     got: dict[str, Tensor], reference: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype, leeway: float = 1.0
 ) -> list[str]:
-    """What does not meet the criterion among outputs alone."""
+    """Violations of the criterion among the outputs."""
     if list(got) != list(reference):
         return [f"outputs {list(reference)} expected, got {list(got)}"]
     judged = {name: judge(value, reference[name], exact[name], dtype, leeway=leeway) for name, value in got.items()}
@@ -156,7 +156,7 @@ class KernelCall(NamedTuple):
 
     @property
     def needs(self) -> list[bool]:
-        """Which gradients are asked for; empty for a kernel that computes none."""
+        """The requested gradients; empty for a kernel that computes none."""
         return list(self.args[-1]) if self.kernel.schema.arguments[-1].name == "needs" else []
 
     def unasked(self) -> list[str]:
@@ -173,14 +173,14 @@ class KernelCall(NamedTuple):
 
 
 def differences(first: Result, second: Result) -> list[str]:
-    """The outputs and gradients of two runs that are not bit for bit the same."""
+    """The outputs and gradients of two runs that differ in any bit."""
     names = different_bits(first.outputs, second.outputs)
     names += [f"gradient of {name}" for name in different_bits(first.gradients, second.gradients)]
     return [f"{name}: other bits in another run" for name in names]
 
 
 def different_bits(first: Mapping[str, Tensor | None], second: Mapping[str, Tensor | None]) -> list[str]:
-    """The names whose tensors are not bit for bit the same (a NaN equals itself)."""
+    """The names whose tensors differ in any bit (a NaN equals itself)."""
 
     def same(a: Tensor | None, b: Tensor | None) -> bool:
         if a is None or b is None:

@@ -60,14 +60,14 @@ def test_freezing_an_input_leaves_the_other_gradients(frozen_case: tuple[Case, s
     trial.expect(trial.complaints(trial.run(others), reference))
 
 
-def test_no_work_is_done_for_gradients_nobody_asked_for(lone_case: tuple[Case, str], kernel_calls: list[KernelCall]) -> None:
+def test_no_work_is_done_for_gradients_that_are_not_requested(lone_case: tuple[Case, str], kernel_calls: list[KernelCall]) -> None:
     case, asked = lone_case
     trial = Trial(case)
     kernel_calls.clear()
     trial.run([asked])
     asking = [call for call in kernel_calls if call.needs]
     if not asking:
-        pytest.skip("none of its kernels is told which gradients are asked for")
+        pytest.skip("none of its kernels knows which gradients are requested")
     trial.expect([complaint for call in asking for complaint in call.unasked()])
 
 

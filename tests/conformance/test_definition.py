@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every op's description must say, and the derivative of its reference."""
+"""The required parts of an op's description, and the derivative of its reference."""
 
 from __future__ import annotations
 

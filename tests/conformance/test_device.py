@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU can show: no host synchronisation, capture in a CUDA graph, the device of the tensors."""
+"""Facts that need a GPU: no host synchronization, capture in a CUDA graph, the device of the tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.fixture
-def synchronisation_is_an_error() -> Iterator[None]:
+def synchronization_is_an_error() -> Iterator[None]:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     yield
@@ -34,9 +34,9 @@ def _step(case: Case, trial: Trial, given: dict[str, object]) -> tuple[list[Tens
 def test_no_call_waits_for_the_device(form_case: Case, request: pytest.FixtureRequest) -> None:
     trial = Trial(form_case)
     given = with_gradients(trial.arguments, trial.names)
-    # The first call may compile kernels, which synchronises.
+    # The first call may compile kernels, which synchronizes.
     _step(form_case, trial, given)
-    request.getfixturevalue("synchronisation_is_an_error")
+    request.getfixturevalue("synchronization_is_an_error")
     _step(form_case, trial, given)
 
 

@@ -10,19 +10,15 @@ from conformance.cases import LOW
 from conformance.sharded import accuracy, judge_samples
 from forks import on_ranks
 
-# The ops with a head that may be sharded.
-OPS = ("linear_log_prob", "linear_cross_entropy")
-
 
 @pytest.mark.parametrize("sharding", ["even", "uneven"])
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("head", OPS)
 def test_a_sharded_vocabulary_is_as_accurate_as_a_whole_one(
-    head: str, ranks: int, sharding: str, device: torch.device, pytestconfig: pytest.Config
+    sharded_op: str, ranks: int, sharding: str, device: torch.device, pytestconfig: pytest.Config
 ) -> None:
     backend = pytestconfig.getoption("--backend") or "reference"
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     # An interpreter takes seconds a sample; what dtypes change in a kernel shows on one process.
     dtypes = list(LOW) if backend == "reference" or device.type == "cuda" else [torch.bfloat16]
-    on_ranks(ranks, judge_samples, device.type, accuracy, head, backend, dtypes, sharding)
+    on_ranks(ranks, judge_samples, device.type, accuracy, sharded_op, backend, dtypes, sharding)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the generated tests must see in an op that has it, and how they say so."""
+"""The faults that the generated tests must find in an op, and their messages."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def tried(implementation: Callable[..., Any], device: torch.device) -> Tried:
     return Tried(BOUNDED, "tried", torch.float32, "plain", device, implementation)
 
 
-def cancelling(x: Tensor) -> Tensor:
+def canceling(x: Tensor) -> Tensor:
     """tanh by its exponential, which cancels near 0."""
     decay = torch.exp(-2.0 * x)
     return (1.0 - decay) / (1.0 + decay)
 
 
 def test_a_tanh_that_cancels_near_zero_passes_moderate_values_and_fails_small_ones(device: torch.device) -> None:
-    moderate, small = Trial(tried(cancelling, device)), Trial(tried(cancelling, device), change=SCALES["small"])
+    moderate, small = Trial(tried(canceling, device)), Trial(tried(canceling, device), change=SCALES["small"])
     assert moderate.complaints(moderate.run()) == []
     assert "output: relative error" in " ".join(small.complaints(small.run()))
 
 
 def test_an_exponential_that_overflows_fails_shifted_values(device: torch.device) -> None:
-    trial = Trial(tried(cancelling, device), change=change_of("x_lowered"))
+    trial = Trial(tried(canceling, device), change=change_of("x_lowered"))
     assert "output: relative error inf" in " ".join(trial.complaints(trial.run()))
 
 
@@ -79,7 +79,7 @@ def test_an_input_that_is_overwritten_is_named(device: torch.device) -> None:
 
 
 def test_a_failing_case_prints_what_its_sample_is_for(device: torch.device) -> None:
-    trial = Trial(tried(cancelling, device))
+    trial = Trial(tried(canceling, device))
     with pytest.raises(AssertionError, match=r"^output: wrong; gradient of x: None – this sample is for: moderate values$"):
         trial.expect(["output: wrong", "gradient of x: None"])
 
@@ -139,7 +139,7 @@ def test_a_load_past_the_end_reads_nan(guarded_memory: GuardedMemory) -> None:
     assert y.as_strided((6,), (1,))[-1].isnan()
 
 
-def test_what_nobody_writes_is_nan(guarded_memory: GuardedMemory) -> None:
+def test_memory_that_is_never_written_is_nan(guarded_memory: GuardedMemory) -> None:
     assert torch.empty(3).isnan().all()
     assert not torch.zeros(3).any()
 
@@ -153,7 +153,7 @@ def greedy(needs: list[bool]) -> list[str]:
     return KernelCall(kernel, (torch.zeros(1), needs), (torch.zeros(1), torch.zeros(1))).unasked()
 
 
-def test_a_gradient_that_nobody_asked_for_is_named() -> None:
+def test_a_gradient_that_was_not_requested_is_named() -> None:
     assert greedy([True, False]) == ["liger_test::greedy_1: grad_b must be None where nobody asked for it"]
 
 

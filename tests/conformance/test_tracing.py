@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Custom ops, torch.compile and fake tensors: what traces a call sees what eager Python does."""
+"""Custom ops, torch.compile and fake tensors: a traced call does what eager Python does."""
 
 from __future__ import annotations
 

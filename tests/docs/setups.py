@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pages may take for granted, by the names in their comments `<!-- setup: … -->`."""
+"""The setups of pages, by the names in their comments `<!-- setup: … -->`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def book(run: Run, namespace: dict[str, Any]) -> None:
 
 
 def tensors(run: Run, namespace: dict[str, Any]) -> None:
-    """Rows and a weight, and what a head and its loss take."""
+    """Rows and a weight, and the arguments of LM head and loss."""
     rows, width, classes = 12, 32, 50
     namespace["x"] = torch.randn(rows, width, device=run.device, requires_grad=True)
     namespace["residual"] = torch.randn(rows, width, device=run.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that are drawn: for every op a strategy over its shapes, strides, dtypes and options, whatever its docstring allows."""
+"""How calls are drawn: for every op, a strategy over all shapes, strides, dtypes and options that its docstring allows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fuzz.drawing import (
 )
 from liger_core.ops._divergence import KINDS
 
-# Elements of the largest tensor of a call, and rows that programs of their own walk.
+# The number of elements of the largest tensor of a call, and of rows that have their own program.
 ELEMENTS, ROWS = 20_000, 300
 # The norms' programs take many rows of so many columns.
 SHORT = 17
@@ -40,7 +40,7 @@ SHORT = 17
 
 @dataclass(frozen=True)
 class Limits:
-    """What an implementation takes.
+    """The limits of an implementation.
 
     dtypes    those of its tensors
     elements  of the largest tensor
@@ -265,7 +265,7 @@ def _head(draw: Draw, limits: Limits) -> tuple[dict[str, Any], tuple[int, ...], 
 
 
 def _loss_options(draw: Draw, limits: Limits, shape: tuple[int, ...], classes: int) -> tuple[dict[str, Any], Labels]:
-    """The options that both losses have, most of them left out, and the targets."""
+    """The options that both losses have, most of them at their defaults, and the targets."""
     options: dict[str, Any] = {
         "ignore_index": _ignored(draw, classes),
         "label_smoothing": draw(weighted((3, (0.0,)), (1, (0.1, 0.5, 0.99, 1.0)))),
@@ -276,7 +276,7 @@ def _loss_options(draw: Draw, limits: Limits, shape: tuple[int, ...], classes: i
     }
     if draw(weighted((3, (False,)), (1, (True,)))):
         kind = draw(st.sampled_from(("ones", "normal", "zeros")))
-        # Weights above 0 only, or a mean could divide by next to nothing.
+        # Positive weights only: otherwise a mean could divide by almost zero.
         offset = {"normal": 4.0}.get(kind, 0.0)
         options["class_weight"] = Floats((classes,), draw(st.sampled_from(limits.dtypes)), draw(layouts), kind, 0.5, offset, 2)
     if options["reduction"] == "mean" and draw(weighted((2, (False,)), (1, (True,)))):

@@ -138,7 +138,7 @@ def arranged(dense: Tensor, layout: str) -> Tensor:
     if layout in ("transposed", "rotated") and dense.dim() > 1:
         source, target = (-1, -2) if layout == "transposed" else (0, -1)
         return dense.movedim(source, target).contiguous().movedim(target, source)
-    # Nobody may read what lies between.
+    # The elements in between must not be read.
     other = torch.nan if dense.is_floating_point() else -7_777_777
     if layout == "unaligned":
         return torch.cat((dense.new_full((1,), other), dense.reshape(-1)))[1:].view(dense.shape)

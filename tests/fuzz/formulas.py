@@ -171,7 +171,7 @@ def linear_log_prob(
         classes = allowed.reshape(z.shape[0], allowed.shape[-1])
         some = (classes != ignore_index).any(-1) & counted
         both = torch.cat((several, classes), -1)
-        # One more column takes what is no class.
+        # One more column takes targets that are not classes.
         marked = torch.zeros(z.shape[0], z.shape[1] + 1, dtype=torch.bool, device=z.device)
         marked.scatter_(-1, torch.where(both == ignore_index, z.shape[1], both), True)
         inside = marked[:, :-1] | ~some[:, None]

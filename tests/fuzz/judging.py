@@ -35,11 +35,11 @@ Gradients = dict[str, Tensor | None]
 
 
 class Declined(Exception):
-    """The backend does not take this call."""
+    """The backend declines this call."""
 
 
 def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.device) -> list[str]:
-    """What is wrong with this call; raises Declined if the backend does not take it."""
+    """The faults of this call; raises Declined if the backend declines it."""
     arguments = example.build(device)
     asked = [n for n in example.asked if isinstance(arguments.get(n), Tensor)]
     first = next(v for v in arguments.values() if isinstance(v, Tensor)).dtype
@@ -111,7 +111,7 @@ def _call(
     leaf = with_gradients(arguments, asked)
     given, inplace = dict(leaf), bool(arguments.get("inplace"))
     if inplace:
-        # What is overwritten must be no leaf, but may be a view.
+        # What is overwritten must not be a leaf, but may be a view.
         for name in ("q", "k"):
             leaf[name] = leaf[name].detach().contiguous().requires_grad_(name in asked)
             given[name] = arranged(leaf[name].clone(), example.arguments[name].layout)
@@ -206,7 +206,7 @@ def _odd_predictions(op: Op[..., Any], arguments: dict[str, Any], outputs: Tenso
 
 
 def _verdict(value: Tensor, plain: Tensor, exact: Tensor, first: torch.dtype) -> str | None:
-    """What is wrong with one output or gradient, given what plain PyTorch and float64 give; `first` is the dtype of the first input."""
+    """The faults of one output or gradient, given the results of plain PyTorch and float64; `first` is the dtype of the first input."""
     if value.shape == exact.shape and value.is_floating_point():
         finite = exact.isfinite()
         if wrong := int((~finite & (value.double() != exact)).sum()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random rounding: how far plain PyTorch may be off, found by giving every arithmetic result another error of one rounding.
+"""Random rounding: estimates the error of plain PyTorch by perturbing every arithmetic result by one rounding.
 
 A call of a few elements may be rounded all luckily, so that one run of a formula says little about what is fair. Under `Rounding` its
 results, in the forward and in the backward pass, move by up to an ulp, and sums of n terms by up to √n/2 ulp of the sum of magnitudes, as

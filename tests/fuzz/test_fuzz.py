@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random calls of every op and backend against formulas in float64 that are written apart from the references.
 
-Without --examples the calls are the same every time and take seconds, as one of the tests; `nox -s fuzz` draws as many as it is told to.
+Without --examples the calls are the same every time and take seconds, as one of the tests; `nox -s fuzz` draws as many as requested.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_every_parameter_is_drawn_with_more_than_its_default(op: Op[..., Any]) -
 
 
 class Progress:
-    """How far a series of calls has come; a line now and then, also where output is captured."""
+    """The progress of a series of calls: a line now and then, even if output is captured."""
 
     def __init__(self, name: str, total: int, config: pytest.Config, *, show: bool) -> None:
         self.name, self.total, self.show = name, total, show

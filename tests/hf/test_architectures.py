@@ -27,7 +27,7 @@ def test_every_part_of_the_model_is_replaced(architecture: str) -> None:
     assert {row.verdict for row in report.rows} == {"replaced"}
 
 
-def test_loss_and_gradients_are_as_accurate_as_those_of_the_plain_model(architecture: str) -> None:
+def test_loss_and_gradients_are_as_accurate_as_those_of_the_unpatched_model(architecture: str) -> None:
     plain = make(architecture).train()
     patched = twin(plain)
     liger_hf.apply(patched)
@@ -49,7 +49,7 @@ def test_the_precision_of_a_model_does_not_decide_what_is_replaced(architecture:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_logits_in_evaluation_are_those_of_the_plain_model(architecture: str, dtype: torch.dtype) -> None:
+def test_logits_in_evaluation_are_those_of_the_unpatched_model(architecture: str, dtype: torch.dtype) -> None:
     plain = make(architecture, dtype).eval()
     patched = twin(plain)
     liger_hf.apply(patched)
@@ -76,7 +76,7 @@ def test_a_training_step_makes_no_tensor_of_all_the_logits(architecture: str) ->
     assert lean.elements < rows * VOCABULARY
 
 
-def test_bfloat16_training_is_as_accurate_as_the_plain_model() -> None:
+def test_bfloat16_training_is_as_accurate_as_the_unpatched_model() -> None:
     plain = make("llama", torch.bfloat16).train()
     patched = twin(plain)
     liger_hf.apply(patched)

@@ -189,7 +189,7 @@ def test_norms_one_after_the_other_do_not_overwrite_what_a_backward_needs() -> N
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
-def test_logits_in_bfloat16_are_no_less_accurate_than_those_of_the_plain_model(architecture: str) -> None:
+def test_logits_in_bfloat16_are_as_accurate_as_those_of_the_unpatched_model(architecture: str) -> None:
     patched, plain = pair(architecture, torch.bfloat16)
     with torch.no_grad():
         results, expected, exact = (model.eval()(tokens()["input_ids"]).logits for model in (patched, plain, twin(plain).double()))

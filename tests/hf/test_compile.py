@@ -97,7 +97,7 @@ def test_other_heads_and_rotary_functions_break_no_graph(model_type: str) -> Non
 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
-def test_only_the_graphs_of_the_plain_model_hold_all_the_logits(patched: bool) -> None:
+def test_only_the_graphs_of_the_unpatched_model_hold_all_the_logits(patched: bool) -> None:
     sizes: list[int] = []
 
     def watch(graph: fx.GraphModule, inputs: Any) -> Any:
@@ -156,7 +156,7 @@ def test_inductor_gives_the_right_gradients(place: torch.device) -> None:
     results = compiled_step(patched, "inductor", **inputs)
     expected = step(plain, **inputs)
     for name, value in expected.items():
-        # On a GPU the sums of the kernels have another order than those of the plain model.
+        # On a GPU the sums of the kernels have another order than those of the unpatched model.
         torch.testing.assert_close(results[name], value, rtol=1e-4, atol=1e-6 if place.type == "cpu" else 1e-5)
 
 

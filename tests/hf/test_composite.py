@@ -61,7 +61,7 @@ def test_a_model_with_pictures_trains_as_before(model_type: str) -> None:
     assert isinstance(patched(**inputs).logits, liger_hf.LazyLogits)
 
 
-def test_the_report_tells_the_parts_apart() -> None:
+def test_the_report_distinguishes_the_parts() -> None:
     report = liger_hf.apply(seeing("llava")[0])
     patterns = {row.pattern: row.verdict for row in report.rows}
     assert patterns["model.language_model.layers.*.mlp"] == "replaced"

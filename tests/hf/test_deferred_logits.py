@@ -51,7 +51,7 @@ def pair() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_deferred_logits_are_those_of_the_plain_model_in_every_use(use: Callable[[Tensor], Any], pair: tuple[Any, Any]) -> None:
+def test_deferred_logits_are_those_of_the_unpatched_model_in_every_use(use: Callable[[Tensor], Any], pair: tuple[Any, Any]) -> None:
     plain, patched = pair
     logits = outputs_of(patched).logits
     assert type(logits) is DeferredLogits

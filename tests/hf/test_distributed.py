@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf.two_ranks import WAYS, on_two_ranks, train, work
+from hf.two_ranks import WAYS, chunks_by_rank, log_probs, on_two_ranks, train, trl_head, work
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,7 +38,7 @@ def test_gradients_of_two_ranks_are_the_mean_of_single_ones(patch_last: bool, ra
 
 @DEVICES
 @PATCH_LAST
-def test_fsdp2_trains_to_the_losses_of_the_plain_model(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
+def test_fsdp2_trains_to_the_losses_of_the_unpatched_model(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
     runs = [("everything", "fsdp2", patch_last)]
     on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)
 
@@ -46,7 +46,7 @@ def test_fsdp2_trains_to_the_losses_of_the_plain_model(patch_last: bool, ranks_o
 @needs_deepspeed
 @DEVICES
 @PATCH_LAST
-def test_zero_trains_to_the_losses_of_the_plain_model_at_every_stage(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
+def test_zero_trains_to_the_losses_of_the_unpatched_model_at_every_stage(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
     runs = [("everything", f"zero{stage}", patch_last) for stage in range(4)]
     on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)
 
@@ -57,3 +57,26 @@ def test_an_adapted_head_and_one_saved_beside_adapters_are_trained(ranks_on: str
     ways = ("fsdp2", "fsdp2_head_alone", *(("zero3",) if HAS_DEEPSPEED else ()))
     runs = list(product(("adapted_head", "saved_head"), ways, (False, True)))
     on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)
+
+
+@DEVICES
+def test_ranks_may_compute_the_loss_in_different_numbers_of_chunks(ranks_on: str, tmp_path: Path) -> None:
+    ways = ("fsdp2_head_alone", *(("zero3",) if HAS_DEEPSPEED else ()))
+    on_two_ranks(chunks_by_rank, str(tmp_path / "store"), ways, ranks_on)
+
+
+@DEVICES
+def test_log_probabilities_of_a_sharded_head_have_the_gradients_of_one_process(ranks_on: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    # With the root sharded, the weight is whole wherever the forward pass needs it; a head that is sharded alone is whole only in its call.
+    runs = [("everything", "fsdp2", path) for path in ("losses", "module", "layer")]
+    runs += [("everything", "fsdp2_head_alone", path) for path in ("module", "layer")]
+    runs += [(kind, way, "module") for kind in ("adapted_head", "saved_head") for way in ("fsdp2", "fsdp2_head_alone")]
+    runs += [("everything", "zero3", path) for path in ("module", "layer")] if HAS_DEEPSPEED else []
+    on_two_ranks(log_probs, str(tmp_path / "store"), runs, ranks_on)
+
+
+@DEVICES
+def test_trl_runs_on_our_head_where_fsdp2_shards_it(ranks_on: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="needs trl")
+    on_two_ranks(trl_head, str(tmp_path / "store"), ranks_on)

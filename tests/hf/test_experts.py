@@ -11,7 +11,7 @@ import torch
 import liger_hf
 from hf.sweep import build
 from hf.tiny_models import tokens, twin
-from liger_hf.rules.gated_unit import rule as gated_unit
+from liger_hf.rules.gated_mlp import rule as gated_mlp
 
 pytestmark = pytest.mark.cpu
 
@@ -23,8 +23,8 @@ def loss(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_the_gate_of_every_implementation_is_replaced(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    right = gated_unit.swiglu
-    monkeypatch.setattr("liger_hf.rules.gated_unit.rule.ACTIVATIONS", ((Spy(right, calls), {}),))
+    right = gated_mlp.swiglu
+    monkeypatch.setattr("liger_hf.rules.gated_mlp.rule.ACTIVATIONS", ((Spy(right, calls), {}),))
     plain = build("mixtral").train()
     plain.set_experts_implementation(implementation)
     patched = twin(plain)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that are not a plain Linear: tied, frozen, adapted, saved beside adapters, quantised, offloaded."""
+"""Heads that are not a plain Linear: tied, frozen, adapted, saved beside adapters, quantized, offloaded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}}
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", ["q_proj", "down_proj", "gate_proj", "lm_head"])
 @pytest.mark.parametrize("first", ["peft", "liger"])
-def test_adapters_get_the_gradients_of_the_plain_model(target: str, first: str, kind: str, tied: bool) -> None:
+def test_adapters_get_the_gradients_of_the_unpatched_model(target: str, first: str, kind: str, tied: bool) -> None:
     plain = adapted(make(tie_word_embeddings=tied), target, **KINDS[kind])
     if first == "peft":
         patched = twin(plain)
@@ -211,7 +211,7 @@ def by_torchao(model: Any) -> Any:
 
 
 def by_bitsandbytes(replace: Callable[[Any, nn.Linear], nn.Module]) -> Callable[[Any], Any]:
-    def quantised(model: Any) -> Any:
+    def quantized(model: Any) -> Any:
         library = pytest.importorskip("bitsandbytes")
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear):
@@ -219,7 +219,7 @@ def by_bitsandbytes(replace: Callable[[Any, nn.Linear], nn.Module]) -> Callable[
                 setattr(model.get_submodule(parent), attribute, replace(library, module).to(module.weight.device))
         return model
 
-    return quantised
+    return quantized
 
 
 def four_bits(library: Any, linear: nn.Linear) -> Any:
@@ -234,7 +234,7 @@ def eight_bits(library: Any, linear: nn.Linear) -> Any:
     return module
 
 
-QUANTISED: dict[str, Callable[[Any], Any]] = {
+QUANTIZED: dict[str, Callable[[Any], Any]] = {
     "torchao_int8": by_torchao,
     "bitsandbytes_4bit": by_bitsandbytes(four_bits),
     "bitsandbytes_8bit": by_bitsandbytes(eight_bits),
@@ -242,17 +242,17 @@ QUANTISED: dict[str, Callable[[Any], Any]] = {
 
 
 def assert_same(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Up to rounding: quantised weights have no float64 to compare with."""
+    """Up to rounding: quantized weights have no float64 to compare with."""
     assert results.keys() == expected.keys()
     distances = {name: float((results[name] - value).abs().max() / value.abs().max()) for name, value in expected.items()}
     assert {name: distance for name, distance in distances.items() if distance > 1e-5} == {}
 
 
 @pytest.mark.parametrize("adapter", [None, "lm_head", "q_proj"], ids=["no_adapter", "adapted_head", "adapted_attention"])
-@pytest.mark.parametrize("quantise", QUANTISED.values(), ids=QUANTISED.keys())
-def test_what_is_not_quantised_gets_the_gradients_of_the_plain_model(quantise: Callable[[Any], Any], adapter: str | None) -> None:
+@pytest.mark.parametrize("quantize", QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_what_is_not_quantized_gets_the_gradients_of_the_unpatched_model(quantize: Callable[[Any], Any], adapter: str | None) -> None:
     # On the CPU bitsandbytes takes widths that are multiples of its blocks.
-    plain = quantise(make(tie_word_embeddings=False, intermediate_size=128)).train()
+    plain = quantize(make(tie_word_embeddings=False, intermediate_size=128)).train()
     if adapter is not None:
         plain = adapted(plain, adapter)
     patched = twin(plain)
@@ -266,11 +266,11 @@ def test_what_is_not_quantised_gets_the_gradients_of_the_plain_model(quantise: C
     assert isinstance(patched(**inputs).logits, liger_hf.LazyLogits)
 
 
-def test_a_quantised_head_is_computed_in_chunks(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_head_is_computed_in_chunks(place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     patched = by_torchao(make(tie_word_embeddings=False)).train()
     liger_hf.apply(patched)
     monkeypatch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, place.type, 16 * VOCABULARY)
     with LargestResult() as largest:
         step(patched, **tokens(batch=4, length=50))
-    # The rows of the head's own dequantised weight are 64 wide.
+    # The rows of the head's own dequantized weight are 64 wide.
     assert largest.elements < 200 * VOCABULARY

@@ -172,20 +172,20 @@ def assert_like_plain(plain: Any, patched: Any, path: str, watch: Watch, change:
 @ORDERS
 @EACH_MODULE
 @pytest.mark.parametrize("watch", SEEING.values(), ids=SEEING.keys())
-def test_a_hook_sees_what_it_does_in_the_plain_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
+def test_a_hook_sees_what_it_does_in_the_unpatched_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
     assert_like_plain(plain, patched, path, watch, False, first)
 
 
 @ORDERS
 @EACH_MODULE
 @pytest.mark.parametrize("watch", CHANGING.values(), ids=CHANGING.keys())
-def test_a_hook_changes_what_it_does_in_the_plain_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
+def test_a_hook_changes_what_it_does_in_the_unpatched_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
     assert_like_plain(plain, patched, path, watch, True, first)
 
 
 @EACH_MODULE
 @pytest.mark.parametrize("watch", ON_ALL.values(), ids=ON_ALL.keys())
-def test_a_hook_on_all_modules_sees_what_it_does_in_the_plain_model(plain: Any, patched: Any, path: str, watch: Watch) -> None:
+def test_a_hook_on_all_modules_sees_what_it_does_in_the_unpatched_model(plain: Any, patched: Any, path: str, watch: Watch) -> None:
     assert_like_plain(plain, patched, path, watch, False, "liger")
 
 
@@ -201,7 +201,7 @@ def test_apply_calls_no_hook_on_all_modules() -> None:
         handle.remove()
 
 
-# -- what a gated unit passes over
+# -- what a gated MLP passes over
 
 
 def another_module(owner: Any) -> None:
@@ -251,7 +251,7 @@ def test_a_hook_on_the_activation_when_apply_comes_is_a_reason(kind: str) -> Non
 
 
 class Unit(nn.Module):
-    """A gated unit whose activation is a module, or a function of its own."""
+    """A gated MLP whose activation is a module, or a function of its own."""
 
     def __init__(self, act: Any) -> None:
         super().__init__()

@@ -29,20 +29,20 @@ class Refusing(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """endpoint(url): where the hub is looked for, and looked for anew."""
+    """endpoint(url): sets where the hub is, and forgets whether it was reachable."""
     hub_is_reachable.cache_clear()
     yield lambda url: monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
     hub_is_reachable.cache_clear()
 
 
-def test_a_hub_that_answers_is_reachable_whatever_it_says(endpoint: Callable[[str], None]) -> None:
+def test_a_hub_that_answers_is_reachable_whatever_the_answer(endpoint: Callable[[str], None]) -> None:
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
         Thread(target=server.handle_request, daemon=True).start()
         endpoint(f"http://127.0.0.1:{server.server_port}")
         assert hub_is_reachable()
 
 
-def test_a_closed_port_is_no_hub(endpoint: Callable[[str], None]) -> None:
+def test_a_closed_port_is_not_a_hub(endpoint: Callable[[str], None]) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         endpoint(f"http://127.0.0.1:{closed.getsockname()[1]}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger inspect` tells what `apply` would do, without weights and without a change."""
+"""`liger inspect` shows what `apply` would do, without weights and without changing anything."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], type[LigerError], str]] = {
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_told_in_a_sentence(
+def test_a_mistake_raises_a_clear_error(
     arguments: tuple[str, ...], error: type[LigerError], message: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("liger_hf.hub.hub_is_reachable", lambda: False)

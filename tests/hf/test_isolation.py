@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cpu
 
 
 def shared_state(model: nn.Module) -> dict[tuple[str, str], int]:
-    """The identity of everything that models of the process share: members of classes, globals of modelling files, the loss table."""
+    """The identity of everything that models of the process share: members of classes, globals of modeling files, the loss table."""
     from transformers.loss.loss_utils import LOSS_MAPPING
 
     classes = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
@@ -123,7 +123,7 @@ def test_applying_twice_changes_nothing_and_says_so() -> None:
     first.undo()
 
 
-def test_asking_for_nothing_is_no_second_apply() -> None:
+def test_asking_for_nothing_is_not_a_second_apply() -> None:
     assert liger_hf.apply(make(), only=[]).notes == []
 
 
@@ -229,7 +229,7 @@ def test_a_forward_wrapped_again_after_apply_passes_calls_through_after_undo() -
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
-def test_undo_tells_whose_forward_was_replaced_again() -> None:
+def test_undo_names_the_module_whose_forward_was_replaced_again() -> None:
     model = make()
     report = liger_hf.apply(model)
     model.model.norm.forward = lambda x: x

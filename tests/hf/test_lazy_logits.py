@@ -175,7 +175,7 @@ def test_without_labels_the_logits_are_the_plain_bits(pair: tuple[Any, Any]) -> 
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_only_the_asked_for_logits_are_made(pair: tuple[Any, Any], keep: int) -> None:
+def test_only_the_requested_logits_are_computed(pair: tuple[Any, Any], keep: int) -> None:
     plain, patched = pair
     ids = tokens()["input_ids"]
     results, expected = (model(ids, logits_to_keep=keep).logits for model in (patched, plain))
@@ -183,7 +183,7 @@ def test_only_the_asked_for_logits_are_made(pair: tuple[Any, Any], keep: int) ->
     assert torch.equal(results, expected)
 
 
-def test_logits_to_keep_with_labels_that_do_not_fit_is_the_error_of_the_plain_model(pair: tuple[Any, Any]) -> None:
+def test_logits_to_keep_with_labels_that_do_not_fit_is_the_error_of_the_unpatched_model(pair: tuple[Any, Any]) -> None:
     messages = []
     for model in pair:
         with pytest.raises(ValueError, match="batch_size") as error:

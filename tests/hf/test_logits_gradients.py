@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However lazy logits are looked at, what is computed from them afterwards has the gradients of the plain model."""
+"""However lazy logits are read, what is computed from them afterwards has the gradients of the unpatched model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def results(model: Any, loss_of: Callable[[Any], Tensor], **inputs: Any) -> dict
 
 @pytest.fixture(scope="module", params=["llama-tied", "llama-untied", "gemma2-tied"])
 def models(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
-    """A patched and a plain model, and the plain one in float64."""
+    """A patched and an unpatched model, and the unpatched one in float64."""
     architecture, tied = request.param.split("-")
     plain = make(architecture, tie_word_embeddings=tied == "tied").train()
     patched = twin(plain)
@@ -173,7 +173,7 @@ WATCHES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("watch", WATCHES.values(), ids=WATCHES.keys())
-def test_a_gradient_of_the_logits_that_the_loss_is_no_part_of_is_refused(models: tuple[Any, Any, Any], watch: Callable[[Any], Any]) -> None:
+def test_a_gradient_of_the_logits_without_the_loss_is_refused(models: tuple[Any, Any, Any], watch: Callable[[Any], Any]) -> None:
     with pytest.raises(liger_hf.LogitsError, match=r"the loss is computed without them, .* call the model without labels"):
         watch(models[0](**tokens()))
 
@@ -195,7 +195,7 @@ def test_a_look_under_autocast_changes_no_gradient(models: tuple[Any, Any, Any])
         assert float((seen[0][name] - value).norm() / value.norm()) < 2e-3, name
 
 
-def test_a_trainer_whose_loss_logs_the_accuracy_first_trains_like_the_plain_model(tmp_path: Path) -> None:
+def test_a_trainer_whose_loss_logs_the_accuracy_first_trains_like_the_unpatched_model(tmp_path: Path) -> None:
     class Own(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
             outputs = model(**inputs)

@@ -241,7 +241,7 @@ def test_a_head_that_gets_another_weight_leaves_the_logits_those_of_the_forward_
     assert torch.equal(outputs.logits.detach(), expected)
 
 
-def test_gradients_by_torch_func_are_those_of_the_plain_model() -> None:
+def test_gradients_by_torch_func_are_those_of_the_unpatched_model() -> None:
     plain = make(tie_word_embeddings=False).train()
     patched = twin(plain)
     liger_hf.apply(patched, only=["linear_cross_entropy"])

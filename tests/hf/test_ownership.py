@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gated unit lets its backward pass write over gate and up only where nothing else can read them."""
+"""A gated MLP lets its backward pass write over gate and up only if nothing else can read them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import liger_hf
 from hf.tiny_models import twin
-from liger_hf.rules.gated_unit import rule as gated_unit
-from liger_hf.rules.gated_unit.ownership import unshared
+from liger_hf.rules.gated_mlp import rule as gated_mlp
+from liger_hf.rules.gated_mlp.ownership import unshared
 
 pytestmark = pytest.mark.cpu
 
@@ -55,7 +55,7 @@ class Swiglu:
 @pytest.fixture(autouse=True)
 def recycling(monkeypatch: pytest.MonkeyPatch) -> None:
     WRITTEN.clear()
-    monkeypatch.setattr(gated_unit, "ACTIVATIONS", ((Swiglu(), {}),))
+    monkeypatch.setattr(gated_mlp, "ACTIVATIONS", ((Swiglu(), {}),))
 
 
 class Projection(nn.Module):
@@ -139,7 +139,7 @@ def gradients(unit: Unit, x: Tensor) -> dict[str, Tensor]:
     [*((then, True) for then in PRIVATE.values()), *((then, False) for then in SHARED.values())],
     ids=[*PRIVATE, *SHARED],
 )
-def test_gradients_are_right_and_gate_and_up_are_written_over_only_where_nobody_reads_them(
+def test_gradients_are_right_and_gate_and_up_are_overwritten_only_where_nothing_reads_them(
     then: Callable[[Projection, Tensor], Tensor], private: bool, bias: bool
 ) -> None:
     plain = Unit(then, bias)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report tells what was replaced, what was not, and why; models that no rule knows keep working."""
+"""The report shows what was replaced, what was not, and why; models that no rule knows keep working."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from liger_hf.verification import decide
 pytestmark = pytest.mark.cpu
 
 
-def test_a_row_tells_pattern_count_class_op_backend_and_reason() -> None:
+def test_a_row_has_pattern_count_class_op_backend_and_reason() -> None:
     rows = {row.pattern: row for row in liger_hf.apply(make("gemma2")).rows}
     row = rows["model.layers.*.pre_feedforward_layernorm"]
     assert (row.count, row.module, row.op, row.backend, row.verdict) == (2, "Gemma2RMSNorm", "rms_norm", "reference", "replaced")
@@ -51,7 +51,7 @@ def test_the_report_is_plain_data_text_and_a_table() -> None:
     "chosen",
     [{"only": ["rms_norm", "swiglu"]}, {"only": (rms_norm, swiglu)}, {"exclude": ["add_rms_norm", "rope", "linear_cross_entropy"]}],
 )
-def test_only_what_is_asked_for_is_replaced(chosen: dict[str, Any]) -> None:
+def test_only_the_requested_ops_are_replaced(chosen: dict[str, Any]) -> None:
     report = liger_hf.apply(make(), **chosen)
     assert report.replaced.keys() == {"rms_norm", "swiglu"}
     assert {row.op: row.reason for row in report.rows if row.verdict == "left"} == {
@@ -109,7 +109,7 @@ def test_an_encoder_decoder_that_computes_its_own_loss_makes_no_logits() -> None
     assert isinstance(patched(**inputs).logits, liger_hf.LazyLogits)
 
 
-def test_interleaved_rotary_and_norms_that_centre_are_found_in_cohere() -> None:
+def test_interleaved_rotary_and_norms_that_center_are_found_in_cohere() -> None:
     options = {
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -126,7 +126,7 @@ def test_interleaved_rotary_and_norms_that_centre_are_found_in_cohere() -> None:
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
 
 
-def test_a_forward_that_somebody_else_replaced_is_left_and_named() -> None:
+def test_a_forward_that_other_code_replaced_is_left_and_named() -> None:
     model = make()
     model.model.norm.forward = lambda x: x
     reasons = {row.pattern: row.reason for row in liger_hf.apply(model).rows}
@@ -149,7 +149,7 @@ def test_kernels_of_transformers_are_noted() -> None:
     assert "use_kernels=True" in liger_hf.apply(model).notes[0]
 
 
-def test_a_forward_that_somebody_replaced_on_the_class_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_was_replaced_on_the_class_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def lce_forward(self: Any, *args: Any, **options: Any) -> Any:
         return original(self, *args, **options)
 
@@ -165,7 +165,7 @@ def test_a_forward_that_somebody_replaced_on_the_class_is_noted(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("model_type", [*OPTIONS, "bert", "bloom", "mamba", "qwen3_moe", "t5", "llava"])
-def test_a_plain_model_has_no_notes_about_others(model_type: str) -> None:
+def test_a_unpatched_model_has_no_notes_about_others(model_type: str) -> None:
     assert liger_hf.inspect(tiny_config(model_type), only=[]).notes[:-1] == []
 
 

@@ -47,7 +47,7 @@ def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Repo
 
 
 @pytest.mark.parametrize(("architecture", "offset"), OFFSETS.items(), ids=OFFSETS)
-def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_plain_model(architecture: str, offset: int, calls: Any) -> None:
+def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_unpatched_model(architecture: str, offset: int, calls: Any) -> None:
     plain = make(architecture).train()
     patched = twin(plain)
     report = applied(patched, calls)
@@ -71,7 +71,7 @@ def test_without_rms_norm_and_without_add_rms_norm_the_bits_are_the_same(calls: 
     assert torch.allclose(results[0]["loss"], results[1]["loss"])
 
 
-def test_dropout_on_the_branch_draws_the_numbers_of_the_plain_model(calls: Any) -> None:
+def test_dropout_on_the_branch_draws_the_numbers_of_the_unpatched_model(calls: Any) -> None:
     plain = make("phi3", resid_pdrop=0.3).train()
     patched = twin(plain)
     applied(patched, calls)
@@ -84,7 +84,7 @@ def test_dropout_on_the_branch_draws_the_numbers_of_the_plain_model(calls: Any) 
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_have_the_gradients_of_the_plain_model(reentrant: bool, calls: Any) -> None:
+def test_checkpointed_layers_have_the_gradients_of_the_unpatched_model(reentrant: bool, calls: Any) -> None:
     plain = make().train()
     patched = twin(plain)
     applied(patched, calls)
@@ -146,7 +146,7 @@ def test_a_compiled_layer_does_not_fall_back(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_compiled_layer_runs_the_hooks_on_its_norm() -> None:
     model, inputs = make(num_hidden_layers=1).eval(), tokens()
     liger_hf.apply(model)
-    # A hook that comes after the compilation is not seen in a plain model either (torch's skip_nnmodule_hook_guards).
+    # A hook that is added after compilation is not seen in an unpatched model either (torch's skip_nnmodule_hook_guards).
     model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, args, output: output * 2)
     torch._dynamo.reset()
     with torch.no_grad():

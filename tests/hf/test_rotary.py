@@ -18,7 +18,7 @@ from liger_hf.verification import Decision, decide
 pytestmark = pytest.mark.cpu
 
 WIDTH = 16
-# Modelling file → the function that it has, and the form in which `rope` computes it.
+# Modeling file → the function that it has, and the form in which `rope` computes it.
 FORMS = {
     "llama": ("apply_rotary_pos_emb", ""),
     "gpt_neox": ("apply_rotary_pos_emb", ""),
@@ -124,7 +124,7 @@ def test_heads_may_lie_on_either_axis(axis: int, monkeypatch: pytest.MonkeyPatch
     assert count.calls == 1
 
 
-def test_one_tensor_of_two_may_be_left_out() -> None:
+def test_one_tensor_of_two_is_optional() -> None:
     module = patched(function_of("qwen4_exp"))
     q, cos, sin = tensors((1, 2, 5, WIDTH), (1, 5, WIDTH), (1, 5, WIDTH))
     assert torch.equal(module(q, cos=cos, sin=sin), function_of("qwen4_exp")(q, cos=cos, sin=sin))

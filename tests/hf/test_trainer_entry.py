@@ -51,7 +51,7 @@ def test_the_callback_applies_before_training_and_shows_one_report(tmp_path: Pat
     assert shown == [model.liger_report]
 
 
-def test_training_with_the_callback_has_the_losses_of_the_plain_model(tmp_path: Path) -> None:
+def test_training_with_the_callback_has_the_losses_of_the_unpatched_model(tmp_path: Path) -> None:
     plain = make().train()
     patched = twin(plain)
     losses, _ = history(patched, tmp_path, callbacks=[liger_hf.LigerCallback(show=None)])
@@ -60,7 +60,7 @@ def test_training_with_the_callback_has_the_losses_of_the_plain_model(tmp_path: 
     assert patched.liger_report.replaced == ALL
 
 
-def test_the_callback_puts_in_what_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_callback_applies_the_requested_ops(tmp_path: Path) -> None:
     callback = liger_hf.LigerCallback(only=["swiglu"], show=None)
     trainer(make(), tmp_path, [callback]).train()
     assert callback.report is not None
@@ -102,7 +102,7 @@ def test_a_callback_that_is_added_later_applies_when_training_begins(precision: 
 
 
 @PRECISIONS
-def test_a_model_that_is_made_anew_for_each_training_is_patched_each_time(
+def test_a_model_that_is_created_for_each_training_run_is_patched_each_time(
     precision: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[liger_hf.Report] = []
@@ -180,7 +180,7 @@ def largest_of_an_evaluation(made: Trainer, monkeypatch: pytest.MonkeyPatch) -> 
     return largest.elements
 
 
-def test_predictions_of_a_trainer_are_the_logits_of_the_plain_model(tmp_path: Path) -> None:
+def test_predictions_of_a_trainer_are_the_logits_of_the_unpatched_model(tmp_path: Path) -> None:
     plain = make().train()
     patched = twin(plain)
     expected = trainer(plain, tmp_path).predict(Rows(4))

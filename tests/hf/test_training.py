@@ -86,7 +86,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", TRAINERS.values(), ids=TRAINERS.keys())
-def test_the_trainer_logs_the_losses_and_metrics_of_the_plain_model(options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_trainer_logs_the_losses_and_metrics_of_the_unpatched_model(options: dict[str, Any], tmp_path: Path) -> None:
     plain = make().train()
     patched = twin(plain)
     liger_hf.apply(patched)
@@ -116,7 +116,7 @@ def test_a_loss_function_of_the_user_gets_real_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("items", [None, 40], ids=["mean", "items_of_the_batch"])
-def test_packed_sequences_have_the_loss_and_gradients_of_the_plain_model(items: int | None, place: torch.device) -> None:
+def test_packed_sequences_have_the_loss_and_gradients_of_the_unpatched_model(items: int | None, place: torch.device) -> None:
     plain = make().train()
     patched = twin(plain)
     liger_hf.apply(patched)

@@ -83,7 +83,7 @@ def history(trainer: Any) -> list[float]:
 
 @pytest.mark.parametrize("first", ["apply", "trainer"])
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_trainer_of_trl_has_the_losses_of_the_plain_model_and_keeps_its_head(
+def test_a_trainer_of_trl_has_the_losses_of_the_unpatched_model_and_keeps_its_head(
     name: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = make(tie_word_embeddings=False).train()

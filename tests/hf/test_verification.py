@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replacement that is wrong is refused, whatever it gets wrong; mistakes of the caller are told in a sentence."""
+"""A replacement that is wrong is refused, whatever it gets wrong; mistakes of the caller get a clear error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf.tiny_models import make, step, tokens, twin
 from liger_core import BackendError, DeviceError, LigerError, OptionError, add_rms_norm, rms_norm
 from liger_core import rope as rope_op
 from liger_hf.discovery import replaceable_ops
-from liger_hf.rules.gated_unit import rule as gated_unit
+from liger_hf.rules.gated_mlp import rule as gated_mlp
 from liger_hf.rules.head import causal_loss
 from liger_hf.rules.norm import rule as norm
 from liger_hf.rules.residual import rule as residual
@@ -58,7 +58,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, **wrong: float) -> None:
     elif op == "add_rms_norm":
         monkeypatch.setattr(residual, "add_rms_norm", Wrong(add_rms_norm, **wrong))
     elif op == "swiglu":
-        monkeypatch.setattr(gated_unit, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_unit.ACTIVATIONS))
+        monkeypatch.setattr(gated_mlp, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_mlp.ACTIVATIONS))
     elif op == "rope":
         monkeypatch.setattr(rotary_forms, "rope", Wrong(rope_op, **wrong))
     else:
@@ -131,7 +131,7 @@ def test_a_module_that_looks_like_a_norm_but_is_none_is_left(formula: Callable[[
 
 
 class Unit(nn.Module):
-    """A gated unit, with something done to what goes into its last projection."""
+    """A gated MLP, with something done to what goes into its last projection."""
 
     def __init__(self, between: Callable[[Unit, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ UNITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
 }
 
 
-# Where modules tell short inputs from long ones, and one token from several.
+# Where modules distinguish short inputs from long ones, and one token from several.
 TURNS = pytest.mark.parametrize("long", [lambda t: t == 1, *(lambda t, limit=limit: t > limit for limit in (16, 32, 64, 128, 256))], ids=(
     "one_token", "beyond_16", "beyond_32", "beyond_64", "beyond_128", "beyond_256"
 ))  # fmt: skip
@@ -170,7 +170,7 @@ def test_a_norm_that_does_something_else_with_another_length_is_left(long: Calla
 
 
 @TURNS
-def test_a_gated_unit_that_does_something_else_with_another_length_is_left(long: Callable[[int], bool]) -> None:
+def test_a_gated_mlp_that_does_something_else_with_another_length_is_left(long: Callable[[int], bool]) -> None:
     def between(unit: Unit, gate: Tensor, up: Tensor) -> Tensor:
         return unit.dropout(gate * up * (1.1 if long(gate.shape[1]) else 1))
 
@@ -269,7 +269,7 @@ def test_a_limited_unit_is_replaced_only_if_its_limits_are_those_of_the_module(b
 
 
 @pytest.mark.parametrize(("between", "fits"), UNITS.values(), ids=UNITS.keys())
-def test_a_gated_unit_is_replaced_only_if_all_of_it_is_computed(between: Callable[..., Tensor], fits: bool) -> None:
+def test_a_gated_mlp_is_replaced_only_if_all_of_it_is_computed(between: Callable[..., Tensor], fits: bool) -> None:
     # Evaluation: a dropout must be noticed although it does nothing yet.
     report = liger_hf.apply(nn.Sequential(Unit(between)).eval())
     assert report.replaced == ({"swiglu": 1} if fits else {})
@@ -313,13 +313,13 @@ def test_a_norm_without_a_weight_is_replaced() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype)
 
-    class Centred(nn.Module):
+    class Centered(nn.Module):
         eps = 1e-5
 
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
 
-    report = liger_hf.apply(nn.Sequential(Weightless(), Centred()))
+    report = liger_hf.apply(nn.Sequential(Weightless(), Centered()))
     assert report.replaced == {"rms_norm": 1, "layer_norm": 1}
 
 
@@ -407,7 +407,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
 
 
 @pytest.mark.parametrize(("call", "error", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_told_in_a_sentence(call: Callable[[], Any], error: type[LigerError], message: str) -> None:
+def test_a_mistake_raises_a_clear_error(call: Callable[[], Any], error: type[LigerError], message: str) -> None:
     with pytest.raises(error) as raised:
         call()
     assert str(raised.value) == message

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-# Models of several parts: those that see, and those of an encoder and a decoder; "kind:type", where the causal class is another one.
+# Models of several parts: vision-language and encoder-decoder models; "kind:type", where the causal class is another one.
 COMPOSITES: tuple[str, ...] = tuple(
     f"{kind}:{model_type}"
     for kind, classes in (
@@ -97,7 +97,7 @@ def shrunk(default: PretrainedConfig) -> dict[str, Any]:
 
 
 def _layers(default: PretrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Of the layers as many as it takes to see every kind, and two at least."""
+    """As many layers as it takes to include every kind, and at least two."""
     count = getattr(default, "num_hidden_layers", None)
     lists = {n: v for n, v in fields.items() if isinstance(v, (list, tuple)) and isinstance(count, int) and len(v) == count > 2}
     if not lists:

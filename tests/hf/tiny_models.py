@@ -68,7 +68,7 @@ def twin(model: nn.Module) -> Any:
 
 
 def checkpoint_layers(model: Any, reentrant: bool = False) -> None:
-    """Under the name since Transformers 5.23, or the one before."""
+    """By its name since Transformers 5.23, or the older one."""
     start = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     start({"use_reentrant": reentrant})
 
@@ -82,13 +82,13 @@ def step(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
 
 
 def exact_step(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
-    """The same in float64 throughout."""
+    """The same, in float64 throughout."""
     with DoublePrecision():
         return step(twin(model).double(), **inputs)
 
 
 def disagreements(results: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, str]:
-    """What does not meet the accuracy criterion of the project, by name, with figures."""
+    """The results that violate the accuracy criterion of the project, by name, with figures."""
     assert results.keys() == plain.keys() == exact.keys()
     dtype = next(value.dtype for name, value in plain.items() if name != "loss")
     found = {name: judge(result, plain[name], exact[name], dtype) for name, result in results.items()}
@@ -96,7 +96,7 @@ def disagreements(results: dict[str, Tensor], plain: dict[str, Tensor], exact: d
 
 
 class LargestResult(TorchDispatchMode):
-    """How many elements the largest tensor has that any operation returns while this is active."""
+    """The number of elements of the largest tensor that any operation returns within this context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import forks
 import liger_hf
+import liger_hf.rules.head.causal_loss
+import liger_hf.trainers
 from hf import tiny_models
 from hf.tiny_models import make, step, tokens, twin
-from liger_core import use
+from liger_core import losses, use
 
-# A busy machine may keep a rank waiting for minutes; one that failed is not waited for at all, since its exception ends the others.
+# On a busy machine a rank may wait for minutes; after a failure there is no wait, since the exception ends the other ranks.
 PATIENCE = timedelta(minutes=10)
 
 
@@ -81,7 +83,7 @@ def two_processes(rank: int, store: str, device: str = "cpu") -> Iterator[None]:
 
 
 def tolerance(on_cpu: float) -> float:
-    """On a GPU Liger runs kernels of its own, whose sums have another order than those of the plain model."""
+    """On a GPU Liger runs kernels of its own, whose sums have another order than those of the unpatched model."""
     return on_cpu if tiny_models.DEVICE.type == "cpu" else 10 * on_cpu
 
 
@@ -103,10 +105,10 @@ TRAINED: dict[str, dict[str, Any] | None] = {
 
 
 def trained(kind: str) -> Any:
-    """A model of which this is trained; nothing is zero at the start, so that everything gets a gradient."""
+    """A model with these trained weights; none is zero at the start, so that all of them get a gradient."""
     model, options = make("llama", tie_word_embeddings=False), TRAINED[kind]
     if options is not None:
-        # Here: it takes longer to import than all the rest, and most tests do without.
+        # Imported here: it takes longer than all other imports, and most tests do not need it.
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **options))
@@ -125,6 +127,12 @@ class Expected:
         ranks = [step(twin(base), **batch(rank)) for rank in range(2)]
         self.gradients = {name: (ranks[0][name] + ranks[1][name]) / 2 for name in ranks[0] if name != "loss"}
 
+    @classmethod
+    def of(cls, gradients: dict[str, Tensor]) -> Expected:
+        self = cls.__new__(cls)
+        self.gradients = gradients
+        return self
+
     def compare(self, way: str, model: Any, gradient_of: Callable[[Any], Any]) -> None:
         """Raises if not exactly these parameters of a model have these gradients; gradient_of a parameter is whole."""
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -142,7 +150,7 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 
 def train(rank: int, store: str, runs: list[tuple[str, str, bool]], device: str = "cpu") -> None:
-    """One process; raises if a patched model trains with other gradients or to other losses than the plain one does in one process.
+    """One process; raises if a patched model has other gradients or losses than the unpatched one in one process.
 
     runs  what is trained, how, and whether it is wrapped before it is patched
     """
@@ -189,11 +197,13 @@ def _fsdp2(way: str) -> Run:
     return run
 
 
-def _zero(stage: int) -> Run:
+def _engine(stage: int) -> Callable[[Any], Any]:
     def engine_of(model: Any) -> Any:
+        # DeepSpeed reads it when it is imported.
+        os.environ["DS_ACCELERATOR"] = tiny_models.DEVICE.type
         import deepspeed
 
-        # Else it compiles a collective of its own, for most of a minute.
+        # Otherwise it compiles its own collective, which takes most of a minute.
         deepspeed.ops.__compatible_ops__.clear()
         # Threshold 0: otherwise small weights, so all of these, stay whole on every rank.
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -201,10 +211,12 @@ def _zero(stage: int) -> Run:
         optimizer = optimizer_of(model)
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
+    return engine_of
+
+
+def _zero(stage: int) -> Run:
     def run(model: Any, gradients: Expected, rank: int, patch_last: bool) -> list[float]:
-        # DeepSpeed reads it when it is imported.
-        os.environ["DS_ACCELERATOR"] = tiny_models.DEVICE.type
-        engine, losses = patched_and_wrapped(model, engine_of, patch_last), []
+        engine, losses = patched_and_wrapped(model, _engine(stage), patch_last), []
         for name, weight in inside_peft(model).lm_head.named_parameters():
             if (weight.numel() == 0) != (stage == 3):
                 raise AssertionError(f"ZeRO-{stage}: {name} of the head has {weight.numel()} elements between the steps")
@@ -230,6 +242,118 @@ def _compare(way: str, model: Any, gradients: Expected, rank: int, patch_last: b
     gradients.compare(
         way, model, lambda parameter: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
     )
+
+
+def chunks_by_rank(rank: int, store: str, ways: tuple[str, ...], device: str = "cpu") -> None:
+    """One process; raises if ranks with different numbers of chunks get other gradients, or wait for each other forever."""
+    with two_processes(rank, store, device), pytest.MonkeyPatch.context() as patch:
+        for way in ways:
+            base = trained("everything")
+            expected = _mean_gradients(twin(base), lambda model, **inputs: model(**inputs).loss)
+            patch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, tiny_models.DEVICE.type, 7 * tiny_models.VOCABULARY)
+            model = twin(base)
+            wrap = _engine(3) if way == "zero3" else WAYS[way]
+            wrapped = patched_and_wrapped(model, wrap, patch_last=False)
+            with no_logits():
+                loss = wrapped(**uneven(rank)).loss
+                (wrapped.backward if way == "zero3" else Tensor.backward)(loss)
+            expected.compare(way, model, _whole_gradient(way))
+
+
+def _whole_gradient(way: str) -> Callable[[Any], Any]:
+    if way != "zero3":
+        return lambda parameter: parameter.grad.full_tensor()
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad  # type: ignore[no-any-return]
+
+
+class PerToken(nn.Module):
+    """A model whose forward pass returns a policy loss and its entropies, from the head as it is at hand there."""
+
+    def __init__(self, model: Any, path: str) -> None:
+        super().__init__()
+        self.model, self.path = model, path
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        model = inside_peft(self.model)
+        hidden, target = model.model(input_ids=input_ids).last_hidden_state[:, :-1], labels[:, 1:]
+        head = model.get_output_embeddings()
+        if self.path == "module":
+            log_prob, entropy = liger_hf.head_log_prob(head, hidden, target, temperature=0.7, return_entropy=True)
+        elif self.path == "losses":
+            log_prob, entropy = losses.Head(hidden, head.weight, target, temperature=0.7).log_prob(entropy=True)  # type: ignore[assignment]
+        elif self.path == "layer":
+            log_prob, entropy = head(hidden, target, torch.full(target.shape, 0.7, device=hidden.device)).values()
+        else:
+            log = (head(hidden) / 0.7).log_softmax(-1)
+            log_prob, entropy = log.gather(-1, target[..., None])[..., 0], -(log.exp() * log).sum(-1)
+        advantages = torch.linspace(-1, 1, target.shape[1], device=hidden.device)
+        return (log_prob * advantages).sum() - 0.1 * entropy.sum()
+
+
+def uneven(rank: int) -> dict[str, Tensor]:
+    """Rank 1 has two thirds of the tokens that rank 0 has."""
+    return {name: value[:, : 9 - 3 * rank] for name, value in batch(rank).items()}
+
+
+def log_probs(rank: int, store: str, runs: list[tuple[str, str, str]], device: str = "cpu") -> None:
+    """One process; raises if a loss of log-probabilities has other gradients than plain PyTorch in one process.
+
+    runs  what is trained, how it is sharded, and by what the log-probabilities are computed
+    """
+    with two_processes(rank, store, device), pytest.MonkeyPatch.context() as patch:
+        # Several chunks on each rank, and not as many on one as on the other.
+        patch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, tiny_models.DEVICE.type, 7 * tiny_models.VOCABULARY)
+        for kind, way, path in runs:
+            base = trained(kind)
+            expected = _mean_gradients(PerToken(twin(base), "plain"))
+            model = twin(base)
+            if path == "layer":
+                layer = liger_hf.trainers.FusedOutputLinear(model.lm_head.in_features, model.lm_head.out_features)
+                layer.weight = model.lm_head.weight
+                model.lm_head = layer
+            whole = PerToken(model, path)
+            wrapped = _engine(3)(whole) if way == "zero3" else _sharded_around(whole, inside_peft(model), way == "fsdp2_head_alone")
+            loss = wrapped(**uneven(rank))
+            (wrapped.backward if way == "zero3" else Tensor.backward)(loss)
+            expected.compare(f"{kind}, {way}, {path}", whole, _whole_gradient(way))
+
+
+def _sharded_around(whole: nn.Module, inner: Any, head_alone: bool) -> nn.Module:
+    mesh = init_device_mesh(tiny_models.DEVICE.type, (2,))
+    for part in (*inner.model.layers, *([inner.lm_head] if head_alone else [])):
+        fully_shard(part, mesh=mesh)
+    return fully_shard(whole, mesh=mesh)
+
+
+def _mean_gradients(model: nn.Module, loss: Callable[..., Tensor] = lambda model, **inputs: model(**inputs)) -> Expected:
+    """Of one process that has the batches of both ranks."""
+    found = []
+    for rank in range(2):
+        model.zero_grad()
+        loss(model, **uneven(rank)).backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    return Expected.of({name: (found[0][name] + found[1][name]) / 2 for name in found[0]})
+
+
+def trl_head(rank: int, store: str, device: str = "cpu") -> None:
+    """One process; raises if TRL's forward pass on our head has other gradients, sharded, than plain PyTorch in one process."""
+    with two_processes(rank, store, device):
+        # Here: only this test needs it.
+        from trl.trainer.utils import add_fused_lm_head
+
+        base = trained("everything")
+        expected = _mean_gradients(PerToken(twin(base), "plain"))
+        expected = Expected.of({name.removeprefix("model."): gradient for name, gradient in expected.gradients.items()})
+        model = twin(base)
+        add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+        sharded(model)
+        with liger_hf.use_in_trl():
+            outputs = model(**uneven(rank), fused_lm_head=True)
+            advantages = torch.linspace(-1, 1, outputs.log_probs.shape[1], device=outputs.log_probs.device)
+            ((outputs.log_probs * advantages).sum() - 0.1 * outputs.entropy.sum()).backward()
+        expected.compare("TRL", model, lambda parameter: parameter.grad.full_tensor())
 
 
 def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool) -> Any:

@@ -48,7 +48,7 @@ def test_a_share_of_the_count_may_be_below_one(count: float) -> None:
 
 
 @pytest.mark.parametrize("count", [0, torch.tensor(0)], ids=["number", "tensor"])
-def test_a_count_of_nothing_makes_zero(count: int) -> None:
+def test_an_empty_count_gives_zero(count: int) -> None:
     assert float(Averaging("token", count=count)(torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool))) == 0.0
 
 

@@ -52,7 +52,7 @@ def test_a_head_may_be_an_argument_of_the_compiled_function() -> None:
     torch.testing.assert_close(compiled(head), grpo(head, batch.old, batch.advantage)[0], rtol=0, atol=0)
 
 
-def test_another_count_of_tokens_compiles_nothing_again() -> None:
+def test_another_count_of_tokens_does_not_recompile() -> None:
     batch = in_dtype(random_batch(), torch.float32)
     torch._dynamo.reset()
     graphs = torch._dynamo.testing.CompileCounter()

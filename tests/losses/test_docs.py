@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page about the losses: its examples run, and it names everything."""
+"""The page about losses: its examples run, and it mentions everything."""
 
 from __future__ import annotations
 

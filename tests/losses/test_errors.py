@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong arguments: the sentence that each gets."""
+"""Wrong arguments, and the error message of each."""
 
 from __future__ import annotations
 

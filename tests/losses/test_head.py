@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Head in the place of log-probabilities: what it computes, and what it leaves out."""
+"""A Head instead of log-probabilities: what it computes, and what it leaves out."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_kto_reports_the_rewards_of_both_kinds_and_how_many_there_are() -> None:
     assert list(map(float, metrics)) == pytest.approx(expected)
 
 
-def test_kto_reports_zero_for_a_kind_that_is_not_there() -> None:
+def test_kto_reports_zero_for_a_kind_that_is_missing() -> None:
     batch = random_batch()
     _, metrics = kto(batch.policy, batch.reference, torch.ones(4, dtype=torch.bool), mask=batch.mask)
     assert (float(metrics.undesirable_reward), int(metrics.undesirable)) == (0.0, 0)

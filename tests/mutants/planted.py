@@ -55,6 +55,12 @@ def formula(name: str, file: str, old: str, new: str, which: str, test: str = ""
     return Mutant(f"losses: {name}", f"{CORE}/losses/{file}", old, new, selected, seen or "test_a_loss_in_float32_is_the_formula")
 
 
+def shard(name: str, file: str, old: str, new: str, head: str = "log_prob") -> Mutant:
+    """A bug in what ranks with a sharded vocabulary exchange, or in the classes that they take."""
+    tests = ("tests/conformance/test_shards.py", "-k", f"{head} and 2-uneven")
+    return Mutant(name, f"{CORE}/ops/{file}", old, new, tests, "on uneven shards:")
+
+
 MUTANTS = (
     # The definitions.
     loss(
@@ -186,7 +192,7 @@ MUTANTS = (
         "logits was overwritten",
     ),
     Mutant(
-        "normaliser read on the host",
+        "normalizer read on the host",
         f"{CORE}/ops/_softmax_loss.py",
         "    return torch.where(count == 0, 1.0, count)",
         "    return count if count.item() else torch.ones_like(count)",
@@ -373,20 +379,20 @@ MUTANTS = (
         "test_training_and_evaluation_in_two_threads_leave_nothing_behind",
     ),
     Mutant(
-        "gated unit: gate and up are written over although somebody reads them",
-        f"{HF}/rules/gated_unit/ownership.py",
+        "gated MLP: gate and up are overwritten although other code reads them",
+        f"{HF}/rules/gated_mlp/ownership.py",
         "if _holders(tensor) not in known:",
         "if not known:",
         ("tests/hf/test_ownership.py", "-k", "written_over"),
-        "test_gradients_are_right_and_gate_and_up_are_written_over_only_where_nobody_reads_them",
+        "test_gradients_are_right_and_gate_and_up_are_overwritten_only_where_nothing_reads_them",
     ),
     Mutant(
-        "gated unit: an activation is passed over in spite of its hooks",
+        "gated MLP: an activation is passed over in spite of its hooks",
         f"{HF}/passing.py",
         "is not known or hooked(known) or",
         "is not known or",
         ("tests/hf/test_hooks.py", "-k", "sees_what_it_does and forward-activation"),
-        "test_a_hook_sees_what_it_does_in_the_plain_model",
+        "test_a_hook_sees_what_it_does_in_the_unpatched_model",
     ),
     Mutant(
         "head: backward hooks never run",
@@ -394,7 +400,7 @@ MUTANTS = (
         "if head._backward_hooks or head._backward_pre_hooks or",
         "if",
         ("tests/hf/test_hooks.py", "-k", "sees_what_it_does and backward-head"),
-        "test_a_hook_sees_what_it_does_in_the_plain_model",
+        "test_a_hook_sees_what_it_does_in_the_unpatched_model",
     ),
     Mutant(
         "check: nothing longer than a few tokens",
@@ -418,7 +424,7 @@ MUTANTS = (
         "return torch.equal(forward(replica(module), x.clone()), x.clamp(min=0).square())",
         "return forward(replica(module), x.clone()) is not None",
         ("tests/hf/test_rules.py", "-k", "no_business_of_squared"),
-        "test_an_activation_of_another_kind_is_no_business_of_squared_relus",
+        "test_an_activation_of_another_kind_does_not_concern_the_rule_of_squared_relus",
     ),
     # The Triton backend.
     Mutant(
@@ -459,12 +465,12 @@ MUTANTS = (
         f"add_rms_norm and {SMALL}",
     ),
     Mutant(
-        "triton: the sum is normalised before it is rounded",
+        "triton: the sum is normalized before it is rounded",
         f"{TRITON}/_norm.py",
         "        value = rounded.to(tl.float32)",
         "        pass",
         ("tests/ops/test_add_rms_norm.py", "--backend", "triton"),
-        "test_what_is_normalised_is_the_rounded_sum",
+        "test_what_is_normalized_is_the_rounded_sum",
         interpreted=True,
     ),
     kernel(
@@ -531,7 +537,7 @@ MUTANTS = (
         "linear_log_prob and float32 and entropy",
     ),
     kernel(
-        "triton: sums of a row begin anew with each block of classes",
+        "triton: sums of a row restart with each block of classes",
         "_token_passes.py",
         "CONTINUES=first > 0",
         "CONTINUES=False",
@@ -623,14 +629,14 @@ MUTANTS = (
         NORMS,
     ),
     stride(
-        "upstream gradient of the gated units read as if dense",
+        "upstream gradient of the gated activations read as if dense",
         "_gated.py",
         "grad_y.stride(0), first.stride(0)",
         "width, first.stride(0)",
         "swiglu and float32 and one_block",
     ),
     stride(
-        "transposed upstream gradient of the gated units read as if its columns were adjacent",
+        "transposed upstream gradient of the gated activations read as if its columns were adjacent",
         "_gated.py",
         "    grad_y = rows_of(grad_y)\n",
         "    grad_y = grad_y.reshape(-1, grad_y.shape[-1])\n",
@@ -652,7 +658,7 @@ MUTANTS = (
     ),
     # What nobody asked for, extreme inputs, memory that belongs to others.
     Mutant(
-        "triton: every gradient of the gated units is computed, whatever is asked for",
+        "triton: every gradient of the gated activations is computed, whatever is requested",
         f"{TRITON}/_gated.py",
         "t.new_empty(t.shape) if need and t is not None",
         "t.new_empty(t.shape) if t is not None",
@@ -679,7 +685,7 @@ MUTANTS = (
         interpreted=True,
     ),
     kernel(
-        "triton: the forward of the gated units stores without a mask",
+        "triton: the forward of the gated activations stores without a mask",
         "_gated.py",
         "tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask)",
         "tl.store(y + row * width + column, value.to(y.dtype.element_ty))",
@@ -693,6 +699,37 @@ MUTANTS = (
         "tl.store(gradient + column, total.to(gradient.dtype.element_ty))",
         f"rms_norm and {SMALL}",
         "rms_norm_backward wrote outside its tensors: grad_weight (",
+    ),
+    # Heads whose vocabulary is sharded.
+    shard(
+        "shards: sums merged without their maxima",
+        "_vocabulary.py",
+        "moments[:, 1] = (total * shrink).sum(0)",
+        "moments[:, 1] = total.sum(0)",
+    ),
+    shard(
+        "shards: the entropy's sum is not moved to the common maximum",
+        "_vocabulary.py",
+        "((distance + total * step.clamp(min=LEAST)) * shrink).sum(0)",
+        "(distance * shrink).sum(0)",
+    ),
+    shard(
+        "shards: means around the anchors of their ranks",
+        "_vocabulary.py",
+        "(weighted + (anchor - anchor[0]) * every[:, :, MOMENTS]).sum(0)",
+        "weighted.sum(0)",
+        "cross_entropy",
+    ),
+    shard("shards: the gradient of hidden is a part", "_vocabulary.py", '_c10d.all_reduce_(part, "sum", vocab.group)', "part.add_(0)"),
+    shard("shards: targets counted from 0", "_vocabulary.py", "return index - self.start if self.start else index", "return index"),
+    shard("shards: predictions counted from 0", "_vocabulary.py", "(prediction + self.vocab.start)", "prediction"),
+    shard("shards: padding is classes", "_vocabulary.py", "return max(0, min(rows, self.classes - self.start))", "return rows"),
+    shard(
+        "shards: class weights of the first classes",
+        "_token_loop.py",
+        "self.class_weight[vocab.start : vocab.start + classes]",
+        "self.class_weight[:classes]",
+        "cross_entropy",
     ),
     # The losses on log-probabilities.
     formula(
@@ -818,7 +855,7 @@ MUTANTS = (
         "grpo_mask",
     ),
     formula(
-        "sequences that drifted towards the policy are left out",
+        "sequences that drifted toward the policy are left out",
         "off_policy.py",
         "sampling - tokens.log_prob.detach()",
         "tokens.log_prob.detach() - sampling",

@@ -58,8 +58,8 @@ def test_the_sum_is_that_of_pytorch_bit_for_bit(device: torch.device) -> None:
     assert torch.equal(add_rms_norm(x, residual)[1], x + residual)
 
 
-def test_what_is_normalised_is_the_rounded_sum(device: torch.device) -> None:
-    # In bfloat16 256 + 1 is 256. Among 128s the norm of 256 is 1.9547, that of 257 1.9619, which bfloat16 tells apart.
+def test_what_is_normalized_is_the_rounded_sum(device: torch.device) -> None:
+    # In bfloat16 256 + 1 is 256. Among 128s the norm of 256 is 1.9547, that of 257 1.9619, which differ in bfloat16.
     x, residual = torch.zeros(1, 64), torch.full((1, 64), 128.0)
     x[0, 0], residual[0, 0] = 1.0, 256.0
     normed, summed = add_rms_norm(*(t.to(device, torch.bfloat16) for t in (x, residual)))

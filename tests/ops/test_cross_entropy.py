@@ -106,7 +106,7 @@ def test_an_infinite_logit_gives_what_pytorch_gives(device: torch.device) -> Non
 
 
 def test_logits_may_be_the_lowest_numbers_there_are(device: torch.device) -> None:
-    """What some models put in the place of masked logits, here in a whole row."""
+    """The value that some models give masked logits, here in a whole row."""
     logits = torch.full((2, 40), torch.finfo(torch.float32).min, device=device)
     logits[0, 7] = 1.0
     loss = cross_entropy(logits, torch.tensor([7, 7], device=device), reduction="none")

@@ -83,7 +83,9 @@ def test_dtensors_where_none_are_supported_are_an_error_that_says_what_to_do(
         getattr(liger_core, op)(*map(spread, args))
     message = str(raised.value)
     assert message.startswith(f"{op}: tensors must be plain, since the op does not support DTensor yet, got ")
-    assert "pass whole tensors with .full_tensor(), or local ones with .to_local()" in message
+    assert (
+        "pass whole tensors with .full_tensor() (grad_placements=[Partial()] where ranks have rows of their own), or local ones" in message
+    )
 
 
 def test_kernels_decline_dtensors(spread: Callable[..., Any]) -> None:

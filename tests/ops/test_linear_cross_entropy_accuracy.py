@@ -88,5 +88,5 @@ def test_gradients_are_as_accurate_as_those_of_plain_pytorch(
     plain = errors_of_plain_pytorch(device, classes, kind)
     ratios = {name: got[name] / plain[name] for name in got}
     record_property("error ÷ error of plain PyTorch", {name: round(ratio, 3) for name, ratio in ratios.items()})
-    # Half a percent: which of two neighbours a product in bfloat16 is rounded to depends on its tiles.
+    # Half a percent: which of two neighbors a product in bfloat16 is rounded to depends on its tiles.
     assert {name: ratio for name, ratio in ratios.items() if ratio > 1.005} == {}

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_core import GradientError, OptionError, jsd, kl_div, linear_cross_entropy, linear_divergence, total_variation
+from liger_core.ops import _divergence_loop
 from liger_core.ops._divergence import KINDS, REFERENCE_BLOCK
 from ops.agreement import disagreements, leaf
 from ops.allocations import allocations
@@ -219,6 +220,21 @@ def test_main_grad_gets_what_weight_would(device: torch.device) -> None:
         torch.testing.assert_close(main_grad, expected + 1.0)
 
 
+@pytest.mark.parametrize("options", [{}, {"chunk": 4}], ids=["kept", "recomputed"])
+def test_main_grad_of_float16_gets_what_weight_would(
+    options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several blocks of classes, the last one short.
+    monkeypatch.setattr(_divergence_loop, "SCALED", 7 * 20)
+    given = {name: tensor.detach().half().requires_grad_(tensor.requires_grad) for name, tensor in heads(device).items()}
+    upstream = 1e-6 * torch.randn(9, device=device)
+    (expected,) = torch.autograd.grad(linear_divergence(**given, reduction="none", **options), given["weight"], 1e6 * upstream)
+    main_grad = torch.zeros(30, 20, device=device)
+    linear_divergence(**given, reduction="none", main_grad=main_grad, **options).backward(upstream)
+    assert given["weight"].grad is None
+    torch.testing.assert_close(1e6 * main_grad, expected.float(), rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_teacher_may_have_another_dtype(dtype: torch.dtype, device: torch.device) -> None:
     given = heads(device)
@@ -264,6 +280,26 @@ def test_what_is_held_beyond_gradients_fits_the_budget(reduction: Any, kept: boo
     # The reference holds blocks of its own besides.
     passes = 0 if measured_device.type == "cuda" else 26 * 4 * REFERENCE_BLOCK
     assert allocations(step, measured_device).peak <= budget + gradients + passes + (1 << 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "recomputed"])
+def test_main_grad_takes_no_second_gradient_of_weight(kept: bool, dtype: torch.dtype, measured_device: torch.device) -> None:
+    # A head that is larger than the logits of its rows. On the CPU the gradient of hidden in float16 would have the head in float32.
+    rows, width, classes = 16, 2048, 3000
+    given = {
+        "hidden": torch.randn(rows, width, device=measured_device).to(dtype),
+        "weight": leaf(classes, width, device=measured_device, dtype=dtype),
+        "teacher_hidden": torch.randn(rows, 32, device=measured_device),
+        "teacher_weight": torch.randn(classes, 32, device=measured_device),
+    }
+    main_grad = torch.zeros(classes, width, device=measured_device)
+    options = {} if kept else {"chunk": 8}
+    loss = linear_divergence(**given, reduction="none", main_grad=main_grad, **options).sum()
+    found = allocations(lambda: loss.backward(), measured_device)
+    # In float16 there is a block of it.
+    assert found.largest < main_grad.nbytes
+    assert main_grad.any()
 
 
 def test_no_tensor_of_all_the_logits_is_made_by_chunks(measured_device: torch.device) -> None:

@@ -40,7 +40,7 @@ def test_mixed_precision_can_be_planned_for_every_model_with_experts(model_type:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_prediction_for_experts_is_what_the_trainer_takes(precision: str, tmp_path: Path) -> None:
+def test_a_prediction_for_experts_is_the_peak_of_the_trainer(precision: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny_config("mixtral")).save_pretrained(tmp_path)
     setup = replace(tiny(precision=precision), model=str(tmp_path))
     assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup), rel=0.02)
@@ -48,7 +48,10 @@ def test_a_prediction_for_experts_is_what_the_trainer_takes(precision: str, tmp_
 
 def test_a_model_that_reads_values_of_tensors_cannot_be_planned(tmp_path: Path) -> None:
     tiny_config("qwen4_exp_text").save_pretrained(tmp_path)
-    with pytest.raises(OptionError, match=r"^plan: a model must not read values of tensors, but .* does \(aten\.nonzero"):
+    with pytest.raises(
+        OptionError,
+        match=r"^plan: the model must be able to take a step on fake tensors, but .* is not: it reads values of tensors \(aten\.nonzero",
+    ):
         predict(replace(tiny(liger="none"), model=str(tmp_path)))
 
 

@@ -76,7 +76,7 @@ def test_what_moves_away_is_held_no_longer() -> None:
     assert (ledger.static, ledger.end().total) == (KiB, 0)
 
 
-def test_the_books_agree_with_torchs_own_tracker() -> None:
+def test_the_ledger_agrees_with_torchs_own_tracker() -> None:
     tracker = pytest.importorskip("torch.distributed._tools.mem_tracker")
     mode = FakeTensorMode()
     with mode:

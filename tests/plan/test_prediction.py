@@ -58,7 +58,7 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("changes", SETUPS.values(), ids=SETUPS)
-def test_a_prediction_is_what_the_trainer_takes(changes: dict[str, Any]) -> None:
+def test_a_prediction_is_the_peak_of_the_trainer(changes: dict[str, Any]) -> None:
     if "adapter" in changes:
         pytest.importorskip("peft")
     if changes.get("adapter") == "qlora" or "optimizer" in changes:
@@ -68,7 +68,7 @@ def test_a_prediction_is_what_the_trainer_takes(changes: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(("precision", "liger"), [("fp32", "none"), ("bf16-pure", "all")])
-def test_a_head_of_its_own_is_not_in_4_bits(precision: str, liger: str, tmp_path: Path) -> None:
+def test_an_untied_head_is_not_in_4_bits(precision: str, liger: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     config = AutoConfig.for_model("llama", **{**LLAMA, "tie_word_embeddings": False})
@@ -123,7 +123,7 @@ SHARDED = [row for row in SHARDED if row["strategy"] == "fsdp2" and row["impleme
 
 @pytest.mark.parametrize("row", SHARDED, ids=[f"{r['strategy']} {r['implementation']}" for r in SHARDED])
 @pytest.mark.usefixtures("kernels")
-def test_a_rank_takes_on_two_h200s_what_was_measured(row: dict[str, Any]) -> None:
+def test_the_prediction_for_a_rank_on_two_h200s_is_what_was_measured(row: dict[str, Any]) -> None:
     setup = Setup("llama-3.2-1b", row["batch"], row["sequence"], liger=LIGER[row["implementation"]], shard="fsdp2", ranks=row["ranks"])
     assert predict(setup).peak_bytes == pytest.approx(row["peak_bytes"], rel=0.02)
 
@@ -153,7 +153,7 @@ def test_offloaded_weights_are_on_the_device_only_while_they_are_used() -> None:
     assert away.static_bytes < here.static_bytes / 20
 
 
-def test_sharing_over_ranks_takes_less_of_each() -> None:
+def test_sharding_over_ranks_takes_less_memory_of_each() -> None:
     sizes = [predict(Setup("tiny", 2, 64, shard="zero2", ranks=ranks)).static_bytes for ranks in (1, 2, 4)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[2]

@@ -33,6 +33,6 @@ def answer(job: None, connection: Connection) -> Answer:
         time.sleep(0.3)
     except Exception as error:
         return failure(error)
-    told = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}
-    notes = [f"{os.getpid()}", f"{told['CUDA_VISIBLE_DEVICES']}", f"{told['OMP_NUM_THREADS']}", f"{begun}", f"{time.monotonic()}"]
+    variables = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}
+    notes = [f"{os.getpid()}", f"{variables['CUDA_VISIBLE_DEVICES']}", f"{variables['OMP_NUM_THREADS']}", f"{begun}", f"{time.monotonic()}"]
     return DONE, {"row": row_of(setup, WHERE, {"tokens_per_second": 10.0, "notes": notes})}

@@ -148,7 +148,7 @@ def test_of_checkpoints_the_newest_two_stay(small: Setup, whole: list[float], tm
     assert names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
 
 
-def test_saving_is_no_part_of_a_step(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_is_not_part_of_a_step(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seal = saved.seal
 
     def slowly(folder: Path, progress: dict[str, Any]) -> None:
@@ -398,7 +398,7 @@ def test_memory_that_runs_out_is_a_row(small: Setup, whole: list[float]) -> None
     assert row.reason == "out of memory: Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB"
 
 
-def test_what_goes_wrong_is_a_row_with_its_reason(small: Setup, whole: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_a_row_with_its_reason(small: Setup, whole: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     row = run(small, observers=[At(2, raising(RuntimeError("a cable was pulled\nand more")))])
     assert (row.failed, row.reason, row.losses) == (True, "RuntimeError: a cable was pulled", whole[:2])
     assert "Traceback" in capsys.readouterr().err
@@ -445,7 +445,7 @@ def test_results_that_cannot_be_appended_to_are_an_error_before_the_run(liger: I
     assert (code, "must have the columns of this version" in said) == (2, True), said
 
 
-def test_a_name_on_a_hub_that_cannot_be_reached_is_a_sentence(liger: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_a_hub_that_cannot_be_reached_raises_a_clear_error(liger: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     # No server listens there.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     code, said = liger("train", "--model", "nobody/nothing", "--device", "cpu")

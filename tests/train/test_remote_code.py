@@ -94,7 +94,7 @@ def test_a_tokenizer_with_code_is_refused_and_not_replaced(model: Path, marker: 
 
 
 @pytest.mark.parametrize("look", [lambda row: _sizes(row), lambda row: next(compared([row]))], ids=["report", "plan --compare"])
-def test_rows_of_somebody_else_run_no_code(look: Callable[[dict[str, object]], object], model: Path, marker: Path) -> None:
+def test_rows_from_another_source_run_no_code(look: Callable[[dict[str, object]], object], model: Path, marker: Path) -> None:
     where = dict.fromkeys(("machine", "versions", "commit", "date"), "")
     row = row_of(Setup(str(model), trust_remote_code=True), where, {"peak_bytes": 1}).columns()
     with contextlib.suppress(OptionError):

@@ -104,7 +104,7 @@ def test_ranks_may_vary_too() -> None:
     rows = [replace(each, tokens_per_second=1000.0 * each.ranks**0.5) for each in rows]
     (sweep,) = found(rows)
     assert (sweep.title, sweep.values) == ("llama-3.2-1b: ranks at batch 1, sequence 1024", [1, 2, 4])
-    assert sweep.setting.endswith("; 24 GiB of each NVIDIA H200")
+    assert sweep.setting.endswith("; 24 GiB of NVIDIA H200 per rank")
     assert said(rows)["Liger: scaling of tokens/s"] == ("", "2.00 × from 1 to 4")
     assert "--sweep ranks=1,2,4" in sweep_command(sweep)
 
@@ -182,10 +182,11 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_share() -> None:
 
 def test_notes_of_older_versions_have_the_words_of_today_and_no_defaults() -> None:
     notes = ["--checkpoint full was chosen for a GPU: Of every layer only the input is kept.", "Chosen for NVIDIA H200: --precision bf16."]
-    notes.append("--checkpoint auto: from step 7 on 0 of 16 layers are computed again, 4 but for their products, 12 are not.")
+    measured = json.loads((ROOT / "benchmarks/results/2026-11-21-h200-training-runs/train.json").read_text())
+    notes.append(next(note for row in measured for note in row["notes"] or [] if note.startswith("--checkpoint auto: from step 7 on 0 of")))
     text = text_of([replace(each, notes=notes[: 2 + (each.batch == 4)]) for each in by_batch(1, 4, strategies=["none", "all"])])
     assert "hosen for" not in text
-    auto = "from step 7 on, layers with full recompute: 0, with selective recompute: 4, without recompute: 12."
+    auto = "from step 7 on, layers with full recompute: 0, with selective recompute: 0, without recompute: 32."
     assert f"* Transformers at 4; Liger at 4: --checkpoint auto: {auto}" in text
 
 
@@ -271,7 +272,7 @@ def test_the_original_report_estimates_checkpoints_and_logits() -> None:
 
 
 def crosses(path: Path, strategy: str) -> int:
-    """How many pixels have the colour of a strategy."""
+    """How many pixels have the color of a strategy."""
     wanted = matplotlib.colors.to_rgb(COLORS[strategy])
     return int((abs(matplotlib.image.imread(path)[..., :3] - wanted).sum(-1) < 0.02).sum())
 
@@ -331,7 +332,7 @@ def test_a_report_escapes_what_rows_say(liger: InProcess, tmp_path: Path) -> Non
     assert "&lt;b&gt;|&amp;" in (tmp_path / "page.html").read_text()
 
 
-def test_a_report_of_nothing_writes_nothing(liger: InProcess, tmp_path: Path) -> None:
+def test_a_report_without_results_writes_nothing(liger: InProcess, tmp_path: Path) -> None:
     code, errors = liger("report", str(tmp_path))
     assert (code, "which liger train --out FOLDER writes" in errors) == (2, True)
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ import pytest
 from liger_core.errors import OptionError
 from liger_train.train import saved
 
-TOLD: dict[str, Any] = {
+RUN: dict[str, Any] = {
     "setup": {"model": "tiny"},
     "known": {"parameters": 7},
     "text": "a hash",
@@ -23,7 +23,7 @@ TOLD: dict[str, Any] = {
     "static_bytes": 1 << 20,
 }
 WRONG: tuple[Any, ...] = (None, 1, "words", ["words"], [], {"a": 1}, {})
-SEALED = json.dumps(TOLD | {"files": {}})
+SEALED = json.dumps(RUN | {"files": {}})
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
         checkpoint = tmp_path / f"checkpoint-{step}"
         saved.begin(checkpoint)
         (checkpoint / "model.safetensors").write_bytes(b"weights")
-        saved.seal(checkpoint, TOLD)
+        saved.seal(checkpoint, RUN)
     return tmp_path
 
 
@@ -48,7 +48,7 @@ def resumed(folder: Path) -> tuple[int | None, list[str]]:
     return (None if found is None else found.step), notes
 
 
-def test_a_whole_checkpoint_is_taken_without_a_word(folder: Path) -> None:
+def test_an_intact_checkpoint_is_used_without_a_message(folder: Path) -> None:
     assert resumed(folder) == (4, [])
     assert names(folder / "checkpoint-4") == ["liger.json", "model.safetensors"]
 
@@ -114,7 +114,7 @@ def test_of_damaged_checkpoints_the_last_one_stays(folder: Path) -> None:
         checkpoint = folder / f"checkpoint-{step}"
         saved.begin(checkpoint)
         (checkpoint / "model.safetensors").write_bytes(b"weights")
-        saved.seal(checkpoint, TOLD)
+        saved.seal(checkpoint, RUN)
         (checkpoint / "model.safetensors").write_bytes(b"weighty")
         assert resumed(folder)[0] == 4
         assert names(folder) == ["checkpoint-2", "checkpoint-4", f"damaged-checkpoint-{step}"]

@@ -54,7 +54,7 @@ def ways(device: str) -> dict[str, dict[str, Any]]:
 
 
 def work(rank: int, folder: str, device: str) -> None:
-    """One process: every way, plain and with Liger, one after the other; writes the losses."""
+    """One process: every way, with and without Liger, one after the other; writes the losses."""
     torch.set_num_threads(1)
     if device == "cuda":
         # For all ways: FSDP2 sums norms of gradients that are offloaded on the host.
@@ -103,7 +103,7 @@ def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sharded_run_has_the_losses_of_an_unsharded_one(rank: int, way: str, losses: list[dict[str, Any]]) -> None:
     if way not in losses[rank]:
-        pytest.skip("FSDP2 pins the memory of the host for a GPU")
+        pytest.skip("FSDP2 pins host memory for a GPU")
     plain = losses[rank]["none"]["none"]
     assert len(plain) == STEPS
     assert plain[-1] < plain[0], "it does not learn"
@@ -113,5 +113,5 @@ def test_a_sharded_run_has_the_losses_of_an_unsharded_one(rank: int, way: str, l
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_loss_of_a_sharded_run_in_bfloat16_is_not_rounded(rank: int, losses: list[dict[str, Any]]) -> None:
-    told = losses[rank]["fsdp2-bf16"]["all"]
-    assert torch.tensor(told).bfloat16().tolist() != told
+    reported = losses[rank]["fsdp2-bf16"]["all"]
+    assert torch.tensor(reported).bfloat16().tolist() != reported

@@ -13,7 +13,7 @@ import pytest
 from matplotlib import image
 
 from liger_core.errors import OptionError
-from liger_train.report.timelines import COLORS, pairs, read_timelines
+from liger_train.report.timelines import COLORS, _last_step, pairs, read_timelines
 from liger_train.setup import Setup
 from liger_train.timeline import (
     CATEGORIES,
@@ -191,3 +191,18 @@ def test_the_events_of_a_gpu_show_the_memory_before_them_and_the_failed_allocati
     assert found.held == {0: 500, 1024: 300}
     assert [(event.address, event.bytes) for event in found.events] == [(512, 100), (1024, -300)]
     assert found.asked == 9000
+
+
+def test_a_picture_shows_the_last_step_without_the_time_after_its_update() -> None:
+    totals = {0.0: 10, 5.0: 90, 6.0: 10, 100.0: 10, 105.0: 95, 106.0: 60, 120.0: 10, 900.0: 10}
+    layers = dict.fromkeys(CATEGORIES, [0] * len(totals)) | {OTHER: list(totals.values())}
+    step = _last_step({"milliseconds": list(totals), "bytes": layers, "steps": [0.0, 100.0]})
+    assert step.times == [0.0, 5.0, 6.0, 20.0]
+    assert step.layers[CATEGORIES.index(OTHER)] == [10, 95, 60, 10]
+    assert step.wanted == 0
+
+
+def test_a_picture_of_a_run_out_of_memory_ends_with_the_request_that_failed() -> None:
+    layers = {key: [0, 0] for key in CATEGORIES} | {OTHER: [10, 70]}
+    step = _last_step({"milliseconds": [0.0, 8.0], "bytes": layers, "steps": [0.0], "asked": 50})
+    assert (step.times, step.wanted) == ([0.0, 8.0], 120)

@@ -66,7 +66,7 @@ def spent(step: Step, limit: int, alike: bool = True, splits: int = 1) -> tuple[
 EIGHT_BILLION = Step(32, 48 * GIB, (GIB // 2, 5 * GIB, 8 * GIB), 4 * GIB, GIB // 2, 2 * GIB)
 
 
-def test_with_much_memory_nothing_is_recomputed() -> None:
+def test_with_enough_memory_nothing_is_recomputed() -> None:
     spending, _ = spent(EIGHT_BILLION, 1000 * GIB)
     assert {spending.keeps(layer) for layer in range(32)} == {Keeps.ALL}
 

@@ -78,10 +78,10 @@ def test_every_run_has_its_own_process(two_places: list[Row]) -> None:
 
 def test_each_gpu_has_one_run_at_a_time_and_a_share_of_the_processors(two_places: list[Row]) -> None:
     share = str(max(1, (os.cpu_count() or 1) // 2))
-    told = [(row.notes or [])[1:] for row in two_places]
-    assert {(gpu, processors) for gpu, processors, *_ in told} == {("0", share), ("1", share)}
+    answers = [(row.notes or [])[1:] for row in two_places]
+    assert {(gpu, processors) for gpu, processors, *_ in answers} == {("0", share), ("1", share)}
     for number in ("0", "1"):
-        times = sorted((float(begun), float(ended)) for gpu, _, begun, ended in told if gpu == number)
+        times = sorted((float(begun), float(ended)) for gpu, _, begun, ended in answers if gpu == number)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
 
 
@@ -181,7 +181,7 @@ def test_a_resumed_sweep_runs_what_is_missing(tmp_path: Path, monkeypatch: pytes
     assert len((tmp_path / "train.csv").read_text().splitlines()) == 4
 
 
-def test_what_has_to_settle_takes_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_have_to_settle_take_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: dict[str, int] = {}
 
     def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:
@@ -243,7 +243,7 @@ def test_a_run_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.Ca
         (("--sweep", "precision=fp32,fp17"), "fp17"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(
+def test_options_that_cannot_be_combined_are_refused(
     liger: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], sentence: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

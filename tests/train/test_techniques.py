@@ -118,7 +118,7 @@ def test_galore_layerwise_drops_each_gradient_after_its_update(folder: Path) -> 
         ("swiglu", {"swiglu"}),
     ],
 )
-def test_liger_puts_in_the_ops_that_were_asked_for(wanted: str, expected: set[str], folder: Path) -> None:
+def test_liger_applies_the_requested_ops(wanted: str, expected: set[str], folder: Path) -> None:
     built = build(setup_of(folder, liger=wanted), torch.device("cpu"))
     assert {part.split()[0] for part in built.replaced.split(", ") if part} == expected
 
@@ -217,7 +217,7 @@ def test_the_error_of_a_technique_for_gpus_has_the_reason() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1", ""], ids=["a name on the hub", "a folder without a model"])
-def test_a_model_that_cannot_be_found_is_a_sentence(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_found_raises_a_clear_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("liger_hf.hub.hub_is_reachable", lambda: False)
     with pytest.raises(OptionError, match="train: --model must be tiny, ") as raised:
         config_of(Setup(name or str(tmp_path)))

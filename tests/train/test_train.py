@@ -175,7 +175,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) ->
     ids=["bare", "cpu", "cpu_with_the_choices_of_a_gpu", "every_option"],
 )
 def test_the_command_of_a_setup_trains_that_setup(monkeypatch: pytest.MonkeyPatch, liger: InProcess, setup: Setup) -> None:
-    # Some of these do not go together.
+    # Some of these cannot be combined.
     monkeypatch.setattr(techniques, "check", lambda setup: None)
     words = shlex.split(setup.command())
     assert words[:2] == ["liger", "train"]
@@ -234,7 +234,7 @@ def test_given_options_are_not_printed_as_defaults(monkeypatch: pytest.MonkeyPat
         (("--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library, got no/such/file"),
     ],
 )
-def test_a_wrong_option_is_a_sentence(liger: InProcess, arguments: tuple[str, ...], sentence: str) -> None:
+def test_a_wrong_option_raises_a_clear_error(liger: InProcess, arguments: tuple[str, ...], sentence: str) -> None:
     code, said = liger("train", "--model", "tiny", "--device", "cpu", *arguments)
     assert (code, sentence in said) == (2, True), said
 
@@ -277,13 +277,13 @@ def test_a_folder_is_read_in_order_and_its_binary_files_are_named(small: Setup, 
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\0\1", b""], ids=["binary", "empty"])
-def test_a_file_that_is_no_text_is_a_sentence(small: Setup, tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_text_raises_a_clear_error(small: Setup, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(OptionError, match=r"--data must be a file of text, got .*file, which is empty, binary or cannot be read"):
         data_of(small, tmp_path / "file")
 
 
-def test_a_folder_of_binary_files_is_a_sentence(small: Setup, tmp_path: Path) -> None:
+def test_a_folder_of_binary_files_raises_a_clear_error(small: Setup, tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\0")
     with pytest.raises(
         OptionError, match=r"--data must hold text, got .*, which has none; Files in .* that are not text were skipped: image.png"
@@ -291,7 +291,7 @@ def test_a_folder_of_binary_files_is_a_sentence(small: Setup, tmp_path: Path) ->
         data_of(small, tmp_path)
 
 
-def test_too_short_a_text_is_a_sentence(small: Setup, tmp_path: Path) -> None:
+def test_too_short_a_text_raises_a_clear_error(small: Setup, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("short")
     with pytest.raises(OptionError, match=r"the text must have at least the 4 × 16 tokens of a step, got [0-9]+ from .*; use more text"):
         data_of(small, tmp_path / "file", accumulation=2)

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of the Liger operators, of models and of distributed steps: time, memory and accuracy, with where and how."""
+"""Measurements of Liger's ops, of models and of distributed steps: time, memory and accuracy, and how they were taken."""
 
 __version__ = "0.1.0"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 # float32: both runs compute the same sums in another order.
 FLOAT32_BOUND = 1e-3
-# A lower precision: a multiple of what a change without mathematical meaning does to the plain training. Above 1, since Liger
+# Lower precision: a multiple of the effect of a mathematically neutral change on the baseline. Above 1, since Liger
 # replaces more operations than that change does, and both differences are the largest of a few dozen random ones.
 NOISE_FACTOR = 3.0
 

@@ -47,10 +47,12 @@ def checkpoint_layers(model: Any, **options: Any) -> None:
 def enable(model: Any, how: str) -> None:
     """Make the model recompute as a setup's `checkpoint` says; "auto" starts as "full".
 
-    Raises OptionError if the model has fewer layers than that.
+    Raises OptionError if the model has fewer layers than that, or none that can be checkpointed.
     """
     if how == "none":
         return
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        raise OptionError(f"train: --checkpoint must be none, since {type(model).__name__} does not support it, got {how!r}")
     checkpoint_layers(model, **({"offload": True} if how == "offload" else {}))
     if how.isdecimal():
         every, count = layers(model), int(how)

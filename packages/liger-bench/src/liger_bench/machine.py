@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where and with what a measurement was taken, and on which device it shall be taken."""
+"""Where and with what a measurement was taken, and the device to take it on."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        # An environment may lie inside the checkout of something else, whose commit would then be told.
+        # An environment may be inside the checkout of another project, whose commit would then be reported.
         git("ls-files", "--error-unmatch", source.name)
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share that measure one thing after the other: rows that are there already, and rows written as soon as they are."""
+"""Shared by the commands that measure one job after the other: existing rows are reused, and new rows are written at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from liger_core.errors import OptionError, nearest
 
 
 class Row(Protocol):
-    """A dataclass with the figures of one measurement; failed: something went wrong that is no result."""
+    """A dataclass with the figures of one measurement; failed: it ended without a result."""
 
     @property
     def failed(self) -> bool: ...
@@ -27,7 +27,7 @@ class Row(Protocol):
 
 
 class Measured(Protocol):
-    """A row, and what the processes wrote that measured it."""
+    """A row, and the output of the processes that measured it."""
 
     @property
     def row(self) -> Any: ...
@@ -39,7 +39,7 @@ class Measured(Protocol):
 Job = TypeVar("Job")
 R = TypeVar("R", bound=Row)
 M = TypeVar("M", bound=Measured)
-Tell = Callable[[str], object]
+Show = Callable[[str], object]
 
 
 def check_known(command: str, option: str, names: Iterable[str], known: Collection[str]) -> None:
@@ -105,8 +105,8 @@ def remaining(
     return left, [known[key] for key in keys if key in known]
 
 
-def all_measured(count: int, begin: Callable[[Tell], Generator[M, None, None]], files: Files) -> list[M]:
-    """Measure, with a bar, and write each row at once, so that what was measured survives whatever comes."""
+def all_measured(count: int, begin: Callable[[Show], Generator[M, None, None]], files: Files) -> list[M]:
+    """Measure with a progress bar, and write each row at once, so that no failure loses it."""
     found: list[M] = []
     with progress_bar() as bar:
         task = bar.add_task("", total=count)
@@ -120,7 +120,7 @@ def all_measured(count: int, begin: Callable[[Tell], Generator[M, None, None]], 
 
 
 def print_failures(found: Sequence[Measured]) -> None:
-    """What failed processes wrote last, to standard error."""
+    """Print the last output of failed processes to standard error."""
     for result in found:
         if result.row.failed:
             Console(stderr=True).print(result.written[-4000:], markup=False, highlight=False)

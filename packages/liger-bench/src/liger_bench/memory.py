@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory, measured at the allocator, so that temporaries inside custom ops count too."""
+"""Peak memory, measured at the allocator, so that temporaries inside custom ops count, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device, *, collect:
     """The most memory that function() holds at any time, beyond what was held when it began.
 
     On a GPU this is the caching allocator's own record. On the CPU it is the running sum of the allocations and releases that
-    the profiler records at the allocator: unlike a dispatch mode, it sees what a custom op allocates inside, and it does not
+    the profiler records at the allocator: unlike a dispatch mode, it sees allocations inside a custom op, and it does not
     change the path that a call takes. A release of memory that was held before is not recorded there, so function should not
     release any. Scratch memory that a library takes from the system by itself is not seen on either. Without collect, garbage in
     cycles is not looked for before, which takes a tenth of a second.
@@ -46,7 +46,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device, *, collect:
 
 
 def bytes_of(option: str, size: str) -> int:
-    """The bytes that a size like "24GiB", "512 MB" or "1e9 B" says.
+    """The bytes of a size such as "24GiB", "512 MB" or "1e9 B".
 
     Raises OptionError for anything else, and for a number without a unit, which could mean bytes or GiB.
     """
@@ -82,7 +82,7 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
 
 
 class CpuAllocations:
-    """A context in which PyTorch's profiler, of which one may run at a time, records what the allocator of the CPU gives and takes back."""
+    """A context in which PyTorch's profiler, of which one may run at a time, records the allocations and releases of the CPU allocator."""
 
     def __enter__(self) -> Self:
         # Without this the profiler writes about its own start and end to the terminal.
@@ -107,7 +107,7 @@ class CpuAllocations:
 
 
 def peak_of(events: Iterable[tuple[float, int, int]]) -> int:
-    """The most that was held at once of what was taken meanwhile."""
+    """The peak of the memory that was allocated meanwhile."""
     live: dict[int, int] = {}
     total = peak = 0
     for _, address, size in events:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for the options of every command: a path is not empty, a number is finite."""
+"""Checks for the options of every command: a path is not empty, a number is finite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def checked(command: Command) -> Command:
-    """A command whose options are refused by name if they are an empty path or a number beyond all bounds."""
+    """A command that rejects empty paths and numbers beyond all bounds, with the name of the option."""
     hints = get_type_hints(command, include_extras=True)
     for hint in hints.values():
         kinds = _kinds(hint)
@@ -32,7 +32,7 @@ def checked(command: Command) -> Command:
 
 
 def path(given: str | Path) -> Path:
-    """An option's value, or its default. Path("") is the current folder, which nobody who gives an empty path means."""
+    """An option's value, or its default. Path("") would mean the current folder, which an empty option does not."""
     if not str(given).strip():
         raise typer.BadParameter("must not be empty, as it is when it is a shell variable that is not set")
     return Path(given)

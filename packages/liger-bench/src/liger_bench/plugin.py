@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin that liger-bench is: the commands `liger demo` and `liger bench …`."""
+"""The plugin of liger-bench: the commands `liger demo` and `liger bench …`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def liger_commands(app: typer.Typer) -> None:
     from liger_bench.model.command import model
     from liger_bench.options import checked
     from liger_bench.report.command import report
+    from liger_bench.sharded.command import sharded
 
     app.command()(checked(demo))
     bench = bench_group()
@@ -27,5 +28,6 @@ def liger_commands(app: typer.Typer) -> None:
     bench.command("scaling")(checked(scaling))
     bench.command()(checked(model))
     bench.command()(checked(distributed))
+    bench.command()(checked(sharded))
     bench.command()(checked(report))
     app.add_typer(bench, name="bench")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share that print tables."""
+"""Shared by the commands that print tables."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import typer
 AllColumns = Annotated[bool, typer.Option("--all-columns", help="Print every column, even if the table gets wider than 100 characters.")]
 
 
+def change(value: float, base: float) -> str:
+    """The change from a base in percent, like −48 %; without a sign if it is 0."""
+    percent = round(100 * (value / base - 1))
+    return f"{'−' if percent < 0 else '+' if percent else ''}{abs(percent)} %"
+
+
 def ratio(value: float | None, base: float | None) -> str:
-    """A cell: how often the base goes into the value, if both are known."""
+    """A cell with the ratio of a value to its base, if both are known."""
     return f"{value / base:.2f}" if value is not None and base else "–"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One job in a process of its own: a peer patches classes, memory starts clean, and whatever dies leaves the others alone."""
+"""One job in a process of its own: other libraries patch classes, memory starts clean, and a crash does not affect the other jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Answer = tuple[str, dict[str, Any]]
 
 
 class Process:
-    """A started job: it gets ready, waits to be told, measures, and ends.
+    """A started job: it gets ready, waits for a signal, measures, and ends.
 
     answer(job, connection) is what the process does: it may send answers, and returns the last one.
     """
@@ -53,9 +53,9 @@ class Process:
         return self._answer
 
     def measure(self) -> None:
-        """Tell it to go, and wait until it has measured; one that failed before stays as it is."""
+        """Let it measure, and wait for the result; a job that has already failed stays as it is."""
         if self.answered[0] == READY:
-            # One that died meanwhile tells so when its answer is read.
+            # If it died meanwhile, reading its answer reports that.
             with contextlib.suppress(OSError):
                 self.connection.send("go")
             self.wait()
@@ -83,7 +83,7 @@ class Process:
             return FAILED, {"reason": f"the process died: {_ending(self.process.exitcode)}{self._last_words()}", "failed": True}
 
     def written(self) -> str:
-        """What it wrote to standard output and error."""
+        """Its output and errors."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def _last_words(self) -> str:
@@ -95,12 +95,12 @@ def _ending(code: int | None) -> str:
     if code is None:
         return "for no known reason"
     if code < 0:
-        return signal.Signals(-code).name + (", as when the host has no memory left" if code == -signal.SIGKILL else "")
+        return signal.Signals(-code).name + (", as when the host is out of memory" if code == -signal.SIGKILL else "")
     return f"exit code {code}"
 
 
 def _work(job: Any, connection: Connection, log: Path, answer: Callable[[Any, Connection], Answer]) -> None:
-    """What the process does."""
+    """The work of the process."""
     # Warnings of libraries, and what compilers write, would tear the progress bar.
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -110,7 +110,7 @@ def _work(job: Any, connection: Connection, log: Path, answer: Callable[[Any, Co
 
 
 def failure(error: Exception) -> Answer:
-    """The answer of a process that could not measure; unless memory ran out, what was raised where goes to its log."""
+    """The answer of a process that could not measure; unless it ran out of memory, the traceback goes to its log."""
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         return FAILED, {"reason": f"out of memory: {_asked(str(error))}", "out_of_memory": True}
     traceback.print_exception(error)
@@ -118,7 +118,7 @@ def failure(error: Exception) -> Answer:
 
 
 def _asked(message: str) -> str:
-    """Of PyTorch's message what was tried, and what the device has, or what is allowed of that."""
+    """The parts of PyTorch's message that say what was requested, and how much memory the device has or is allowed."""
     first = next(iter(message.splitlines()), "of the host")
     tried, *rest = first.removeprefix("CUDA out of memory. ").split(". ")
     allowed = re.search(r"[0-9.]+ [KMGT]iB allowed", message)

@@ -25,7 +25,7 @@ def progress_bar() -> Progress:
 
 
 class _Log(Progress):
-    """Prints the state of the newest task whenever it has changed: a job that is killed leaves a log of what it had done."""
+    """Prints the state of the newest task whenever it has changed: a job that is killed leaves a log of its progress."""
 
     def start(self) -> None:
         self._ended = Event()

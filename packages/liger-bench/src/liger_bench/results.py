@@ -47,7 +47,7 @@ def append_json(rows: Sequence[Columns], path: Path) -> None:
 
     Raises OptionError if they cannot be written; the rows before are then as they were.
     """
-    # Of one process at a time, so that what a killed one left is overwritten and does not pile up.
+    # For one process at a time, so that leftovers of a killed one are overwritten and do not accumulate.
     written = path.with_name(path.name + ".part")
     with _alone(path), _writable(path):
         everything = json.dumps([*read_json(path), *rows], indent=1) + "\n"
@@ -65,7 +65,7 @@ def append_json(rows: Sequence[Columns], path: Path) -> None:
 def check_csv(path: Path, header: list[str]) -> None:
     """Raise OptionError if rows of these columns cannot be appended there, since they would then mean something else.
 
-    A last line that was cut off, as by a run that was killed while it wrote, is mended, and standard error tells how.
+    A last line that was cut off, as by a run that was killed while it wrote, is repaired, with a message on standard error.
     """
     if path.exists():
         with _alone(path):
@@ -73,7 +73,7 @@ def check_csv(path: Path, header: list[str]) -> None:
 
 
 def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
-    """Add rows to a file, which gets its header when it is new; what is in a list is written with blanks between.
+    """Append rows to a file, with a header if it is new; lists are written with blanks between their items.
 
     Raises OptionError if they cannot be written; the rows before are then as they were.
     """
@@ -99,7 +99,7 @@ def _cell(value: Any) -> Any:
 
 
 def _reach_the_disk(file: IO[str]) -> None:
-    """A disk that is full may tell so only now."""
+    """A full disk may raise its error only now."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -154,7 +154,7 @@ def _cut(path: Path, size: int) -> None:
 
 
 def _text(path: Path) -> str:
-    """What is in a file, also where a cut went through a letter."""
+    """The contents of a file, even if it was cut within a character."""
     return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
 
 

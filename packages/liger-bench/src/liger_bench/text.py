@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real text that every machine has: the sources of Python's standard library, tokenised in place."""
+"""Real text that every machine has: the sources of Python's standard library, tokenized here."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.utils.data import Dataset
 from liger_core.errors import OptionError
 from liger_hf.presets import VOCABULARY
 
-# Tests and installed packages are no part of the library proper; the other two are tables rather than text.
+# Tests and installed packages are not part of the library proper; the other two are tables rather than text.
 SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"})
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token sequences and what they were made from."""
+    """Token sequences and their source."""
 
     sequences: Tensor  # (number, sequence)
     tokens: int

@@ -15,7 +15,7 @@ def check_folder(option: str, folder: Path) -> None:
     """Raise OptionError unless files can be made in that folder, which is made if it is not there."""
     with _refused(option, "folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # Only trying tells: root has every permission, and still cannot write to a read-only mount or to /proc.
+        # Only an attempt shows it: root has every permission, and still cannot write to a read-only mount or to /proc.
         with tempfile.TemporaryFile(dir=folder):
             pass
 

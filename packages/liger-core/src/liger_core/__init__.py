@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger's operators: interfaces, pure-PyTorch references, and the choice of a backend for each."""
+"""Liger's ops: interfaces, pure-PyTorch references, and the choice of a backend for each."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from liger_core.explanation import explain
 from liger_core.hookspecs import hookimpl
 from liger_core.op import Misuse, Op, Product, Sample, Work, Workload, op
 from liger_core.ops import *  # noqa: F403
+from liger_core.ops._sharding import VocabShard
 from liger_core.ops._softmax_loss import LossMetrics
 from liger_core.ops.linear_log_prob import TokenStatistics
 from liger_core.selection import use
-from liger_core.sharding import VocabShard
 
 if TYPE_CHECKING:
     from liger_core import losses
@@ -39,7 +39,7 @@ plugins.offer(builtin)
 
 
 def __getattr__(name: str) -> ModuleType:
-    """The losses are imported where they are first used: most who import this package need none."""
+    """Import the losses on first use: most programs that import this package need none."""
     if name == "losses":
         return importlib.import_module("liger_core.losses")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

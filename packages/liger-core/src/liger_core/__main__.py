@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m liger_core` is the command `liger`, also where no script was installed."""
+"""`python -m liger_core` is the command `liger`, even if no script is installed."""
 
 from liger_core.commands import main
 

@@ -29,9 +29,9 @@ class Error:
 
 
 def floor(dtype: torch.dtype) -> float:
-    """What is allowed on top of the reference's error: the round-off of one operation (bf16: 2⁻⁹, fp32: a few ulp).
+    """The error allowed beyond that of the reference: the round-off of one operation (bf16: 2⁻⁹, fp32: a few ulp).
 
-    Low precisions get a fraction of one rounding, since their results are rounded once whoever computes them; float32 gets 16
+    Low precisions get a fraction of one rounding, since every implementation rounds its results once; float32 gets 16
     roundings, since the order of a sum differs legitimately between implementations.
     """
     epsilon = torch.finfo(dtype).eps
@@ -39,7 +39,7 @@ def floor(dtype: torch.dtype) -> float:
 
 
 def error(result: Tensor, exact: Tensor) -> Error:
-    """How far a result is from the exact value; infinite if one is NaN or infinite where the other is not."""
+    """The error of a result against the exact value; infinite if one is NaN or infinite where the other is not."""
     a, b = result.detach().double().flatten(), exact.detach().double().flatten().to(result.device)
     if a.numel() == 0:
         return Error(0.0, 0.0)

@@ -14,14 +14,14 @@ import torch
 from liger_core.errors import PluginError, nearest
 from liger_core.op import Op
 
-# What the reference lists; tensors on any other device get the reference as well.
+# The device types of the reference; tensors on any other device also get the reference.
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
 
 
 class Implementation(NamedTuple):
-    """A function of a backend, and the elements of its first tensor up to which a compiled region gets the reference instead.
+    """A function of a backend, and the number of elements of its first tensor up to which a compiled region gets the reference instead.
 
-    The compiler fuses that with what is around it, and the host starts what the compiler makes sooner than a custom op.
+    The compiler fuses the reference with its neighbors, and the host launches compiled code faster than a custom op.
     """
 
     function: Callable[..., Any]
@@ -45,7 +45,7 @@ class Backend:
     implementations  op → function or `Implementation`, or a function that returns that table (so that importing the plugin imports no
                      compiler)
     unavailable      returns None, or why this backend cannot run here
-    automatic        False if `auto` shall never take it, whatever its priority, such as an interpreter that is there for tests
+    automatic        False if `auto` must never select it, whatever its priority, such as an interpreter for tests
     supports_fake_tensors
                      whether every implementation runs on fake tensors. Custom ops with fakes (`Kernel`) and plain PyTorch operators do;
                      code that reads data pointers, such as a function compiled by `torch.compile`, crashes. Without it the backend never
@@ -63,7 +63,7 @@ class Backend:
     distribution: str = ""
 
     def check(self) -> None:
-        """Raise PluginError for what can be wrong before anything is loaded."""
+        """Raise PluginError for mistakes that show before anything is loaded."""
         title = f"backend {self.name!r}"
         if self.name == "auto" or not re.fullmatch(r"[\w.-]+", str(self.name)):
             raise PluginError(
@@ -117,7 +117,7 @@ def _drift(op: Op[..., Any], implementation: Callable[..., Any]) -> str:
         if got[name].default != parameter.default:
             return f"the default of {name} must be {_default(parameter)}, got {_default(got[name])}"
     if extra := [name for name in got if name not in want]:
-        return f"{extra[0]} must not be there"
+        return f"{extra[0]} is not one of its parameters"
     if list(got) != list(want):
         return f"the order must be {', '.join(want)}, got {', '.join(got)}"
     return ""

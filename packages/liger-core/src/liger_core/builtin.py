@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin that core itself is: its ops, the backend `reference` and its commands."""
+"""Core's own plugin: its ops, the backend `reference` and its commands."""
 
 from __future__ import annotations
 

@@ -101,14 +101,14 @@ def fraction(op: str, name: str, value: Any) -> None:
 
 
 def _number(op: str, name: str, value: Any, bounds: str, inside: Callable[[Any], bool]) -> None:
-    """What is no plain float, or none within its bounds."""
+    """Fail for a value that is not a finite float within its bounds."""
     is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
     if not is_number or not inside(value) or (isinstance(value, float) and not math.isfinite(value)):
         fail(OptionError, op, f"{name} must be a finite number{bounds}, got {value!r}")
 
 
 def integer(op: str, name: str, value: Any) -> None:
-    """The value must be an integer, and no bool."""
+    """The value must be an integer and not a bool."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
         fail(OptionError, op, f"{name} must be an integer, got {value!r}")
 
@@ -131,9 +131,14 @@ def constant(op: str, **tensors: Any) -> None:
             fail(OptionError, op, f"{name} must not require a gradient, since the op does not define one; pass {name}.detach()")
 
 
-def distributed(op: str, arguments: Mapping[str, Any], problem: Exception) -> None:
-    """Say what to do about a call that failed because of DTensors; looked at only then, so that other calls pay nothing."""
+def not_plain(op: str, arguments: Mapping[str, Any], problem: Exception) -> None:
+    """Say what to do about a call that failed because of DTensors or quantized tensors; looked at only then, so that other calls pay nothing."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    # As torchao's tensors begin their refusal.
+    packed = [f"{n} as {kind}" for n, t in tensors.items() if str(problem).startswith(f"{(kind := type(t).__name__)} dispatch")]
+    if packed:
+        sentence = f"tensors must be plain, got {', '.join(packed)}; pass what its dequantize() returns"
+        raise DtypeError(f"{op}: {sentence}") from problem
     spread = [name for name, value in tensors.items() if hasattr(value, "full_tensor")]
     plain = [name for name in tensors if name not in spread]
     if not spread or not ("DTensor" in str(problem) or "sharding strategy" in str(problem)):
@@ -142,7 +147,8 @@ def distributed(op: str, arguments: Mapping[str, Any], problem: Exception) -> No
         mixed(op, spread, plain, problem)
     raise DeviceError(
         f"{op}: tensors must be plain, since the op does not support DTensor yet, got {', '.join(spread)} as DTensor; "
-        "pass whole tensors with .full_tensor(), or local ones with .to_local() where each rank can compute its part alone"
+        "pass whole tensors with .full_tensor() (grad_placements=[Partial()] where ranks have rows of their own), "
+        "or local ones with .to_local() where each rank can compute its part alone"
     ) from problem
 
 

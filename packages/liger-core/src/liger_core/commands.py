@@ -24,14 +24,14 @@ from liger_core.tables import Column, output, print_table
 from liger_core.versions import complaints
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-# Besides those of this project, whose versions matter most for a report.
+# Libraries, besides this project's own, whose versions matter most for a bug report.
 OTHERS = ("torch", "triton", "transformers")
 
 
 def main() -> None:
     """Run the command; a LigerError ends it with its sentence and exit code 2."""
     try:
-        app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused operators for training large language models.")
+        app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused ops for training large language models.")
         app.callback()(_options)
         _add_commands(app, registry())
         app()
@@ -41,14 +41,14 @@ def main() -> None:
 
 
 def _add_commands(app: typer.Typer, found: Registry) -> None:
-    """Add the commands of every plugin; one that fails here loses its own only."""
+    """Add the commands of every plugin; one that fails here loses only its own."""
     parts: dict[Plugin, typer.Typer] = {}
     names: dict[str, list[Plugin]] = {}
     for plugin, hook in found.hooks("liger_commands"):
         part = typer.Typer()
         with blaming(found, [plugin], "its commands"):
             attempt("its hook liger_commands", partial(hook.function, **dict.fromkeys(hook.argnames, part)))
-            # Typer builds commands when it runs one, and one that cannot be built would end all.
+            # Typer builds all commands when it runs one, so a command that cannot be built would break the others.
             for name in attempt("building its commands", partial(_names, part)):
                 names.setdefault(name, []).append(plugin)
             parts[plugin] = part
@@ -77,7 +77,7 @@ def _options(
         bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Print the versions of the packages, then exit.")
     ] = False,
 ) -> None:
-    """Fused operators for training large language models."""
+    """Fused ops for training large language models."""
 
 
 def add(app: typer.Typer) -> None:

@@ -8,19 +8,19 @@ from collections.abc import Iterable
 
 
 class LigerError(Exception):
-    """The parent of every error that Liger raises."""
+    """The base class of every error that Liger raises."""
 
 
 class ShapeError(LigerError, ValueError):
-    """A tensor has a shape that the op cannot take."""
+    """A tensor has a shape that the op does not support."""
 
 
 class DtypeError(LigerError, TypeError):
-    """A tensor has a dtype that the op cannot take."""
+    """A tensor has a dtype that the op does not support."""
 
 
 class DeviceError(LigerError, ValueError):
-    """Tensors of one call live on different devices."""
+    """Tensors of one call are on different devices."""
 
 
 class OptionError(LigerError, ValueError):
@@ -32,22 +32,22 @@ class TargetError(LigerError, IndexError):
 
 
 class GradientError(LigerError, RuntimeError):
-    """A gradient was asked for that the op does not define."""
+    """A gradient was requested that the op does not define."""
 
 
 class BackendError(LigerError, RuntimeError):
-    """A backend was named that is unknown, unavailable, or cannot take this call."""
+    """The selected backend is unknown, unavailable, or does not support this call."""
 
 
 class PluginError(LigerError, RuntimeError):
-    """A plugin does not keep the contract of the hooks."""
+    """A plugin violates the contract of the hooks."""
 
 
 class Unsupported(Exception):
-    """Raised by an implementation, before any work, to decline a call that it cannot take."""
+    """Raised by an implementation, before any work, to decline a call that it does not support."""
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """The sentence `Did you mean 'x'?` with a leading blank, or nothing if no name is like it enough, from 0 to 1."""
+    """The sentence `Did you mean 'x'?` with a leading blank, or nothing if no name is similar enough (a likeness from 0 to 1)."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""

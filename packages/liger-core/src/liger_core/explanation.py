@@ -93,7 +93,7 @@ def _on_fakes(implementation: Callable[..., Any], args: Any, kwargs: Any) -> _Ve
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))
-        # What cannot run on fakes got past the place where it would have declined.
+        # An implementation that fails on fake tensors has not declined.
         with suppress(Exception):
             try:
                 implementation(*fake_args, **fake_kwargs)

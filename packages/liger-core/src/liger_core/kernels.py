@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a backend's kernels meet autograd, torch.compile and eager Python: written once, for every op.
+"""How a backend's kernels work with autograd, torch.compile and eager Python: written once, for every op.
 
 A `Kernel` is a custom op made of `allocate` (its outputs, and so also its fake) and `launch` (fills them). Plain eager calls
 skip the dispatcher, which costs more than a small kernel; whatever traces or watches (compile, a dispatch mode, a tensor
@@ -20,13 +20,13 @@ from torch.autograd import forward_ad
 from liger_core.errors import GradientError, Unsupported, nearest
 
 _libraries: dict[str, torch.library.Library] = {}
-# Custom op → the kernel that it is made of, for whoever watches operations.
+# Custom op → its kernel, for code that watches operations.
 KERNELS: dict[Any, Kernel] = {}
-# Whether the backward pass that is running keeps its graph (retain_graph=True) and may so come back to what was saved.
+# Whether the running backward pass keeps its graph (retain_graph=True), so that another one may need what was saved.
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _transform = torch._C._functorch.peek_interpreter_stack
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, list, tuple})
-# What the parameters of `launch` may be annotated with, and what each is in a schema.
+# The annotations that parameters of `launch` may have, and the schema type of each.
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -87,7 +87,7 @@ class Kernel:
         return self._plainly(args)
 
     def _plainly(self, args: tuple[Any, ...]) -> Outputs:
-        """Run past the dispatcher; in a backward that frees its graph with what it may recycle."""
+        """Run without the dispatcher; a backward that frees its graph may recycle its inputs."""
         if self.recycle is not None and torch._C._current_graph_task_id() != -1 and not _keeps_graph():
             return self.execute(args, self.recycle)
         return self.execute(args, self.allocate)
@@ -95,9 +95,9 @@ class Kernel:
     def tie(self, backward: Kernel, public: int, function: Callable[..., Any]) -> Any:
         """The custom op that stands for a differentiable function of this kernel, with its first outputs, in a compiled region.
 
-        Dynamo would make a graph of its own of an autograd function, whose nodes torch 2.11 gives no mark of the checkpoint around
-        them: their results were saved (tests/conformance/test_tracing.py). Of a custom op it makes one node, which has the mark.
-        What AOTAutograd finds under it are the two kernels, so that a compiled graph calls these, past all autograd.
+        Dynamo would trace an autograd function into its own graph, whose nodes torch 2.11 does not mark for the surrounding
+        checkpoint, so their results would be saved (tests/conformance/test_tracing.py). A custom op becomes one node, which has
+        the mark. Under it, AOTAutograd finds the two kernels, so a compiled graph calls these directly, without autograd.
         """
         if public not in self.tied:
             library, (space, name) = _libraries[self.op.namespace], self.name.split("::")
@@ -136,7 +136,7 @@ class Kernel:
         raise TypeError(f"{self.name}: allocate must return a tuple of {wanted}, as launch takes them before its slash, got {got}")
 
     def refuse_transform(self, op: str) -> NoReturn:
-        """torch.func and forward-mode AD need plain PyTorch, which most references are."""
+        """torch.func and forward-mode AD need plain PyTorch, and most references are plain PyTorch."""
         raise Unsupported("torch.func transforms and forward-mode AD see plain PyTorch only")
 
     def _dispatched(self, *args: Any) -> Any:
@@ -152,7 +152,7 @@ class Kernel:
 
 
 class _ReferenceKernel(Kernel):
-    """A reference that is a kernel itself: there is nobody that it could hand a call to."""
+    """A reference that is a kernel itself: there is no other implementation to fall back to."""
 
     def refuse_transform(self, op: str) -> NoReturn:
         raise GradientError(
@@ -172,7 +172,7 @@ def reference_kernel(
 
 # Names and types of parameters.
 _Parameters = list[tuple[str, Any]]
-# For each parameter the NamedTuple that it is, if it is one, and how many fields it stands for; None if there is no NamedTuple.
+# For each parameter its NamedTuple, if it is one, and the number of fields it stands for; None if there is no NamedTuple.
 _Groups = list[tuple[Any, int]] | None
 
 
@@ -197,7 +197,7 @@ def _groups(parameters: _Parameters) -> _Groups:
 
 
 def _grouped(groups: list[tuple[Any, int]], values: Sequence[Any]) -> tuple[Any, ...]:
-    """Flat values as the parameters that they are fields of."""
+    """Group flat values into the parameters whose fields they are."""
     grouped, start = [], 0
     for make, count in groups:
         grouped.append(values[start] if make is None else make(values[start : start + count]))
@@ -206,7 +206,7 @@ def _grouped(groups: list[tuple[Any, int]], values: Sequence[Any]) -> tuple[Any,
 
 
 def _flat(groups: list[tuple[Any, int]], values: Iterable[Any]) -> tuple[Any, ...]:
-    """Parameters as the flat values that custom ops and autograd take."""
+    """Flatten parameters into the values that custom ops and autograd take."""
     flat: list[Any] = []
     for (make, _), value in zip(groups, values, strict=False):
         if make is None:
@@ -217,7 +217,7 @@ def _flat(groups: list[tuple[Any, int]], values: Iterable[Any]) -> tuple[Any, ..
 
 
 def _fields(kernel: str, parameters: _Parameters) -> list[str]:
-    """Parameters as they stand in a schema."""
+    """Parameters in the notation of a schema."""
     flat: _Parameters = []
     for name, kind in parameters:
         flat.extend(get_type_hints(kind).items() if _is_group(kind) else [(name, kind)])
@@ -243,7 +243,7 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     backward's inputs are `grad_<output>`, inputs and outputs of forward under their own names (these are kept until then),
     and last `needs: list[bool]`: which of its results, each called `grad_<input>`, are asked for. A result `grad_<input>_and_<input>` is
     the gradient of both; autograd copies a gradient that it shares before it writes to it. A last result called `scratch` is memory that
-    the launch works in, and nobody's gradient. A forward that computes gradients itself, or keeps what they take, has the same `needs`
+    the launch works in, and nobody's gradient. A forward that computes gradients itself, or saves what they need, has the same `needs`
     last. The first `public` outputs are returned; those without a `grad_` input are constants.
 
     Raises TypeError, at import, if a name belongs to nothing.
@@ -253,12 +253,12 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     early = inputs[-1] == "needs"
     wanted = [a.name for a in backward.schema.arguments]
     _check_names(forward, backward, public)
-    # The first and the last input of each of backward's results; one and the same but for a shared gradient.
+    # The first and the last input of each of backward's results; they differ only for a shared gradient.
     targets = [(inputs.index(names[0]), inputs.index(names[-1])) for names in map(_inputs_of, _results(backward))]
     trained = sorted({i for pair in targets for i in pair})
     gradients = [outputs.index(n.removeprefix("grad_")) for n in wanted if n.startswith("grad_") and n.removeprefix("grad_") in outputs]
     rest = wanted[len(gradients) : -1]
-    # Tensors are kept by autograd, options by the context; order is where backward finds each in the two behind one another.
+    # Autograd saves tensors, the context saves options; order is the position of each in the concatenation of the two.
     tensors = {a.name for a in forward.schema.arguments if "Tensor" in str(a.type)} | set(outputs)
     names = [*inputs, *outputs]
     kept = [names.index(n) for n in rest if n in tensors]
@@ -332,7 +332,7 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
 
 
 def _check_names(forward: Kernel, backward: Kernel, public: int) -> None:
-    """Every parameter of backward must belong to something of forward."""
+    """Every parameter of backward must belong to a parameter or output of forward."""
     inputs, outputs = [a.name for a in forward.schema.arguments], [r.name for r in forward.schema.returns]
     gradients = [f"grad_{name}" for name in outputs[:public]]
     *wanted, last = backward.schema.arguments

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from liger_core.checks import distributed
+from liger_core.checks import not_plain
 from liger_core.errors import LigerError, Unsupported
 from liger_core.layout import Layout, run_locally
 
@@ -64,7 +64,7 @@ class Workload:
 
 
 class Product(NamedTuple):
-    """A matrix product (rows, inner) @ (inner, columns) that a call cannot avoid.
+    """A matmul (rows, inner) @ (inner, columns) that a call cannot avoid.
 
     transposed  which operand lies in memory transposed: "", "left" or "right"
     gradient    the argument for whose gradient alone it is needed, if there is one
@@ -82,7 +82,7 @@ class Work:
     """The least that a call must do: bytes to move through device memory and floating-point operations to run.
 
     `forward_*` is one forward without gradients, `full_*` is forward and backward. Products, where there are any, count for the
-    measured time of exactly these products instead of the operations.
+    measured time of exactly these matmuls instead of the operations.
     """
 
     forward_bytes: int
@@ -141,7 +141,7 @@ class Op(Generic[P, R]):
         self.choice: Choice | None = None
         # For an op that no plugin registers, so that no selection knows it.
         self.alone = Choice({}, {}, reference, _raise)
-        # The checker has the signature of the reference; a wrong keyword is then reported under the op's own name.
+        # The checker has the signature of the reference, so that a wrong keyword is reported under the op's own name.
         check.__name__ = check.__qualname__ = self.name
         self.__name__ = self.name
         self.__qualname__ = self.name
@@ -151,7 +151,7 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         compiling = torch.compiler.is_compiling()
-        # In this order: an attribute that tracing has read already would stay as it was.
+        # In this order: an attribute that tracing has already read would keep its old value.
         if compiling or self.choice is None:
             _settle()
         self.check(*args, **kwargs)
@@ -160,14 +160,14 @@ class Op(Generic[P, R]):
         if self.layout is not None and type(first) not in _PLAIN and hasattr(first, "device_mesh"):
             return self._on_ranks(self.layout, args, kwargs)
         table = choice.traced if compiling else choice.table
-        # The type of a device takes five times as long to ask for.
+        # Getting the type of a device takes five times as long.
         implementation = table.get("cuda" if first.is_cuda else first.device.type, choice.otherwise)
         try:
             return implementation(*args, **kwargs)  # type: ignore[no-any-return]
         except Unsupported as reason:
             refused = reason
         except (NotImplementedError, RuntimeError) as problem:
-            distributed(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
+            not_plain(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
             raise
         return choice.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
 
@@ -190,7 +190,7 @@ _prepare: list[Callable[[], None]] = []
 
 
 def before_first_call(prepare: Callable[[], None]) -> None:
-    """What ops need from above them is handed to them: they import nothing of it."""
+    """Ops get what they need from higher layers as arguments; they import nothing of it."""
     _prepare[:] = [prepare]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds plugins through entry points and turns what they offer into two dictionaries, once."""
+"""Finds plugins through entry points and collects their ops and backends, once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CORE = "core"
 REFERENCE = "reference"
 DISABLE = "LIGER_DISABLE_PLUGINS"
 # The distributions of this project. A plugin of another one cannot take a name that one of these has.
-PROJECT = ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train")
+PROJECT = ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train", "liger-verify")
 T = TypeVar("T")
 
 
@@ -56,10 +56,10 @@ def offer(plugin: object) -> None:
 
 @dataclass(eq=False)
 class Registry:
-    """All that the plugins offer, and what is wrong with them.
+    """Everything that the plugins offer, and their faults.
 
-    handed_over  backend → op → elements up to which a compiled region gets the reference
-    unavailable  backend → why it cannot run here, by its own account
+    handed_over  backend → op → number of elements up to which a compiled region gets the reference
+    unavailable  backend → why it cannot run here, as the backend reports it
     left_out     backend → the fault for which it was not loaded
     failed       plugin → its faults
     disabled     names in LIGER_DISABLE_PLUGINS
@@ -79,7 +79,7 @@ class Registry:
     plugins: dict[str, Plugin] = field(default_factory=dict)
 
     def faults(self) -> list[str]:
-        """What is wrong with the plugins, in sentences."""
+        """The faults of the plugins, in sentences."""
         return list(dict.fromkeys(fault for faults in self.failed.values() for fault in faults))
 
     def hooks(self, name: str) -> Iterator[tuple[Plugin, pluggy.HookImpl]]:
@@ -88,7 +88,7 @@ class Registry:
         yield from ((plugin, hooks[name]) for name, plugin in self.plugins.items() if name in hooks)
 
 
-# Held while plugins are loaded or the selection changes, so that another thread never gets half of it.
+# Held while plugins are loaded or the selection changes, so that another thread never sees a partial state.
 LOCK = threading.RLock()
 _registry: Registry | None = None
 _loading = False
@@ -97,7 +97,7 @@ _loading = False
 def registry() -> Registry:
     """What the plugins offer; the first call loads them.
 
-    A fault of a plugin never stops the others: what it concerns, a backend for instance, is ignored with a warning and listed in
+    A fault of a plugin never stops the others: the affected part, for instance a backend, is ignored with a warning and listed in
     `Registry.failed`. `LIGER_DISABLE_PLUGINS=name,…` disables plugins, which are then not even imported.
     """
     global _registry, _loading
@@ -141,7 +141,7 @@ def blaming(found: Registry, plugins: list[Plugin], ignored: str, *, backend: st
 
 
 def attempt(what: str, call: Callable[[], T]) -> T:
-    """The result of code of a plugin. Whatever it raises, also to end the process, becomes a PluginError; Ctrl-C stays what it is."""
+    """The result of plugin code. Anything it raises, even SystemExit, becomes a PluginError; KeyboardInterrupt does not."""
     try:
         return call()
     except (PluginError, KeyboardInterrupt):
@@ -195,7 +195,7 @@ def _load(found: Registry, plugin: Plugin, entry: importlib.metadata.EntryPoint)
 
 
 def _check_hooks(manager: pluggy.PluginManager, module: object) -> None:
-    """A hook that pluggy would never call must not pass for one."""
+    """Reject functions that look like hooks but that pluggy would never call."""
     known = [hook for hook in dir(hookspecs) if manager.parse_hookspec_opts(hookspecs, hook) is not None]
     marked = [hook for hook in dir(module) if manager.parse_hookimpl_opts(module, hook) is not None]
     for hook in marked:
@@ -225,7 +225,7 @@ def _items(implementation: pluggy.HookImpl) -> list[Any]:
 
 
 def one_of_each(found: Registry, kind: str, offered: Iterable[tuple[Plugin, str, T]]) -> list[tuple[Plugin, T]]:
-    """The offers without those that share a name; of these only the one of this project stays, if there is one."""
+    """The offers without those that share a name; of these, only one from this project stays, if any."""
     by_name: dict[str, list[tuple[Plugin, T]]] = {}
     for plugin, name, item in offered:
         by_name.setdefault(name, []).append((plugin, item))

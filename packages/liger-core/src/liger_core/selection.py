@@ -110,7 +110,7 @@ class use:
 
 
 def _check_nesting(layer: _Layer) -> None:
-    """What is selected inside a block must not change from outside of it."""
+    """The selection inside a block must not be changed from outside."""
     if _blocks and _inside.get() is not _blocks[-1]:
         raise BackendError(
             f"{layer.source}: the selection of the process must not change while another thread or task is inside `with {_blocks[-1].source}`; "
@@ -248,7 +248,7 @@ def _apply(found: Registry) -> None:
                 _wrong_device(op, backend, source),
                 _refuse(op, name, source),
             )
-    # Last, and at once: whoever finds anything here does not ask whether the ops are ready.
+    # Last, and at once: code that finds anything here does not check whether the ops are ready.
     _settled.update(settled)
 
 
@@ -280,7 +280,7 @@ def in_turn(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Choice:
 
 
 def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
-    """What a compiled region gets where this backend is selected."""
+    """The implementation that a compiled region gets if this backend is selected."""
     implementation = found.implementations[backend][op.name]
     most = found.handed_over.get(backend, {}).get(op.name, 0)
     if not most:

@@ -22,7 +22,7 @@ class Column:
     """A column of a table.
 
     name     its heading
-    meaning  what it holds, for the legend; empty where the heading says it all
+    meaning  its meaning, for the legend; empty if the heading is enough
     number   align to the right
     prose    sentences, which wrap between words; any other cell stays on one line
     detail   shown only if all columns are asked for
@@ -84,5 +84,5 @@ def _is_empty(column: Column, cells: Sequence[Cell]) -> bool:
 
 
 def _text(cell: Cell) -> Text:
-    """Brackets in a cell are no markup."""
+    """Brackets in a cell are not markup."""
     return cell if isinstance(cell, Text) else Text(cell)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what is installed is what was tested: the versions that the metadata of Liger's packages allows."""
+"""Whether the installed versions are tested ones: those that the metadata of Liger's packages allows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-# The libraries whose insides Liger depends on; of the others newer versions are no risk that deserves a warning.
+# The libraries whose insides Liger depends on; newer versions of the others do not need a warning.
 DEPENDED_ON = {"liger-core": "torch", "liger-triton": "triton", "liger-hf": "transformers"}
 
 

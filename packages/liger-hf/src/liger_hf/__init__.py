@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger's operators in Hugging Face Transformers models: found by structure, checked, reversible."""
+"""Liger's ops in Hugging Face Transformers models: found by structure, checked, reversible."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from liger_hf import compat
+    from liger_hf import compat, trainers
     from liger_hf.application import apply
     from liger_hf.auto import AutoLigerModelForCausalLM
     from liger_hf.callback import LigerCallback
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from liger_hf.report import Report, Row
     from liger_hf.rule import Candidate, Found, Rule
     from liger_hf.rules.head.lazy_logits import LazyLogits
+    from liger_hf.rules.head.log_prob import head_log_prob
     from liger_hf.trl import TRLHead, use_in_trl
 
 __version__ = "0.1.0"
@@ -34,7 +35,9 @@ __all__ = [
     "TRLHead",
     "apply",
     "compat",
+    "head_log_prob",
     "inspect",
+    "trainers",
     "use_in_trl",
 ]
 
@@ -51,15 +54,16 @@ HOMES = {
     "Rule": "rule",
     "TRLHead": "trl",
     "apply": "application",
+    "head_log_prob": "rules.head.log_prob",
     "inspect": "inspection",
     "use_in_trl": "trl",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when first used: the `liger` command and every op ask for the plugins, and importing Transformers takes seconds."""
-    if name == "compat":
-        return importlib.import_module("liger_hf.compat")
+    """Load on first use: the `liger` command and every op load the plugins, and importing Transformers takes seconds."""
+    if name in ("compat", "trainers"):
+        return importlib.import_module(f"liger_hf.{name}")
     if name not in HOMES:
         raise AttributeError(f"module 'liger_hf' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"liger_hf.{HOMES[name]}"), name)

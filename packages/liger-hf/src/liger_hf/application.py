@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put Liger's operators into a model: find what can be replaced, check it, replace it, and tell."""
+"""Put Liger's ops into a model: find what can be replaced, check it, replace it, and report it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def apply(
     exclude: Names = None,
     verify: bool = True,
 ) -> Report:
-    """Replace what Liger's operators can compute in a model, in place, and return the report, which can undo it.
+    """Replace what Liger's ops can compute in a model, in place, and return the report, which can undo it.
 
     only, exclude  ops or their names; all that have a rule by default
     verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients are as
-                   accurate as the module's own. Without it candidates are told apart by their outputs on the CPU alone
+                   accurate as the module's own. Without it candidates are compared by their outputs on the CPU only
 
     Only the instances in this model change: no class, no module of Python, no other model; weights and state_dict stay as they are.
     A module that no op computes is left alone, and the report says why. A second `apply` changes nothing.
@@ -47,7 +47,7 @@ def apply(
 
     While training, `outputs.logits` is computed when it is read; pass keep_logits=True to the model to get a tensor at once.
 
-    Raises ModelError if model is no module or if only= names nothing that it has, OptionError for unknown ops, DeviceError for
+    Raises ModelError if model is not a module or if only= names nothing that it has, OptionError for unknown ops, DeviceError for
     weights on the meta device.
     """
     report, patches = survey(model, "liger_hf.apply", only, exclude, verify)

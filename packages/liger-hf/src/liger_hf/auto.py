@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that come with Liger's operators in them."""
+"""Models with Liger's ops already applied."""
 
 from __future__ import annotations
 

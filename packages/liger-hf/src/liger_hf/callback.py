@@ -17,11 +17,11 @@ class LigerCallback(TrainerCallback):
     """Applies Liger to the model of a Trainer: `Trainer(..., callbacks=[LigerCallback()])`, also of one of TRL's.
 
     only, exclude, verify  as for `liger_hf.apply`
-    undo   take everything back when the training has ended
-    show   what is done with the report, on the first process; print by default, None for nothing
+    undo   restore the model when training has ended
+    show   called with the report, on the first process; print by default, None for nothing
 
     It applies as soon as the Trainer has been made, before accelerate wraps the model; the report is `callback.report`. Added later
-    by `trainer.add_callback`, or where model_init= makes the model anew, it applies when training begins.
+    by `trainer.add_callback`, or with model_init=, which creates a new model, it applies when training begins.
     """
 
     def __init__(

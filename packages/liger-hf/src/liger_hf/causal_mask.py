@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that knows to be causal when it is compiled.
+"""Causal attention without a mask in compiled models.
 
 Without padding, Transformers leaves the mask of sdpa attention away and says is_causal=True, so that the kernel skips the upper
 half. Whether there is padding or packing it reads from the values of the masks, which a compiler cannot, so a compiled model
@@ -25,7 +25,7 @@ NOTE = (
     "its attention gets is_causal=True instead of a mask."
 )
 NAME = create_causal_mask.__name__
-# What the values of could ask for more than a causal mask.
+# Arguments whose values could require more than a causal mask.
 READ = ("attention_mask", "position_ids", "past_key_values")
 FORMS = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 
@@ -58,7 +58,7 @@ def _forward(original: Any) -> Callable[..., Any]:
 
 
 def _mask(*args: Any, **options: Any) -> Any:
-    """None where Transformers, not compiled, would find that a causal flag says it all."""
+    """None where Transformers, without compilation, would use a causal flag instead of a mask."""
     config = options.get("config", args[0] if args else None)
     plain = len(args) <= 1 and all(options.get(name) is None for name in FORMS) and options.get("allow_is_causal_skip", True)
     if plain and options.get("attention_mask") is None and getattr(config, "is_causal", True):

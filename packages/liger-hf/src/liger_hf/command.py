@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger inspect MODEL`: what of a model the ops can replace."""
+"""`liger inspect MODEL`: the parts of a model that ops can replace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def inspect(
     as_json: AsJson = False,
     all_columns: AllColumns = False,
 ) -> None:
-    """Tell which modules of a model could be replaced by which ops, and why others cannot; no weights are loaded."""
+    """Show which modules of a model can be replaced by which ops, and why others cannot; no weights are loaded."""
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"liger inspect: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.{nearest(dtype, DTYPES)}")
     # Here: the other commands need no Transformers, whose import takes seconds; nor does a wrong name need all of it.

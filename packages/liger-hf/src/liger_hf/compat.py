@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainingArguments(use_liger_kernel=True)` with Liger in the place of the package liger-kernel, where that is not installed."""
+"""`TrainingArguments(use_liger_kernel=True)` with Liger instead of the package liger-kernel, if that is not installed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StandIn:
 def install(show: Callable[[Report], Any] | None = print) -> StandIn:
     """From now on `use_liger_kernel=True` in TrainingArguments means `liger_hf.apply`, in this process.
 
-    show  what is done with each report, on the first process; print by default, None for nothing
+    show  called with each report, on the first process; print by default, None for nothing
 
     A key of `liger_kernel_config` set to False leaves that op out; all are put in by default. Keys that name none of the ops are
     noted in the report. Transformers asks for a package named liger_kernel; a module of that name, with the one function that it
@@ -110,7 +110,7 @@ def _applier(show: Callable[[Report], Any] | None) -> Callable[..., None]:
 def _excluded(config: dict[str, Any]) -> list[str]:
     if any(not isinstance(value, bool) for value in config.values()):
         raise OptionError(f"liger_kernel_config: every value must be True or False, got {config}")
-    # liger-kernel has one op for norms: whoever leaves it out means that of a sum, too.
+    # liger-kernel has one op for norms: leaving it out also leaves out the norm of a sum.
     given = {"add_rms_norm": config.get("rms_norm", True), **config}
     names = ((OTHER_KEYS.get(key, key if key in replaceable_ops() else None), value) for key, value in given.items())
     return [name for name, value in names if name is not None and not value]

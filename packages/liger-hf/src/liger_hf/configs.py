@@ -13,7 +13,7 @@ from liger_hf.errors import ModelError
 from liger_hf.hub import UNREACHABLE, is_local
 from liger_hf.presets import NAMES, PRESETS, preset, preset_name
 
-# Among hundreds of model types one is always somewhat like a name: "notamodel" is no misspelt "EvollaModel".
+# Among hundreds of model types, some name is always similar: "notamodel" is not a misspelled "EvollaModel".
 LIKENESS = 0.7
 
 

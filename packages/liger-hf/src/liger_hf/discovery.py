@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of this package and of plugins. No fault of a plugin's rule reaches the others."""
+"""The rules of this package and of plugins. A faulty rule of a plugin does not affect the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def replaceable_ops() -> tuple[str, ...]:
-    """The names of the ops that rules can put into models."""
+    """The names of the ops that rules can insert into models."""
     return tuple(dict.fromkeys(op for rule in rules() for op in rule.ops))
 
 

@@ -7,7 +7,7 @@ from liger_core import LigerError
 
 
 class ModelError(LigerError, TypeError):
-    """What was given is not a model that Liger can adapt in this way."""
+    """The object is not a model that Liger can adapt in this way."""
 
 
 class LogitsError(LigerError, RuntimeError):

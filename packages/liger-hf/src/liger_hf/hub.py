@@ -13,13 +13,13 @@ UNREACHABLE = "no such folder, and the hub cannot be reached"
 
 
 def is_local(name: str) -> bool:
-    """Whether only local files can be loaded: a folder, or what an earlier download has left. Else the libraries retry for most of a minute."""
+    """Whether only local files can be loaded: a folder, or the cache. Without this check, the libraries retry for most of a minute."""
     return Path(name).exists() or not hub_is_reachable()
 
 
 @cache
 def hub_is_reachable() -> bool:
-    """Asked once, for seconds: the libraries retry for most of a minute."""
+    """Asked once, with a short timeout: the libraries retry for most of a minute."""
     answers: list[object] = []
     asking = Thread(target=_ask, args=(answers,), daemon=True)
     asking.start()
@@ -30,7 +30,7 @@ def hub_is_reachable() -> bool:
 def _ask(answers: list[object]) -> None:
     from huggingface_hub import constants, get_session
 
-    # Which HTTP library the session comes from, and so what it raises, depends on the version of huggingface_hub.
+    # The HTTP library of the session, and thus the exceptions it raises, depend on the version of huggingface_hub.
     try:
         answers.append(get_session().head(constants.ENDPOINT, timeout=SECONDS))
     except Exception:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `apply` would do to a model, found without weights and without a change."""
+"""What `apply` would do to a model, without loading weights or changing anything."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def inspect(
 
 
 def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
-    """The model that a checkpoint with this config holds, else a language model, on no device."""
+    """The model class of a checkpoint with this config, otherwise a language model, on the meta device."""
     named = next((found for name in config.architectures or () if (found := getattr(transformers, name, None)) is not None), None)
     options = {} if dtype is None else {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype}
     try:
@@ -69,7 +69,7 @@ def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
 
 
 def _without_weights(model: nn.Module) -> bool:
-    """All are on meta, and no hook of accelerate will bring them."""
+    """Whether all weights are on meta, and no hook of accelerate will load them."""
     offloaded = any("_hf_hook" in vars(module) for module in model.modules())
     return not offloaded and all(p.is_meta for p in model.parameters()) and next(model.parameters(), None) is not None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps a check apart from the process that it runs in: its own precision, random state, hooks and modes."""
+"""Isolates a check from the process that it runs in: its own precision, random state, hooks and modes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DoublePrecision(TorchFunctionMode):
 
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Hooks on all modules of the process see nothing of a check."""
+    """Global module hooks do not see a check."""
     names = [name for name, value in vars(global_hooks).items() if name.startswith("_global_") and isinstance(value, dict)]
     before = {name: getattr(global_hooks, name) for name in names}
     for name in names:
@@ -56,7 +56,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     devices = [] if device.type == "cpu" else [device]
     with (
         _without_global_hooks(),
-        # A model may be made of fake tensors, to plan its memory; what is checked has values.
+        # A model may consist of fake tensors, to plan its memory; a check needs values.
         unset_fake_temporarily(),
         torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
         torch.autocast(device.type, enabled=False),

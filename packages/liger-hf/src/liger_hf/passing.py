@@ -16,14 +16,14 @@ PASSED = "liger_passed_over"
 
 
 def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
-    """All that the module has of its own besides what is called."""
+    """Everything that the module owns, except what is called."""
     children = {name: child for name, child in module._modules.items() if child is not None and name not in called}
     functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value) and name not in (slot(module), "forward")}
     return {**children, **functions}
 
 
 def may_pass(module: nn.Module) -> bool:
-    """What is passed over is what it was when `apply` checked it, and nobody watches it."""
+    """What is passed over is unchanged since `apply` checked it, and has no hooks."""
     for name, known in module.__dict__.get(PASSED, {}).items():
         if isinstance(known, nn.Module):
             if module._modules.get(name) is not known or hooked(known) or global_hooks._has_any_global_hook():

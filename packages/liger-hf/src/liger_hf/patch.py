@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attribute of one instance, replaced and put back."""
+"""Replaces one attribute of one instance, and restores it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Patch:
         return self
 
     def undo(self) -> bool:
-        """Put the attribute back; False if somebody has replaced it since."""
+        """Restore the attribute; False if other code has replaced it since."""
         for attribute in (self.attribute, "forward", "_old_forward", "_original_forward"):
             if self.owner.__dict__.get(attribute, Missing) is self.value:
                 if self.previous is Missing:
@@ -46,12 +46,12 @@ class Patch:
 
 
 def slot(module: nn.Module) -> str:
-    """Where the module keeps the forward that does its own work: accelerate's hooks move it aside."""
+    """The attribute that holds the module's own forward: accelerate's hooks move it."""
     return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any] | str:
-    """The function, not yet bound, that computes this module; or why it cannot be replaced. What checkpoints it stays around it."""
+    """The function, not yet bound, that computes this module; or why it cannot be replaced. Its checkpointing wrapper stays in place."""
     own = module.__dict__.get(slot(module))
     if own is None:
         return unwrapped(type(module).forward)
@@ -66,7 +66,7 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | str:
 
 
 def under_autocast(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward that accelerate has put around a model's own for mixed precision, not yet bound; None if there is none."""
+    """The forward with which accelerate wraps a model's own for mixed precision, not yet bound; None if there is none."""
     own = module.__dict__.get("forward")
     if not isinstance(own, MethodType) or own.__self__ is not module or "_original_forward" not in module.__dict__:
         return None
@@ -79,7 +79,7 @@ def under_autocast(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | str:
-    """As `forward_of`, but without the autocast of accelerate: what a check in several dtypes can run."""
+    """As `forward_of`, but without the autocast of accelerate, so that a check can run it in several dtypes."""
     return forward_of(module) if under_autocast(module) is None else type(module).forward
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin that liger-hf is: the command `liger inspect`."""
+"""The plugin of liger-hf: the command `liger inspect`."""
 
 from __future__ import annotations
 

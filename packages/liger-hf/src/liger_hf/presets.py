@@ -131,14 +131,14 @@ NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 
 
 def preset_name(name: str) -> str:
-    """What a model is called in results: a preset by its own name, anything else as it is."""
+    """The name of a model in results: canonical for a preset, anything else unchanged."""
     return ALIASES.get(name, name)
 
 
 def checked_preset(command: str, name: str) -> str:
-    """The own name of a preset.
+    """The canonical name of a preset.
 
-    Raises OptionError for a name that is none.
+    Raises OptionError for an unknown name.
     """
     if preset_name(name) not in PRESETS:
         raise OptionError(f"{command}: --model must be one of {NAMES}, got {name!r}.{did_you_mean(name)}")
@@ -156,7 +156,7 @@ def preset(name: str, sequence: int = 0) -> PretrainedConfig:
 
 
 def did_you_mean(name: str) -> str:
-    """The sentence that names the presets which begin like this, or the one that is spelt most alike; or nothing."""
+    """A sentence with the presets that begin like this, or else the one with the most similar name; or nothing."""
     beginning = [preset for preset in PRESETS if name and preset.startswith(name.lower())]
     if beginning:
         return f" Did you mean {' or '.join(map(repr, beginning))}?"

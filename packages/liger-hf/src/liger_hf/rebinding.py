@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function made anew from the same code, with other functions in the place of some globals that it calls.
+"""A new function from the same code, with other functions instead of some globals that it calls.
 
-A global of a modelling file is shared by every model of the process, so it is not replaced there. An instance gets a forward with a
+A global of a modeling file is shared by every model of the process, so it is not replaced there. An instance gets a forward with a
 private namespace instead: the globals that the code names, copied once, and in them the replaced ones.
 """
 
@@ -28,7 +28,7 @@ def called(function: Any, picked: Callable[[str, Any], bool], depth: int = 0) ->
 
 
 def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., Any]]) -> FunctionType:
-    """The same code, with the replaced functions in the place of those of these names."""
+    """The same code, with the replaced functions in place of those of these names."""
     space, cells = function.__globals__, function.__closure__
     names = set(_names(function.__code__))
     if names & replaced.keys():

@@ -45,8 +45,8 @@ class Row:
 class Report:
     """The result of `apply` or `inspect`; as a context manager it undoes what was applied when the block ends.
 
-    absent  op → why no module came into question for it
-    notes   what the user should know besides
+    absent  op → why no module was a candidate for it
+    notes   what else the user should know
     """
 
     model: str
@@ -59,12 +59,12 @@ class Report:
 
     @property
     def replaced(self) -> dict[str, int]:
-        """Op → number of modules in which it was put."""
+        """Op → number of modules that it replaces."""
         return self._counts(REPLACED)
 
     @property
     def replaceable(self) -> dict[str, int]:
-        """Op → number of modules in which `apply` would put it."""
+        """Op → number of modules that `apply` would replace with it."""
         return self._counts(REPLACEABLE)
 
     def _counts(self, verdict: str) -> dict[str, int]:
@@ -96,7 +96,7 @@ class Report:
             later.earlier = self.earlier
 
     def undo(self) -> None:
-        """Make every replaced module what it was, on its instance; a second call does nothing.
+        """Restore every replaced module on its instance; a second call does nothing.
 
         Several reports of one model can be undone in any order.
 
@@ -109,7 +109,7 @@ class Report:
                 stuck.append(f"{type(patch.owner).__name__}.{patch.attribute}")
         self._detach()
         OPTIMIZERS.release()
-        # The wrapper of a model's forward lets calls pass once its head is its own again, whoever wrapped it since.
+        # The wrapper of a model's forward passes calls through once the head is restored, even if something has wrapped it since.
         stuck = [name for name in stuck if not name.startswith(self.model + ".")]
         if stuck:
             raise ModelError(
@@ -172,7 +172,7 @@ class Report:
 
 
 def _replicate_for_data_parallel(self: nn.Module) -> Any:
-    """Takes the place of the method of this name: a replica would call forwards that are bound to the modules of the first GPU."""
+    """Replaces the method of this name: a replica would call forwards that are bound to the modules of the first GPU."""
     raise ModelError(
         "liger_hf.apply: a patched model must run on several GPUs by one process each, torch.nn.DataParallel copies it within one; "
         "start with torchrun or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES=0"

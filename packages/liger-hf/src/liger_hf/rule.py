@@ -32,9 +32,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """A module that a rule knows: what might replace it and how to check that, or why it has to stay.
+    """A module that a rule applies to: its candidates and how to check them, or why it is left unchanged.
 
-    kind    what tells it from other modules of the rule; all of one kind share a check
+    kind    what distinguishes it from other modules of the rule; all of one kind share a check
     device  where the module computes, by default where the model's first weight is
     dtype   of its weights
     """
@@ -53,9 +53,9 @@ class Found:
 class Rule:
     """What `liger_rules()` of a plugin returns.
 
-    look     returns what it makes of a module, or None if the module cannot be its own
+    look     returns its findings on a module, or None if the rule does not apply to it
     ops      the names of the ops that it can put in
-    nothing  what the report says when no module was its own
+    nothing  what the report says if the rule applied to no module
     """
 
     name: str
@@ -64,7 +64,7 @@ class Rule:
     nothing: str
 
     def check(self, known: Iterable[str]) -> None:
-        """Raise PluginError for an op that there is not."""
+        """Raise PluginError for an unknown op."""
         for op in self.ops:
             if op not in known:
                 raise PluginError(

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from liger_core import DeviceError
 
-# What a module computes may depend on how many tokens there are. Besides a few tokens in every dtype, checks run on one, as while
-# generating, and on more than any power of two by which modules tell long inputs from short ones, in float32.
+# What a module computes may depend on how many tokens there are. Besides a few tokens in every dtype, checks run on one, as in
+# generating, and on more than any power of two by which modules distinguish long inputs from short ones, in float32.
 LENGTHS = (1, 300)
-# The curvature of an activation shows in moderate inputs, a limit on its values in large ones; products of two must be finite in float16.
+# The curvature of an activation shows in moderate inputs, a limit on its values in large ones; the product of two must be finite in float16.
 SCALES = {"moderate": 2.0, "large": 150.0}
 SCALES_IN_FLOAT16 = SCALES | {"large": 40.0}
 
@@ -61,7 +61,7 @@ def trial(
             [None if grad is None else cast(grad).to(outputs[name].dtype) for name, grad in upstream.items()],
         )
         results = {name: (value() if inspect.isroutine(value) else value).detach() for name, value in outputs.items()}
-        # An input that has no influence gets none.
+        # An input without influence gets no gradient.
         gradients = {f"gradient of {name}": leaf.grad for name, leaf in (leaves | parameters).items() if leaf.grad is not None}
         return results | gradients
 
@@ -78,7 +78,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def sized(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype, float]]:
-    """Inputs of several sizes for what is not linear: name, dtype, scale."""
+    """Inputs of several scales, to reveal nonlinearities: name, dtype, scale."""
     for dtype in dtypes:
         for size, scale in (SCALES_IN_FLOAT16 if dtype == torch.float16 else SCALES).items():
             yield f"{str(dtype).removeprefix('torch.')}, {size} input", dtype, scale
@@ -113,13 +113,13 @@ def replica(
     twin._parameters = own
     twin._buffers = dict(module._buffers)
     twin._modules = {**module._modules, **(children or {})}
-    # A dropout that is written as a function is there while training only.
+    # A dropout that is written as a function is active only in training.
     twin.training = True
     return twin
 
 
 def configuration(module: nn.Module) -> tuple[Any, ...]:
-    """What besides weights and children tells two instances of one class apart."""
+    """What distinguishes two instances of one class, besides weights and children."""
     plain = (bool, int, float, str, type(None), torch.dtype)
     kept = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("training", "layer_idx")}
     return tuple(sorted((n, repr(v)) for n, v in kept.items())) + tuple(
@@ -138,7 +138,7 @@ class Draw:
         return (torch.randn(shape, generator=self.generator) * scale).to(self.device)
 
     def positive(self, *shape: int) -> Tensor:
-        """In [0.5, 1.5): a weight for which neither its sign nor an offset can go unnoticed."""
+        """In [0.5, 1.5): a weight with which both a wrong sign and an offset show."""
         return (torch.rand(shape, generator=self.generator) + 0.5).to(self.device)
 
     def integers(self, high: int, *shape: int) -> Tensor:
@@ -157,7 +157,7 @@ def device_of(module: nn.Module) -> torch.device:
     for parameter in module.parameters():
         if parameter.device.type != "meta":
             return parameter.device
-    # Weights that accelerate has offloaded come to where its hooks run the module or its children.
+    # accelerate's hooks move offloaded weights to the device where they run the module or its children.
     for child in module.modules():
         hook = child.__dict__.get("_hf_hook")
         for part in getattr(hook, "hooks", (hook,)):

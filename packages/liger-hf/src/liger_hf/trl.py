@@ -43,7 +43,7 @@ def use_in_trl() -> TRLHead:
         with liger_hf.use_in_trl():
             DPOTrainer(model, args=DPOConfig(...), train_dataset=dataset).train()
 
-    The losses stay TRL's own: masking, FSDP's gathering of the head, temperatures, softcaps and scales of models, and the metrics are what they were. A
+    The losses stay TRL's own: masking, FSDP's gathering of the head, temperatures, softcaps and scales of models, and the metrics are unchanged. A
     head that DeepSpeed ZeRO-3 has partitioned is left to TRL. In a second call, `undo` brings back what the first one put there.
 
     Raises Unsupported where TRL is missing, or is of a version whose head calls another function (1.16 is tested).
@@ -74,11 +74,11 @@ class _Function:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
         final_logit_softcapping: float | None = None, logit_scale: float = 1.0, outputs: tuple[str, ...] = ("log_probs",),
     ) -> PerToken:  # fmt: skip
-        # Not what the arguments are called here, but what TRL's function is called with.
+        # Not the names here, but the arguments that TRL's function is called with.
         if hasattr(weight, "ds_id"):
             given = (hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
             return self.original.apply(*given)
-        wide = None
+        weight, wide = _float_weight(weight), None
         if not torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != weight.dtype:
             if hidden.dtype != torch.float32:
                 raise OptionError(
@@ -102,3 +102,14 @@ class _Function:
             "is_top1": statistics.prediction == targets,
         }
         return (log_prob, *(value if name in outputs else None for name, value in asked.items()))
+
+
+def _float_weight(weight: Tensor) -> Tensor:
+    """A quantized weight as it is multiplied by; it gets no gradient."""
+    if not weight.is_floating_point():
+        raise OptionError(
+            f"use_in_trl: the head's weight must have a floating dtype, got {weight.dtype}; leave lm_head out of quantization "
+            "(llm_int8_skip_modules of bitsandbytes)"
+        )
+    # Every tensor has dequantize; only a subclass of torchao overrides it.
+    return weight.dequantize() if type(weight).dequantize is not Tensor.dequantize else weight

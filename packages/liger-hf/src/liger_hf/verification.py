@@ -27,7 +27,7 @@ class Decision:
 def decide(found: Found, verify: bool) -> Decision:
     """Run original and candidates on small random input; of those that pass, the one closest to the original is taken.
 
-    Without verification the candidates are told apart by their float32 and bfloat16 outputs on the CPU alone.
+    Without verification the candidates are compared only by their float32 and bfloat16 outputs on the CPU.
     """
     device = found.device() if verify and found.device is not None else torch.device("cpu")
     dtypes = dict.fromkeys((found.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16))
@@ -62,14 +62,14 @@ def _original(function: Callable[..., Any], case: Case) -> tuple[Results, Result
 
 
 def _doubtful(dtype: torch.dtype, plain: Results, exact: Results) -> Iterator[str]:
-    """What the module computes so differently in float64 that any candidate would seem accurate."""
+    """The results that differ so much in float64 that any candidate would seem accurate."""
     for name, value in plain.items():
         if error(value, exact[name]).frobenius > (0.01 if dtype == torch.float32 else 0.3):
             yield name
 
 
 def _verdict(candidate: Candidate, known: list[tuple[Case, Results, Results]], verify: bool) -> tuple[str | None, float]:
-    """(what is wrong or None, distance to the original's own outputs)."""
+    """(the problem or None, distance to the original's own outputs)."""
     distance = 0.0
     for case, original, exact in known:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin that liger-train is: the commands `liger train`, `liger plan` and `liger report`."""
+"""The plugin of liger-train: the commands `liger train`, `liger plan` and `liger report`."""
 
 from __future__ import annotations
 

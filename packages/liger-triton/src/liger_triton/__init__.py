@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for the Liger operators; registered through the entry point `liger_triton.plugin`."""
+"""Triton kernels for Liger's ops; registered through the entry point `liger_triton.plugin`."""
 
 __version__ = "0.1.0"
 

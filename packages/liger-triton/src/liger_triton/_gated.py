@@ -17,7 +17,7 @@ SILU, GELU_TANH, GELU_ERF = 0, 1, 2
 
 
 def gated(name: str) -> Callable[..., Any]:
-    """The differentiable gated unit `name(gate, up or None, activation, overwrite)`."""
+    """The differentiable gated activation `name(gate, up or None, activation, overwrite)`."""
     return differentiable(
         TritonKernel(name, _allocate, _launch),
         TritonKernel(f"{name}_backward", _allocate_backward, _launch_backward, _recycle_backward),
@@ -43,7 +43,7 @@ def _allocate_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activati
 
 
 def _recycle_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool, needs: list[bool]) -> Outputs:
-    """Gate and up themselves, where they share no memory: every element is read before its gradient is written there."""
+    """Gate and up themselves if they share no memory: every element is read before its gradient is written there."""
     if not overwrite or (up is not None and _share_memory(gate, up)) or not gate.is_contiguous() or not (up is None or up.is_contiguous()):
         return _allocate_backward(grad_y, gate, up, activation, overwrite, needs)
     return tuple(t.detach() if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))

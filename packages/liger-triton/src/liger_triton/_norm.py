@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of rms_norm, add_rms_norm and layer_norm: the same rows, summed with a residual or not, centred or not."""
+"""The kernels of rms_norm, add_rms_norm and layer_norm: the same rows, summed with a residual or not, centered or not."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from liger_triton import _norm_wide
 from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, column_sum_launch, read, store_sums
 from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two, processors, shared_memory, strided_rows
 
-# Wider rows are walked in tiles: past this, one row in float32 no longer fits the registers of a program beside its gradient.
+# Wider rows are processed in tiles: beyond this, a row in float32 and its gradient no longer fit in the registers of a program.
 WIDEST_BLOCK = 16384
 
 
 class Shape(NamedTuple):
-    """How a launch covers (rows, width): block of columns, rows per program, warps, pipeline stages, programs per processor.
+    """How a launch covers (rows, width): block of columns, rows per program, warps, pipeline stages, programs per multiprocessor.
 
     held  whether the weight stays in registers from row to row
     """
@@ -33,12 +33,12 @@ class Shape(NamedTuple):
     held: bool = True
 
 
-# Share of copy bandwidth on one H200 (bf16, kernels alone) for the shapes below and their neighbours in rows, warps, stages and grid.
+# Share of copy bandwidth on one H200 (bf16, kernels alone) for the shapes below and their neighbors in rows, warps, stages and grid.
 
 
 @cache
-def forward_shape(width: int, centred: bool) -> Shape:
-    """Several rows a program where they are short; see `tiled` for the widths that do not come here.
+def forward_shape(width: int, centered: bool) -> Shape:
+    """Several rows per program if they are short; see `tiled` for the widths that are not handled here.
 
     rms_norm: .85 at 1024, .87 at 3072 (four rows on 16 warps .79), .94 at 7168 (two rows .90), .95 at 16384 (32 warps .94). layer_norm: .94 to .95
     at 4096, .94 at 8192, .91 at 16384. Masked lanes cost up to .04.
@@ -48,14 +48,14 @@ def forward_shape(width: int, centred: bool) -> Shape:
         rows = max(2, min(64, 2048 // block))
         return Shape(block, rows, 4)
     if block <= 4096:
-        return Shape(block, 2 if centred else 1, 8)
+        return Shape(block, 2 if centered else 1, 8)
     return Shape(block, 1, 8 if block <= 8192 else 16)
 
 
-def tiled(width: int, centred: bool, summed: bool) -> bool:
-    """Whether a row is walked in tiles though a block would hold it.
+def tiled(width: int, centered: bool, summed: bool) -> bool:
+    """Whether a row is processed in tiles although it fits in a block.
 
-    Rows of 4096 and 8192 columns that are not centred: .97 (in blocks .94), .96 (.95); add_rms_norm .98 (.96), .98 (.96). Rows that leave a
+    Rows of 4096 and 8192 columns that are not centered: .97 (in blocks .94), .96 (.95); add_rms_norm .98 (.96), .98 (.96). Rows that leave a
     quarter of a block idle, as 5120 · 6144 · 10240 do: rms_norm .90 · .91 · .94 (.75 · .92 · .77), layer_norm .81 · .86 · .87 (.75 · .83 · .71), but
     add_rms_norm is best in blocks there.
     """
@@ -63,7 +63,7 @@ def tiled(width: int, centred: bool, summed: bool) -> bool:
         return True
     block = power_of_two(width)
     if width == block:
-        return 4096 <= width <= 8192 and not centred
+        return 4096 <= width <= 8192 and not centered
     return 4096 < width <= 3 * block // 4 and width % 1024 == 0 and not summed
 
 
@@ -94,7 +94,7 @@ def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     summed: Tensor | None, y: Tensor, mean: Tensor | None, inverse: Tensor, eps: float, offset: float, cast_input: bool,
 ) -> None:  # fmt: skip
-    """Launch the forward pass. With a residual, x + residual goes to summed and is what is normalised; mean is None for rms_norm."""
+    """Launch the forward pass. With a residual, x + residual goes to summed and is what is normalized; mean is None for rms_norm."""
     width = x.shape[-1]
     count = inverse.numel()
     if count == 0:
@@ -121,7 +121,7 @@ def backward(
 ) -> None:  # fmt: skip
     """Launch the backward pass: grad_x row by row; grad_weight and grad_bias by float32 partial sums that a second kernel adds.
 
-    x is what was normalised; grad_summed is what else arrives at it.
+    x is what was normalized; grad_summed is what else arrives at it.
     """
     width = x.shape[-1]
     count = inverse.numel()
@@ -167,7 +167,7 @@ def forward_kernel(
     x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, rows, width, eps, offset,
     CAST_INPUT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program normalises ROWS rows, each in one block of columns. WHOLE: rows and blocks are full, so that no lane is masked."""
+    """One program normalizes ROWS rows, each in one block of columns. WHOLE: rows and blocks are full, so that no lane is masked."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     row_mask = None if WHOLE else row < rows
@@ -177,12 +177,12 @@ def forward_kernel(
     value = read(x + row[:, None] * x_stride + column[None, :], mask)
     if residual is not None:
         value += read(residual + row[:, None] * residual_stride + column[None, :], mask)
-        # What is normalised is the sum that the next layer sees, rounded.
+        # The rounded sum is normalized: the one that the next layer sees.
         rounded = value.to(summed.dtype.element_ty)
         tl.store(summed + out, rounded, mask=mask)
         value = rounded.to(tl.float32)
     if mean is not None:
-        # Correctly rounded, so that nothing is left of a constant row.
+        # Correctly rounded, so that a constant row becomes exactly zero.
         average = tl.div_rn(tl.sum(value, 1), 1.0 * width)
         tl.store(mean + row, average, mask=row_mask)
         value = value - average[:, None]
@@ -209,7 +209,7 @@ def tile_backward_kernel(
     """Program p walks the groups p, p + programs, … of ROWS rows; its column sums go to row p of part, or later programs add columns.
 
     With n = (x - mean) · inverse and g = grad_y · weight:  grad_x = inverse · (g - mean(g) - n · mean(g · n)) + grad_summed,
-    without mean(g) if not centred. Masked lanes need no care while their gradient is zero.
+    without mean(g) if not centered. Masked lanes need no care while their gradient is zero.
     """
     program = tl.program_id(0)
     if part is None and program >= programs:
@@ -239,7 +239,7 @@ def tile_backward_kernel(
             if weight is not None:
                 grad = grad * factor
             if mean is not None:
-                # Centred first: of two columns nothing but round-off would be left of a larger product.
+                # Centered first: of two columns nothing but round-off would be left of a larger product.
                 grad = tl.where(mask, grad - (tl.sum(grad, 1) / width)[:, None], 0.0)
             result = (grad - value * (tl.sum(grad * value, 1) / width)[:, None]) * scale
             if grad_summed is not None:

@@ -18,7 +18,7 @@ DIRECT_ROWS = 512
 STRIP, STRIP_ROWS = 512 if knobs.runtime.interpret else 32, 128
 
 
-# No wish how long the cache keeps what is read.
+# No hint on how long the cache keeps what is read.
 ANY = tl.constexpr("")
 
 
@@ -63,14 +63,14 @@ def summands(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows,
 
 @triton.jit
 def store(total, gradient, column, width):
-    """Write a sum where it is asked for."""
+    """Write a sum if it is requested."""
     if gradient is not None:
         tl.store(gradient + column, total.to(gradient.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
 def store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, programs, column, width):
-    """Write what one program added to its rows of part (sums, programs, width)."""
+    """Write the sums of one program to its rows of part (sums, programs, width)."""
     mask = column < width
     row = part + program.to(tl.int64) * width + column
     if grad_weight is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows walked tile by tile, and read again where they are needed again: what registers cannot hold, or hold badly."""
+"""Rows processed tile by tile and read a second time where necessary, because registers cannot hold them, or only badly."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TILE = 4096
 PARTS, SUM_ROWS, SUM_TILE = 16, 8, 512
 
 
-def forward_tile(width: int, centred: bool) -> tuple[int, int]:
+def forward_tile(width: int, centered: bool) -> tuple[int, int]:
     """Columns of a tile, and warps: the longest tile that fills the row at least twice, up to 4096 columns.
 
-    The statistics of centred rows take fewer warps with more to do: at 6144 columns .86, with 8 warps .82.
+    The statistics of centered rows take fewer warps with more to do: at 6144 columns .86, with 8 warps .82.
     """
-    for tile, warps in ((4096, 16), (2048, 4 if centred else 8), (1024, 4)):
+    for tile, warps in ((4096, 16), (2048, 4 if centered else 8), (1024, 4)):
         if width % tile == 0 and width >= 2 * tile:
             return tile, warps
     return TILE, 16
@@ -65,7 +65,7 @@ def backward(
 
 @triton.jit
 def summand(x, residual, column, mask, POLICY: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile of what is normalised: of x, or of x + residual rounded."""
+    """A tile of what is normalized: of x, or of x + residual rounded."""
     value = read(x + column, mask, POLICY)
     if residual is not None:
         value = (value + read(residual + column, mask, POLICY)).to(DTYPE).to(tl.float32)
@@ -77,9 +77,9 @@ def wide_forward_kernel(
     x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
     CAST_INPUT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One program normalises one row in two passes over its tiles; the L2 cache, told to keep the first read, serves the second.
+    """One program normalizes one row in two passes over its tiles; the L2 cache, hinted to keep the first read, serves the second.
 
-    EVEN: tiles fill the row, so that no lane is masked. For the variance a thread takes VECTOR neighbours at a time, their mean and the
+    EVEN: tiles fill the row, so that no lane is masked. For the variance a thread takes VECTOR neighbors at a time, their mean and the
     squares around it, and merges both into its running mean and squares.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -100,7 +100,7 @@ def wide_forward_kernel(
         near = group[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
         average = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
         squares = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
-        # Values seen so far: the same for every thread where no lane is masked.
+        # The number of values so far: the same for every thread if no lane is masked.
         seen = 0.0 if EVEN else tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
         for start in range(0, width, BLOCK):
             column = start + near
@@ -114,7 +114,7 @@ def wide_forward_kernel(
             share = count / (seen + count if EVEN else tl.maximum(seen + count, 1.0))
             step = middle - average
             average += step * share
-            # In this order nothing overflows where nothing was seen yet.
+            # In this order, nothing overflows if there are no values yet.
             squares += tl.sum(around * around, 1) + step * (step * (share * seen))
             seen += count
         total = tl.div_rn(tl.sum(average * seen, 0), 1.0 * width)

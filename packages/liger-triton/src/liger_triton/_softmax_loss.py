@@ -16,7 +16,7 @@ from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, pro
 SCALE_BLOCK = 4096
 # Losses that the one program of the mean adds at a time.
 MEAN_BLOCK = 4096
-# Programs of the scaling a processor: few enough to see in 5 µs that there is nothing to scale.
+# Programs of the scaling per multiprocessor: few enough to find in 5 µs that there is nothing to scale.
 SCALE_PROGRAMS = 8
 
 
@@ -155,7 +155,7 @@ def loss_kernel(
     in_range = (label >= 0) & (label < width)
     safe = tl.where(in_range, label, 0)
     chosen = tl.where(in_range, capped(tl.load(base + safe), logit_scale, softcap, HAS_SOFTCAP), 0.0)
-    # The smoothed loss adds distances from here; where the loss is infinite it stays so.
+    # The smoothed loss adds distances from here; an infinite loss stays infinite.
     anchor = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)
     # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
     lowest = -3.4028234663852886e38
@@ -197,7 +197,7 @@ def loss_kernel(
         d = d * shrink + tl.sum(e, 1)
         m = top
     top = tl.max(m, 0)
-    # A NaN among the logits shows in d; the maximum may skip it.
+    # A NaN among the logits appears in d; the maximum may skip it.
     behind = (m - top) * 1.4426950408889634
     lane_share = tl.exp2(behind)
     exp_sum = tl.sum(d * lane_share, 0)

@@ -36,7 +36,7 @@ def _nearest(values: Any) -> Any:
 
 
 def find_builtins_once() -> None:
-    """Keep the names of the builtins that the interpreter replaces; it looks for them in all of triton.language at every call of a function."""
+    """Cache the names of the builtins that the interpreter replaces; it searches all of triton.language for them at every call."""
     if not hasattr(interpreter, "_patch_builtin"):
         return
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every launcher shares: the device guard, row views, and the dtypes that the kernels take."""
+"""Shared by all launchers: the device guard, row views, and the dtypes that the kernels support."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TritonKernel(Kernel):
 
 
 class Launcher:
-    """Starts a Triton kernel, `launcher(grid, *args, BLOCK=…, num_warps=…)`, by way of the kernel compiled for an equal call before.
+    """Starts a Triton kernel, `launcher(grid, *args, BLOCK=…, num_warps=…)`, reusing the kernel compiled for an equal earlier call.
 
     Triton's own call spends 10 µs finding that kernel again (H200 host, 12 arguments: 14.3 against 4.8 µs). The key holds all that
     Triton specializes on: dtypes, 16-byte alignment, the integers themselves, the constexprs and the device. Pointers are passed as
@@ -67,7 +67,7 @@ class Launcher:
         self.direct = not knobs.runtime.interpret and triton.__version__.startswith(KNOWN_RELEASES)
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        # A profiler's hooks want the launch metadata that only Triton's own call collects.
+        # The hooks of a profiler need launch metadata that only Triton's own call collects.
         if not self.direct or getattr(knobs.runtime.launch_enter_hook, "calls", True):
             self.call_triton(grid, args, options)
             return
@@ -102,11 +102,11 @@ class Launcher:
             start(x, y, 1, stream, function, *between, *values, *constants)
 
     def call_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Triton's own call. What Triton 3.9 warns about and 3.10 changes is said: products may be fused into sums."""
+        """Triton's own call. States explicitly that products may be fused into sums, which Triton 3.9 warns about and 3.10 changes."""
         return self.kernel[grid](*args, **{"enable_fp_fusion": True, **options})
 
     def keep(self, key: tuple[Any, ...], compiled: Any, count: int, options: dict[str, Any]) -> None:
-        """Remember a kernel compiled for a call with `count` arguments, with all that Triton's launcher wants around them."""
+        """Cache a kernel compiled for a call with `count` arguments, with everything that Triton's launcher needs around them."""
         run = compiled.run
         if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
             # Scratch memory and a sanitizer's state belong to one launch; Triton's own call provides them.
@@ -139,7 +139,7 @@ def fuses(block: int) -> bool:
     """Whether a reduction of so many elements may fuse products into its sums.
 
     Triton 3.6 lets every thread that knows a sum write it to shared memory (triton-lang/triton#7264, #11614). All know the same bits only
-    if no thread fuses the product of its one element into the sum with its neighbour's, which was rounded.
+    if no thread fuses the product of its one element into the sum with its neighbor's, which was rounded.
     """
     return block > 512
 

@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @hookimpl
 def liger_backends() -> list[Backend]:
-    # The interpreter is for tests: thousands of times slower than PyTorch, so that `auto` never takes it.
+    # The interpreter is for tests: it is thousands of times slower than PyTorch, so `auto` never selects it.
     devices = ("cpu", "cuda") if INTERPRETED else ("cuda",)
     return [Backend("triton", devices, 100, _implementations, _unavailable, automatic=not INTERPRETED, supports_fake_tensors=True)]
 

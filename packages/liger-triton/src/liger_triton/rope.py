@@ -27,7 +27,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
         result = _rope(q, k, cos, sin, interleaved)
         return result
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        # Whoever traces turns in-place writes into copies anyway.
+        # Tracing turns in-place writes into copies anyway.
         turned = _rope(q, k, cos, sin, interleaved)
         return q.copy_(turned[0]), k.copy_(turned[1])
     if torch.is_grad_enabled() and (q._is_view() or k._is_view()) and (q.requires_grad or k.requires_grad):
@@ -38,7 +38,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
 
 
 class _InPlace(torch.autograd.Function):
-    """Declares the mutation to autograd: version counters move, and a saved q or k is noticed."""
+    """Declares the mutation to autograd: version counters change, so that an overwritten saved q or k is detected."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
@@ -92,7 +92,7 @@ def _turn(
     interleaved: bool,
     backward: bool,
 ) -> None:
-    """Launch the kernel for whichever of q and k is there."""
+    """Launch the kernel for q, k or both."""
     pairs = [(x, out) for x, out in ((q, out_q), (k, out_k)) if x is not None and out is not None and x.numel()]
     if not pairs:
         return
@@ -119,7 +119,7 @@ def _turn(
 
 
 def _table_strides(table: Tensor, batch: int) -> tuple[int, int]:
-    """Strides over batch and tokens; 0 over a batch that is shared."""
+    """Strides over batch and tokens; 0 for a shared batch."""
     if table.dim() == 2 or table.shape[0] == 1:
         return 0, table.stride(-2)
     return table.stride(0), table.stride(1)
@@ -127,7 +127,7 @@ def _table_strides(table: Tensor, batch: int) -> tuple[int, int]:
 
 @triton.jit
 def rows_at(x, batch, token, head, x_batch, x_head, x_token):
-    """Where the rows of a tile (tokens, heads) begin."""
+    """The offsets of the rows of a tile (tokens, heads)."""
     return x + (batch * x_batch + token * x_token)[:, None, None] + (head.to(tl.int64) * x_head)[None, :, None]
 
 

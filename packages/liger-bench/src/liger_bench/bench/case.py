@@ -21,7 +21,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Results:
-    """What a forward and backward pass gave."""
+    """The results of a forward and backward pass."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def evaluates(self) -> bool:
-        """Whether a forward pass may do other work when gradients are asked for: that of a loss, whose results are small."""
+        """Whether a forward pass may do other work if gradients are required: that of a loss, whose results are small."""
         tensors = [v.numel() for v in self.arguments.values() if isinstance(v, Tensor)]
         return sum(o.numel() for o in self.grad_outputs) < max(tensors) // 2
 
@@ -84,12 +84,12 @@ class Case:
         return Errors(_errors(results.outputs, self.exact.outputs), _errors(results.gradients, self.exact.gradients))
 
     def fingerprints(self) -> dict[str, list[int]]:
-        """A sum over the bits of every tensor that implementations share, which changes when one is written to."""
+        """A checksum over every tensor that implementations share, which changes when one is written to."""
         tensors = {name: [v] for name, v in self.arguments.items() if isinstance(v, Tensor)} | {GRADIENTS: self.grad_outputs}
         return {name: [int(t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64)) for t in group] for name, group in tensors.items()}
 
     def refill(self) -> None:
-        """Give every tensor its first values again."""
+        """Restore the initial values of every tensor."""
         device = next(v.device for v in self.arguments.values() if isinstance(v, Tensor))
         fresh = make_case(self.op, self.workload, device, self.dtype)
         for name, value in self.arguments.items():
@@ -100,14 +100,14 @@ class Case:
 
 
 class Repeatable(NamedTuple):
-    """A call, and what has to run ahead of each."""
+    """A call, and the preparation that each call needs."""
 
     call: Callable[[], Results]
     before: Callable[[], None]
 
 
 class Run:
-    """The calls of one implementation on a case. What it overwrites it gets as copies of its own.
+    """The calls of one implementation on a case. It gets private copies of the arguments that it overwrites.
 
     Raises Unsupported if it cannot take the arguments.
     """
@@ -124,14 +124,14 @@ class Run:
         self._trained = [self._leaves[name] for name in case.trained]
 
     def restore(self) -> None:
-        """Give what is overwritten its first values again."""
+        """Restore the initial values of overwritten arguments."""
         for copy, value in self._copies:
-            # Behind the back of autograd, which would call what it kept modified.
+            # Hidden from autograd, which would report its saved tensors as modified.
             copy.data.copy_(value)
 
     @property
     def passes(self) -> dict[str, Callable[[], Repeatable]]:
-        """Pass → what builds its call, which can then be repeated."""
+        """Pass → a function that builds its call, which can then be repeated."""
         return {
             "forward": lambda: Repeatable(self.forward, self.restore),
             "backward": self.backward,

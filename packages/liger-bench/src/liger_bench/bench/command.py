@@ -34,8 +34,8 @@ Dtype = Annotated[str | None, typer.Option(help="float32 (default on the CPU), b
 Backends = Annotated[
     list[str] | None, typer.Option("--backend", help="A backend to measure; repeatable; all by default, the reference first.")
 ]
-AllPeers = Annotated[bool, typer.Option("--peers", help="Measure all peers that are installed too.")]
-SomePeers = Annotated[list[str] | None, typer.Option("--peer", help=f"A peer to measure too; repeatable: {', '.join(peers.FILES)}.")]
+AllPeers = Annotated[bool, typer.Option("--peers", help="Also measure all other libraries that are installed.")]
+SomePeers = Annotated[list[str] | None, typer.Option("--peer", help=f"Another library to measure; repeatable: {', '.join(peers.FILES)}.")]
 Passes = Annotated[list[str] | None, typer.Option("--pass", help=f"A pass to measure; repeatable; {', '.join(PASSES)}.")]
 Patterns = Annotated[list[str] | None, typer.Option("--workload", help="A workload by name, or several by a pattern; repeatable.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Only the small workloads, briefly.")]
@@ -45,18 +45,16 @@ Csv = Annotated[Path | None, typer.Option(help="File to append the rows to.")]
 Out = Annotated[Path | None, typer.Option(help="Folder whose results.csv and results.json the rows are appended to.")]
 Resume = Annotated[
     bool,
-    typer.Option(
-        "--resume", help="Leave out what --out has already of this commit, machine and dtype, for instance after an interruption."
-    ),
+    typer.Option("--resume", help="Skip what --out already has of this commit, machine and dtype, for instance after an interruption."),
 ]
-# Nine ops with their peers take about six minutes on a GPU then.
+# With this, nine ops and the other libraries take about six minutes on a GPU.
 SECONDS = 0.1
 DISPATCH = "dispatch"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What shall be measured, and where the rows go."""
+    """What to measure, and where the rows go."""
 
     names: list[str]
     backends: list[str]
@@ -102,7 +100,7 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         place = machine.measurable_device("bench", device)
         precision = machine.named_dtype("bench", dtype, place)
         if resume and out is None:
-            raise OptionError("bench: --resume needs --out, the folder of the run to go on with")
+            raise OptionError("bench: --resume needs --out, the folder of the run to resume")
         files = Files("results", HEADER, out, csv)
         wanted = list(peers.FILES) if all_peers else some_peers or []
         shape = (names or [], backends or [], wanted, passes or list(default_passes), patterns or [], quick, scaling)
@@ -123,8 +121,10 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
     return command
 
 
-ops = _command((*PASSES, DISPATCH), "Measure time, peak memory, accuracy and share of the machine's limit of every op", scaling=False)
-scaling = _command(("full",), "Measure how forward and backward (or the passes asked for) grow with each size of an op", scaling=True)
+ops = _command((*PASSES, DISPATCH), "Measure time, peak memory, accuracy and fraction of the roofline of every op", scaling=False)
+scaling = _command(
+    ("full",), "Measure how the time of forward and backward (or the given passes) grows with each size of an op", scaling=True
+)
 
 
 def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[list[peers.Peer], dict[str, str]]:
@@ -133,7 +133,7 @@ def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[l
     absent: dict[str, str] = {}
     for name in names:
         if name not in peers.FILES:
-            raise OptionError(f"bench: no peer named {name!r}; known: {', '.join(peers.FILES)}.{nearest(name, peers.FILES)}")
+            raise OptionError(f"bench: no library named {name!r}; known: {', '.join(peers.FILES)}.{nearest(name, peers.FILES)}")
         reason = peers.unavailable(name, device)
         try:
             found += peers.peers(name) if reason is None else []
@@ -143,7 +143,7 @@ def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[l
             absent[name] = reason
     if absent and not optional:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
-        raise OptionError(f"bench: --peer must name peers that can run here, got {reasons}; --peers takes all that can")
+        raise OptionError(f"bench: --peer must name libraries that can run here, got {reasons}; --peers takes all that can")
     return found, absent
 
 
@@ -186,7 +186,7 @@ def _check_backend(found: Registry, name: str, device: torch.device) -> None:
 
 
 def _backends(found: Registry, op: Op[..., Any], asked: list[str], device: torch.device) -> list[str]:
-    """The backends in the order asked for, or all that run on this device, the reference first."""
+    """The given backends in their order, or all that run on this device, the reference first."""
     able = [name for name, table in found.implementations.items() if op.name in table and device.type in found.backends[name].device_types]
     reference = [name for name in able if found.implementations[name][op.name] is op.reference]
     return list(asked) or [*reference, *(name for name in able if name not in reference)]
@@ -200,18 +200,18 @@ def _rows(plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dty
     task = bar.add_task("measuring the limits", total=1 + sum(len(part.implementations) for part in plan))
     if not plan:
         return
-    # The limits are what all else is compared with.
+    # Everything else is compared with the limits.
     limits = measure_limits(device, dtype, min(5 * seconds, 0.15) if asked.quick else 5 * seconds)
     run = Bench(device, dtype, limits, seconds, where, tuple(asked.passes), 2 if asked.quick else ROUNDS, not asked.scaling)
     bar.advance(task)
     for part in plan:
         title = f"{part.op.name} {part.workload.name}"
 
-        def tell(what: str, title: str = title) -> None:
+        def show(what: str, title: str = title) -> None:
             bar.update(task, description=f"{title} {what}")
 
-        tell("")
-        rows = run.measured(part.op, part.workload, part.implementations, tell) if part.implementations else []
+        show("")
+        rows = run.measured(part.op, part.workload, part.implementations, show) if part.implementations else []
         if part.dispatch:
             rows.append(run.dispatch(part.op, part.workload))
         asked.files.append([row.columns() for row in rows])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call as a CUDA graph, whose replay shows what the device needs without the host."""
+"""A call as a CUDA graph, whose replay shows the device time without the host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from liger_core.errors import Unsupported
 
 
 def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool) -> Callable[[], None]:
-    """The replay of the call that make() builds, which may run more than once for what was built ahead of it.
+    """The replay of the call that make() builds; the call must support several runs per preparation.
 
     wary  look first whether the call waits for the device, since a capture that fails leaves traces in PyTorch; for calls that
-          behave differently under capture this is no test
+          behave differently under capture, this is not a valid test
 
     Raises Unsupported with the reason if the call cannot be captured.
     """
@@ -49,7 +49,7 @@ def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool
         raise Unsupported(f"the capture failed: {type(error).__name__}: {error}".splitlines()[0]) from error
 
     def replay(kept: object = call) -> None:
-        # What the call holds, such as the graph of a forward pass, must live as long as the replay reads it.
+        # The objects that the call holds, such as the graph of a forward pass, must live as long as the replay.
         graph.replay()
 
     return replay
@@ -57,13 +57,13 @@ def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures, since the allocator keeps what it cached for a stream to that stream."""
+    """One stream for all captures, since the allocator caches memory per stream."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What is collected during a capture may call what a capture forbids."""
+    """No garbage collection during a capture: finalizers may make calls that a capture forbids."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -87,7 +87,7 @@ def _waiting_is_an_error() -> Iterator[None]:
 
 
 def _clean_up(device: torch.device, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-    """Undo what a capture that failed leaves behind: its stream, its pool in the allocator, and the state of the random numbers."""
+    """Clean up after a failed capture: its stream, its pool in the allocator, and the state of the random numbers."""
     torch.cuda.set_stream(stream)
     with suppress(Exception):
         torch.cuda.synchronize(device)

@@ -12,7 +12,7 @@ DEFAULT = "ops"
 
 
 class _OpsByDefault(TyperGroup):
-    """A first argument that is no sub-command belongs to the benchmark of the ops: `liger bench rope` is `liger bench ops rope`."""
+    """A first argument that is not a subcommand is passed to the benchmark of the ops: `liger bench rope` is `liger bench ops rope`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] != "--help"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured on a workload: the backends of an op and its peers, as one kind of thing."""
+"""The implementations that are measured on a workload: backends of an op and other libraries, as one class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BACKEND, PEER = "backend", "peer"
 
 @dataclass(frozen=True)
 class Implementation:
-    """One implementation of one op: a backend, called through the op as a user does, or a function of a peer."""
+    """One implementation of one op: a backend, called through the op as a user calls it, or a function of another library."""
 
     name: str
     kind: str
@@ -29,7 +29,7 @@ class Implementation:
 
     @property
     def overwrites(self) -> tuple[str, ...]:
-        """The arguments that it writes to; "gradients" are those that arrive at the outputs."""
+        """The arguments that it writes to; "gradients" are the upstream gradients."""
         return () if self.peer is None else self.peer.overwrites.get(self.op.name, ())
 
     @property
@@ -39,7 +39,7 @@ class Implementation:
 
     @contextmanager
     def selected(self) -> Iterator[None]:
-        """The op gets this implementation inside."""
+        """Within this context, the op runs this implementation."""
         if self.peer is None:
             with use(self.name, only=[self.op]):
                 yield
@@ -47,7 +47,7 @@ class Implementation:
             yield
 
     def prepared(self) -> Callable[..., Any]:
-        """The function, made ready for a workload."""
+        """The function, prepared for a workload."""
         if self.peer is None:
             return self.op
         function = self.peer.calls[self.op.name]
@@ -67,7 +67,7 @@ class Implementation:
         return {name: value for name, value in arguments.items() if name in known}
 
     def order(self, arguments: Arguments) -> tuple[list[str], list[str]]:
-        """The names of the arguments that are given by position, and by name: an op is called as its signature suggests."""
+        """The names of positional and of keyword arguments: an op is called as its signature suggests."""
         if self.peer is not None:
             return [], list(arguments)
         by_name = [p.name for p in self.op.signature.parameters.values() if p.kind is p.KEYWORD_ONLY]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine can do at best, measured in the run whose results are compared with it."""
+"""The roofline of the machine, measured in the run whose results are compared with it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from liger_bench.bench.timing import time_call
 from liger_core.op import Product, Work
 
-# A product at full power brings the clocks down within this time, as it does in a training step.
+# A matmul at full power lowers the clocks within this time, as it does in a training step.
 WARM_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes a second of a copy (read and written) and floating-point operations a second of a matrix product.
+    """The copy bandwidth in bytes per second (read and written), and the floating-point operations per second of a large matmul.
 
-    measured  gives the seconds of one product; by default that is its operations over the rate
-    copied    gives the seconds of a copy that reads and writes so many bytes; by default they go at the bandwidth
+    measured  gives the seconds of a matmul; by default, its operations divided by the rate
+    copied    gives the seconds of a copy of that many bytes; by default, the bytes divided by the bandwidth
     """
 
     bandwidth: float
@@ -34,7 +34,7 @@ class Limits:
         return max(size / self.bandwidth, operations / self.rate)
 
     def product_seconds(self, product: Product) -> float:
-        """The time of one product alone, measured anew at each call."""
+        """The time of one matmul alone, measured at each call."""
         if self.measured is None:
             return 2 * product.rows * product.inner * product.columns / self.rate
         return self.measured(product)
@@ -53,7 +53,7 @@ class Limits:
     def least_seconds(self, work: Work, trained: Collection[str] = ()) -> dict[str, float]:
         """Pass → the least seconds it can take, for the passes whose work is defined; trained arguments get a gradient."""
         wanted = tuple(p for p in work.full_products if not p.gradient or p.gradient in trained)
-        # One measurement for a product of both passes: the time of a pass is the sum of its products' times.
+        # A matmul of both passes is measured once: the time of a pass is the sum of the times of its matmuls.
         taken = {p: self.product_seconds(p) for p in dict.fromkeys((*work.forward_products, *wanted))}
         forward = self._least(work.forward_bytes, work.forward_flops, [taken[p] for p in work.forward_products])
         return {
@@ -67,7 +67,7 @@ class Limits:
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype, seconds: float) -> Limits:
-    """Measure them; the sizes are far above any cache, and large enough for a product at full rate."""
+    """Measure them; the sizes are far above any cache, and large enough for matmuls at full rate."""
 
     def measured(product: Product) -> float:
         return _product_seconds(product, device, dtype, 0.0)

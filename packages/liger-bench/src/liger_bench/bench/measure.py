@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the rows of one workload: its implementations in turns, pass by pass."""
+"""Measures the rows of one workload, pass by pass; its implementations are interleaved."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ Figures = dict[str, Any]
 
 @dataclass
 class Turn:
-    """One implementation on one workload: what is known of it so far.
+    """The state of one implementation on one workload.
 
-    refused  pass → why it has no figures; "" stands for all of them
+    refused  pass → why it has no figures; "" for all passes
     """
 
     implementation: Implementation
@@ -53,7 +53,7 @@ class Turn:
 
     @contextmanager
     def excused(self, name: str) -> Iterator[None]:
-        """Inside, the implementation is selected, and an error becomes the reason why a pass has no figures."""
+        """Within this context, the implementation is selected, and an error becomes the reason why a pass has no figures."""
         try:
             with self.implementation.selected():
                 yield
@@ -71,7 +71,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Bench:
-    """What is the same for all rows of a run: the place, the limits, and how long each pass of an implementation is timed.
+    """Settings of a run: the place, the limits, and how long each pass of an implementation is timed.
 
     accuracy  whether results are compared with float64, which takes longer than timing them
     """
@@ -86,7 +86,7 @@ class Bench:
     accuracy: bool = True
 
     def measured(
-        self, op: Op[..., Any], workload: Workload, implementations: Iterable[Implementation], tell: Callable[[str], object]
+        self, op: Op[..., Any], workload: Workload, implementations: Iterable[Implementation], show: Callable[[str], object]
     ) -> list[Row]:
         """The rows of a workload; if not even its inputs fit into the memory, then with that reason."""
         try:
@@ -95,18 +95,18 @@ class Bench:
             reason = f"out of memory for the inputs: {error}".splitlines()[0]
             return [self._row(op, workload, i.name, i.kind, "", reason=reason) for i in implementations]
         if self.accuracy:
-            tell("in float64")
+            show("in float64")
             with suppress(torch.OutOfMemoryError):
                 case.set_exact()
-        return self.rows(case, implementations, tell)
+        return self.rows(case, implementations, show)
 
-    def rows(self, case: Case, implementations: Iterable[Implementation], tell: Callable[[str], object] = lambda _: None) -> list[Row]:
+    def rows(self, case: Case, implementations: Iterable[Implementation], show: Callable[[str], object] = lambda _: None) -> list[Row]:
         """Measure every pass of every implementation; one that declines, fails or runs out of memory gives a row with the reason."""
         gc.collect()
         turns = [Turn(implementation) for implementation in implementations]
         plain = self._plain(case)
         for turn in turns:
-            tell(turn.implementation.name)
+            show(turn.implementation.name)
             with turn.excused(""):
                 turn.run = self._checked(case, turn)
         # In float64 they are the largest tensors here.
@@ -114,13 +114,13 @@ class Bench:
         floors: list[dict[str, float]] = []
 
         def floor() -> None:
-            # Products are long and drift with the clocks of a busy device; the limits of memory-bound ops are measured once a run.
+            # Matmuls are long and drift with the clocks of a busy device; the limits of memory-bound ops are measured once per run.
             if not floors or case.work().full_products:
                 floors.append(self.limits.least_seconds(case.work(), case.trained))
 
         for name in PASSES:
             if name in self.passes and (name != "evaluation" or case.evaluates):
-                self._timed(name, [turn for turn in turns if turn.run is not None], tell, floor)
+                self._timed(name, [turn for turn in turns if turn.run is not None], show, floor)
         if not floors:
             floor()
         least = {name: quantile([taken[name] for taken in floors], 0.5) for name in floors[0]}
@@ -130,7 +130,7 @@ class Bench:
         return [row for turn in turns for row in self._rows(case, turn, plain, least, copies)]
 
     def dispatch(self, op: Op[..., Any], workload: Workload) -> Row:
-        """What the op does before an implementation runs: its cost with one that does nothing, less that of calling nothing."""
+        """The cost of an op before its implementation runs: the time with an empty implementation, minus that of an empty call."""
 
         def nothing(*args: Any, **kwargs: Any) -> None:
             return None
@@ -166,7 +166,7 @@ class Bench:
         return None
 
     def _checked(self, case: Case, turn: Turn) -> Run:
-        """Run forward and backward once, for the errors and to see that the inputs are left alone."""
+        """Run forward and backward once, for the errors and to check that the inputs are unchanged."""
         before = case.fingerprints()
         run = Run(case, turn.implementation)
         turn.errors = case.errors(run.full())
@@ -176,11 +176,11 @@ class Bench:
             raise ValueError(f"it overwrote {', '.join(changed)}, which nothing declares")
         return run
 
-    def _timed(self, name: str, turns: list[Turn], tell: Callable[[str], object], floor: Callable[[], None]) -> None:
+    def _timed(self, name: str, turns: list[Turn], show: Callable[[str], object], floor: Callable[[], None]) -> None:
         watch = Stopwatch(self.device)
         counts: dict[str, int] = {}
         for turn in turns:
-            tell(f"{turn.implementation.name} {name}")
+            show(f"{turn.implementation.name} {name}")
             with turn.excused(name):
                 counts[turn.implementation.name] = self._prepared(name, turn, watch)
         # Round by round, so that a clock that drifts meets all alike.
@@ -203,7 +203,7 @@ class Bench:
         call, before = run.passes[name]()
         before()
         returned: list[Results] = []
-        # The profiler behind the measurement on the CPU minds what is released meanwhile; the allocator of a GPU does not.
+        # The profiler that measures on the CPU is sensitive to releases meanwhile; the allocator of a GPU is not.
         peak = peak_bytes(lambda: returned.append(call()), self.device, collect=self.device.type == "cpu")
         given = held_in(v for v in run.arguments.values() if isinstance(v, Tensor))
         gradients = [g for g in returned.pop().gradients if g.untyped_storage().data_ptr() not in given]
@@ -215,7 +215,7 @@ class Bench:
         run = turn.run
         assert run is not None
         call, before = run.passes[name]()
-        # Others had the device in between: its caches, its allocator, and of long calls also its clocks, which a run of matrix products
+        # Other implementations used the device in between: its caches, its allocator, and for long calls its clocks, which a series of matmuls
         # brings down by a tenth within 100 ms. Each call is timed in the state that it brings about itself.
         started, least = time.perf_counter(), WARM_SECONDS if count < MANY and self.device.type != "cpu" else 0.0
         while count > 1 or least:

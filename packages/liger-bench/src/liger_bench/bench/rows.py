@@ -15,16 +15,16 @@ class Row:
     """One pass of one implementation on one workload, with where and how it was measured.
 
     op, workload    what was called; `axis` and `axis_value` name the one size that a scaling workload varies, for instance N and 4096
-    implementation  a backend or a peer, which `kind` tells apart ("backend", "peer"); the backend `reference` is pure PyTorch
+    implementation  a backend or another library, according to `kind` ("backend", "peer"); the backend `reference` is pure PyTorch
     pass_           forward (inputs require gradients), backward, full (both), evaluation (no gradients, only for ops whose forward pass
                     may do the work of the backward one); dispatch is what choosing an implementation costs a call
     median_ms …     over `repetitions` calls taken in turns with the other implementations; low and high are the 0.2 and 0.8 quantiles
-    enqueue_ms      what the host takes until the call is on its way; None on a CPU, but for dispatch
+    enqueue_ms      the time that the host takes to enqueue the call; None on a CPU, except for dispatch
     graph_ms        median of replaying the same call as a CUDA graph; `graph_reason` says why there is none
-    limit_ms        least time by the limits of this run: bytes at copy bandwidth, operations at the rate of a large product, or the
-                    measured time of the very products that the call cannot avoid. None for the backward pass, whose least work
-                    depends on what the forward pass left to do
-    copy_ms         median of a plain copy that moves as many bytes as the least; None where products count instead
+    limit_ms        least time by the limits of this run: bytes at copy bandwidth, operations at the rate of a large matmul, or the
+                    measured time of the matmuls that the call cannot avoid. None for the backward pass, whose least work
+                    depends on the forward pass
+    copy_ms         median of a plain copy that moves as many bytes as necessary; None where matmuls count instead
     share           limit_ms over median_ms; may pass 1 where the data fits a cache, or where ignored rows need no work
     peak_extra_bytes  beyond inputs (and, for the backward pass, what the forward pass kept); results count
     peak_beyond_gradients_bytes  the same without the gradients that the call returned

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as a table for people."""
+"""Rows as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLUMNS = (
     Column("0.2 – 0.8", "quantiles of the same, in ms", number=True, detail=True),
     Column("enqueue", "milliseconds until the call returns to the host, before the device is done", number=True, detail=True),
     Column("graph", "the same call replayed as a CUDA graph, in ms", number=True, detail=True),
-    Column("share", "of the roofline: least possible time on this machine ÷ measured time", number=True),
+    Column("roofline", "fraction of the roofline: least possible time on this machine ÷ measured time", number=True),
     Column("MiB", "peak memory beyond the inputs", number=True, detail=True),
     Column("new MiB", "peak memory beyond inputs and returned gradients", number=True),
     Column("error", "largest relative error of a gradient, against float64", number=True, detail=True),

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# More than the L2 cache of any GPU so far; writing it evicts what the call before left there.
+# Larger than the L2 cache of any GPU so far; writing it evicts the data of the previous call.
 FLUSH_BYTES = 256 << 20
 # Repetitions between two waits for the device: the queue of launches must not fill up, or the host would be timed waiting.
 AHEAD = 10
 # After such a wait the device gets this much to do first, half a millisecond and more, so that the host is ahead of it again as in a training step.
 LEAD = 8
-# What the host does around a call: two events and the flush, with room for a call that takes longer than others.
+# Host work around a call: two events and the flush, with some room for slow calls.
 AROUND_SECONDS = 5e-5
 # A call that keeps the device busy for longer is not started too late by a host that takes tens of microseconds a kernel.
 LONG_SECONDS = 5e-3
@@ -29,7 +29,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: median, 0.2 and 0.8 quantile; on a GPU also what the host takes to enqueue the call."""
+    """Milliseconds: median, 0.2 and 0.8 quantile; on a GPU also the host time to enqueue the call."""
 
     median_ms: float
     low_ms: float
@@ -111,7 +111,7 @@ def flushes_ahead(enqueued: list[float], taken: list[float], flush: float) -> in
     """How many flushes of so many seconds keep the host ahead of the device for the next calls, by what the last ones took on each.
 
     No more than that: what computes much after the device had only memory to write finds its clocks higher than a training run does (by up to
-    9 % for products of 20 ms on one H200, where the host waited for the device all the same).
+    9 % for matmuls of 20 ms on one H200, where the host waited for the device all the same).
     """
     if not enqueued or quantile(taken, 0.5) > LONG_SECONDS:
         return LEAD

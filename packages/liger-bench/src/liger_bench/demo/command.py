@@ -31,13 +31,13 @@ def demo(
     ] = "small",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str | None, typer.Option(help='A backend, or as in LIGER_BACKEND: "triton,rope=reference".')] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
-    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on a GPU).")] = None,
     out: Annotated[Path, typer.Option(help="Folder for result.json, loss.png and memory.png.")] = Path("demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Train a small Llama on Python's own sources, plain and with Liger, and compare; exit code 1 if the losses differ too much."""
+    """Train a small Llama on Python's own sources, with and without Liger, and compare; exit code 1 if the losses differ too much."""
     place = machine.measurable_device("demo", device)
     precision = machine.named_dtype("demo", dtype, place)
     if machine.dtype_name(precision) == "float16":
@@ -65,7 +65,7 @@ def demo(
 
 
 def _without_infinities(value: Any) -> Any:
-    """JSON has no word for a number that is not finite: null."""
+    """JSON cannot represent numbers that are not finite; they become null."""
     if isinstance(value, dict):
         return {key: _without_infinities(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -76,14 +76,14 @@ def _without_infinities(value: Any) -> Any:
 def _print(result: dict[str, Any], out: Path) -> None:
     console = output()
     mib, tokens = "{:,.0f} MiB", "{:,.0f}"
-    tokens_a_step = f"{result['batch']} × {result['sequence']} tokens a step"
+    tokens_a_step = f"{result['batch']} × {result['sequence']} tokens per step"
     title = f"{result['steps']} steps of {tokens_a_step}, {result['parameters'] / 1e6:,.1f} M parameters, {result['dtype']} on {result['device']}"
     columns = [Column(""), Column("Transformers", number=True), Column(f"with Liger ({result['backend']})", number=True)]
     rows: list[list[Cell]] = []
     for label, name, suffix, form in (
         ("final loss", "loss", "", "{:.5f}"),
         ("tokens per second", "tokens_per_second", "", tokens),
-        ("peak memory of head and loss", "peak_loss_memory", "_bytes", mib),
+        ("peak memory of LM head and loss", "peak_loss_memory", "_bytes", mib),
         ("peak memory of a step", "peak_memory", "_bytes", mib),
     ):
         scale = 2**20 if form == mib else 1
@@ -93,12 +93,12 @@ def _print(result: dict[str, Any], out: Path) -> None:
         rows.append([label, form.format(plain), form.format(liger), "" if name == "loss" else f"{liger / plain:.2f}{unclear}"])
     bound = f"allowed {result['loss_difference_bound']:.1e}"
     if result["loss_noise"] is not None:
-        bound += f", plain with reordered sums {result['loss_noise']:.1e}"
+        bound += f", Transformers with reordered sums {result['loss_noise']:.1e}"
     difference = Text(f"{result['max_loss_difference']:.1e}")
     if not result["passed"]:
         difference.append(" too large", "red")
     rows.append(["largest loss difference", "", difference, bound])
-    print_table(console, [*columns, Column("Liger ÷ plain", prose=True)], rows, title=title)
+    print_table(console, [*columns, Column("Liger ÷ Transformers", prose=True)], rows, title=title)
     if not result.get("speed_is_clear", True):
         slowest, fastest = (limit(result["step_seconds_hf"] + result["step_seconds_liger"]) for limit in (max, min))
         console.print(

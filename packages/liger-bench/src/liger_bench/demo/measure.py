@@ -2,10 +2,10 @@
 """Speed and memory of a training step with and without Liger, on separate steps.
 
 The loss curves come from two complete runs, one after the other. Speed does not: whatever else the machine does meanwhile, its
-temperature and the state of its caches would favour one of them. Here both models share one set of parameters and one optimizer,
-each takes a warm-up step, and then they take turns on the same batch in the order plain, Liger, Liger, plain. On a GPU the median
+temperature and the state of its caches would favor one of them. Here both models share one set of parameters and one optimizer,
+each takes a warm-up step, and then their steps on the same batch are interleaved: baseline, Liger, Liger, baseline. On a GPU the median
 counts. On a CPU, which other processes share, the fastest step of each does: what they take can only slow a step down, and it slows
-one that synchronises its threads often more than another.
+one that synchronizes its threads often more than another.
 Peak memory is measured on further steps, since recording allocations slows a step.
 """
 
@@ -85,15 +85,15 @@ def tokens_per_second(tokens: int, seconds: list[float], device: torch.device) -
 
 
 def speed_is_clear(seconds: Iterable[list[float]]) -> bool:
-    """Whether the steps of each model took about as long as each other; else other processes have decided about a ratio."""
+    """Whether the steps of each model took about equally long; otherwise other processes have distorted the ratio."""
     return all(quantile(taken, 0.8) <= CLEAR * quantile(taken, 0.2) for taken in seconds)
 
 
 def loss_memory(model: PreTrainedModel, batch: Tensor, settings: Settings) -> dict[str, int]:
-    """Peak bytes of output projection and loss alone, forward and backward, for given hidden states.
+    """Peak bytes of LM head and loss alone, forward and backward, for given hidden states.
 
     What counts is all that is allocated past hidden states, head weight and labels, so the gradients of the first two count.
-    `plain` is the model's own head and loss function, `liger` the op on the weight of that head.
+    `plain` is the model's own LM head and loss function, `liger` the op on the weight of that head.
     """
     labels = batch.to(settings.device)
     with torch.no_grad():

@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from liger_bench.printing import change
 from liger_hf.presets import preset_name
 
 PLAIN, LIGER, OTHER = "#6b7280", "#d97706", "#9ca3af"
@@ -44,7 +45,7 @@ def _loss(result: dict[str, Any], path: Path) -> None:
         )
     bottom.axhline(result["loss_difference_bound"], color="black", linestyle="--", linewidth=1, label="allowed")
     bottom.set_yscale("log")
-    bottom.set_ylabel("|difference from Transformers|")
+    bottom.set_ylabel("|difference from Transformers|\n(0 is drawn as 1e-7)")
     bottom.set_xlabel("step")
     bottom.xaxis.get_major_locator().set_params(integer=True)
     bottom.legend()
@@ -61,7 +62,7 @@ def _memory(result: dict[str, Any], path: Path) -> None:
     figure.suptitle(f"Peak memory with and without Liger\n{_setting(result)}", fontsize=10)
     groups = {"LM head and loss only": "peak_loss_memory", "whole training step": "peak_memory"}
     hf, liger = ([result[f"{name}_{key}_bytes"] / 2**30 for name in groups.values()] for key in ("hf", "liger"))
-    saved = [f"{_size(value)}\n{_change(before, value)}" for before, value in zip(hf, liger, strict=True)]
+    saved = [f"{_size(value)}\n{change(value, before)}" for before, value in zip(hf, liger, strict=True)]
     for offset, values, color, label, words in (
         (-0.19, hf, PLAIN, "Transformers", [_size(value) for value in hf]),
         (0.19, liger, LIGER, "with Liger", saved),
@@ -80,17 +81,11 @@ def _size(gib: float) -> str:
     return f"{gib:,.1f} GiB" if gib >= 1 else f"{gib:.2f} GiB"
 
 
-def _change(before: float, after: float) -> str:
-    """With a minus sign, and without a sign where nothing changes."""
-    percent = round(100 * (after / before - 1))
-    return f"{'−' if percent < 0 else '+' if percent else ''}{abs(percent)} %"
-
-
 def _setting(result: dict[str, Any]) -> str:
     name, millions = preset_name(result["model"]), result["parameters"] / 1e6
     size = f"{millions / 1000:.2f} B parameters" if millions >= 1000 else f"{millions:,.0f} M parameters"
     where = result["machine"].split(";")[0].split(",")[0]
-    return f"{name} ({size}), {result['batch']} × {result['sequence']} tokens a step, {result['dtype']}, {where}"
+    return f"{name} ({size}), {result['batch']} × {result['sequence']} tokens per step, {result['dtype']}, {where}"
 
 
 def _finish(figure: Any, axes: tuple[Any, ...], path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo itself: two training runs, their comparison, and the result as a dictionary."""
+"""The demo: two training runs, their comparison, and the result as a dictionary."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from liger_bench.demo.train import train
 from liger_bench.text import Sequences, Text, library_text
 from liger_core import explain, linear_cross_entropy
 
-# Called at the end of a step, with what can be said of it.
+# Called at the end of a step, with a description of it.
 Advance = Callable[..., None]
 
 
 def run(settings: Settings, bar: Progress) -> dict[str, Any]:
-    """Train plain and with Liger, measure both, and judge the difference of their losses."""
+    """Train with and without Liger, measure both, and judge the difference of their losses."""
     low = settings.dtype != torch.float32
     rounds = _rounds(settings)
     total = settings.steps * (3 if low else 2) + 2 * (rounds + 1) + 3
@@ -55,7 +55,7 @@ def run(settings: Settings, bar: Progress) -> dict[str, Any]:
     if low:
         # The same sums in another order, twice over: attention written out, and the batch in two halves.
         pieces = 2 if settings.batch % 2 == 0 else 1
-        losses["noise"] = _train(settings, data, phase("training, plain, reordered"), attention="eager", pieces=pieces)
+        losses["noise"] = _train(settings, data, phase("training, reordered sums"), attention="eager", pieces=pieces)
     return {**_judged(losses), **_measured(settings, text, rounds, phase), **_described(settings, text, losses, report)}
 
 
@@ -75,7 +75,7 @@ def _release() -> None:
 
 
 def _rounds(settings: Settings) -> int:
-    """Timed steps of each model: enough to choose from, not more than were trained."""
+    """Timed steps of each model: enough to choose from, and no more than were trained."""
     return min(settings.steps, 8 if settings.device.type == "cpu" else 20)
 
 
@@ -99,7 +99,7 @@ def _measured(settings: Settings, text: Text, rounds: int, phase: Callable[[str]
     liger_hf.apply(liger)
     batch = text.sequences[: settings.batch]
     stepper = Stepper({"plain": plain, "liger": liger}, batch, settings)
-    seconds = stepper.speeds(rounds, phase("timing steps by turns"))
+    seconds = stepper.speeds(rounds, phase("timing interleaved steps"))
     advance = phase("measuring memory")
     step = {name: stepper.peak(name) for name in stepper.models}
     advance()

@@ -26,7 +26,7 @@ class Settings:
 
 
 def settings_for(size: str, device: torch.device, dtype: torch.dtype, steps: int, batch: int | None, sequence: int | None) -> Settings:
-    """Fill in what was not given: on the CPU few tokens, but enough that their logits outweigh the rest."""
+    """Fill in the defaults: on the CPU few tokens, but enough that their logits outweigh the rest."""
     size = checked_preset("demo", size)
     large = size in LARGE
     if batch is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training with the Transformers Trainer, and the loss of each of its steps."""
+"""One training run with the Transformers Trainer, and the loss of each step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from liger_bench.text import Sequences
 def train(model: PreTrainedModel, data: Sequences, settings: Settings, advance: Callable[[str], object], *, pieces: int = 1) -> list[float]:
     """Train for settings.steps and return the loss of every step; `pieces` micro-batches make up the same batch.
 
-    advance hears at the end of each step what its loss and speed were.
+    advance is called at the end of each step with its loss and speed.
     """
     with tempfile.TemporaryDirectory() as folder:
         trainer = _Recorder(model, _arguments(settings, folder, pieces), data)
@@ -72,7 +72,7 @@ class _Recorder(Trainer):
 
 
 class _Advance(TrainerCallback):
-    """Says at the end of a step what its loss and speed were."""
+    """Reports the loss and speed at the end of each step."""
 
     def __init__(self, losses: list[Tensor], pieces: int, tokens: int, advance: Callable[[str], object]) -> None:
         self.losses, self.pieces, self.tokens, self.advance = losses, pieces, tokens, advance

@@ -24,13 +24,13 @@ from liger_core.tables import Cell, Column, output, print_table
 from liger_hf.presets import LARGE, NAMES, checked_preset
 
 FIGURES = (
-    Column("tokens/s", "of all ranks together", number=True),
-    Column("÷ hf", "ratio to plain Transformers under the same strategy", number=True),
+    Column("tokens/s", "summed over ranks", number=True),
+    Column("÷ hf", "ratio to Transformers without Liger under the same strategy", number=True),
     Column("peak GiB", "of the rank that holds the most", number=True),
     Column("GiB ÷ hf", number=True),
     Column("first loss", number=True, detail=True),
     Column("last loss", number=True),
-    Column("difference", "largest difference to a loss of plain Transformers", number=True),
+    Column("difference", "largest difference to a loss of Transformers without Liger", number=True),
     Column("allowed", "for that difference", number=True),
 )
 
@@ -41,29 +41,27 @@ def distributed(
     ] = None,
     size: Annotated[str | None, typer.Option("--model", help=f"{NAMES}; llama-3.2-1b on GPUs, tiny on the CPU.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes; one per GPU, two on the CPU.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a rank and step; 8 on GPUs, 2 on the CPU.")] = None,
-    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens a sequence; 1024 on GPUs, 64 on the CPU.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank and step; 8 on GPUs, 2 on the CPU.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence; 1024 on GPUs, 64 on the CPU.")] = None,
     steps: Annotated[int, typer.Option(min=WARM_UP + 1, help=f"Training steps; all but the first {WARM_UP} are timed.")] = 10,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on GPUs).")] = None,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds after which a run has failed.")] = 300.0,
+    patience: Annotated[float, typer.Option(min=1, help="Timeout of a run, in seconds.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_columns: AllColumns = False,
     out: Annotated[Path | None, typer.Option(help="Folder whose distributed.csv and distributed.json the rows are appended to.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Leave out what --out has already of this commit, machine and versions.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip what --out already has of this commit, machine and versions.")] = False,
 ) -> None:
-    """Train a model on every GPU (NCCL), or on processes of the CPU (gloo), by DDP, FSDP2 and DeepSpeed ZeRO, plain and with Liger.
+    """Train a model on every GPU (NCCL), or on processes of the CPU (gloo), by DDP, FSDP2 and DeepSpeed ZeRO, with and without Liger.
 
-    Random weights and tokens, gradient checkpointing, AdamW. Exit code 1 if a run fails or if losses differ by more than rounding explains.
+    Random weights and tokens, activation checkpointing, AdamW. Exit code 1 if a run fails or if losses differ by more than rounding explains.
     """
     place = machine.measurable_device("bench distributed", device)
     precision = machine.dtype_name(machine.named_dtype("bench distributed", dtype, place))
     if precision == "float16":
         raise DtypeError("bench distributed: --dtype must be float32 or bfloat16, got 'float16', in which gradients would need scaling")
     if resume and out is None:
-        raise OptionError("bench distributed: --resume needs --out, the folder of the run to go on with")
+        raise OptionError("bench distributed: --resume needs --out, the folder of the run to resume")
     on_gpus = place.type == "cuda"
     size = checked_preset("bench distributed", size or ("llama-3.2-1b" if on_gpus else "tiny"))
     check_known("bench distributed", "--strategy", strategies or [], STRATEGIES)
@@ -81,7 +79,7 @@ def distributed(
     todo, kept = remaining(jobs, lambda job: row_of(job, where, {}), before, attrgetter(*IDENTITY))
     found = all_measured(
         len(todo),
-        lambda tell: measured(todo, where, patience, kept, lambda job: tell(f"{job.strategy} {job.implementation}")),
+        lambda show: measured(todo, where, patience, kept, lambda job: show(f"{job.strategy} {job.implementation}")),
         files,
     )
     places = {(job.strategy, job.implementation): place for place, job in enumerate(jobs)}

@@ -19,7 +19,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Job:
-    """One row to measure; `batch` sequences a rank and step."""
+    """One row to measure; `batch` sequences per rank and step."""
 
     model: str
     batch: int
@@ -38,7 +38,7 @@ class Row(Job):
     """A run of one implementation under one strategy, with where and how it was measured.
 
     backend             what runs Liger's ops
-    tokens_per_second   of all ranks together; by the median of the steps after the first two, of each the slowest rank's
+    tokens_per_second   summed over ranks; from the median step after the first two, where the slowest rank counts
     peak_bytes          the most memory that a rank held at once in those steps; peak_bytes_by_rank has them all (on GPUs)
     losses              of every step, the mean over the ranks
     loss_difference     the largest one to the losses of hf under the same strategy
@@ -71,7 +71,7 @@ class Row(Job):
 
 COLUMNS = [field.name for field in fields(Row)]
 JOB = tuple(field.name for field in fields(Job))
-# What tells a measurement from another one.
+# The columns that identify a measurement.
 IDENTITY = (*JOB, "machine", "versions", "commit")
 
 

@@ -22,7 +22,7 @@ Phase = Callable[[Job], object]
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and what the ranks wrote."""
+    """A row, and the output of the ranks."""
 
     row: Row
     written: str = ""
@@ -41,7 +41,7 @@ def measured(
                 yield from (Measured(row_of(job, where, {"reason": missing})) for job in rest)
                 continue
             while rest:
-                # What comes after a failure begins anew, in processes of its own.
+                # After a failure, the remaining jobs start in new processes.
                 for found in _until_one_fails(rest, where, patience, [row for row in rows if row.strategy == name], Path(folder), phase):
                     rest = rest[1:]
                     rows.append(found.row)

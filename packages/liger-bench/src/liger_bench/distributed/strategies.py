@@ -26,7 +26,7 @@ Step = Callable[[Tensor], Tensor]
 class Strategy:
     """trained(model, job) wraps a model for as long as it is entered.
 
-    keeps_float32  the model shall come in float32, and the strategy itself computes in the dtype of the job
+    keeps_float32  the model must be in float32, and the strategy itself computes in the dtype of the job
     module         what must be importable
     """
 

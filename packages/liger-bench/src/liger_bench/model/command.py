@@ -53,7 +53,7 @@ def model(
     seconds: Annotated[float, typer.Option(min=0, help="Seconds of timed steps; three steps are taken even if they take longer.")] = 8.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")] = None,
-    memory_limit: Annotated[str | None, typer.Option(help="Act as a smaller GPU, for instance 24GiB.")] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="Cap GPU memory, to simulate a smaller card, for instance 24GiB.")] = None,
     together: Annotated[
         int, typer.Option(min=1, help="Processes that load and compile at once, if their memory allows; they are timed one by one.")
     ] = 1,
@@ -63,13 +63,13 @@ def model(
     csv: Annotated[Path | None, typer.Option(help="File to append the rows to.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder whose model.csv and model.json the rows are appended to.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Leave out what --out has already of this commit, machine, versions and dtype.")
+        bool, typer.Option("--resume", help="Skip what --out already has of this commit, machine, versions and dtype.")
     ] = False,
-    targets: Annotated[Path | None, typer.Option(help="Targets to compare with; benchmarks/targets.json if it is there.")] = None,
+    targets: Annotated[Path | None, typer.Option(help="Targets to compare with. Default: benchmarks/targets.json, if it exists.")] = None,
 ) -> None:
     """Measure forward and backward of whole models, each implementation in a process of its own.
 
-    Random weights and tokens, gradient checkpointing, no optimizer. Memory that runs out is a result; exit code 1 if anything else fails.
+    Random weights and tokens, activation checkpointing, no optimizer. Running out of memory is a result; exit code 1 if anything else fails.
     """
     place = machine.measurable_device("bench model", device)
     precision = machine.dtype_name(machine.named_dtype("bench model", dtype, place))
@@ -77,7 +77,7 @@ def model(
     if limit is not None and place.type == "cpu":
         raise DeviceError("bench model: --memory-limit needs a GPU, got --device cpu")
     if resume and out is None:
-        raise OptionError("bench model: --resume needs --out, the folder of the run to go on with")
+        raise OptionError("bench model: --resume needs --out, the folder of the run to resume")
     check_known("bench model", "--implementation", implementations or [], IMPLEMENTATIONS)
     names = [checked_preset("bench model", name) for name in models or (DEFAULT if place.type == "cuda" else ["tiny"])]
     jobs = [
@@ -92,7 +92,7 @@ def model(
     where = machine.describe(place)
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
     todo, kept = remaining(jobs, lambda job: row_of(job, where, {}), before, attrgetter(*IDENTITY))
-    found = all_measured(len(todo), lambda tell: measured(todo, where, together, lambda job, doing: tell(_doing(job, doing))), files)
+    found = all_measured(len(todo), lambda show: measured(todo, where, together, lambda job, doing: show(_doing(job, doing))), files)
     rows = _in_order(jobs, [*kept, *(result.row for result in found)])
     verdicts = _verdicts(rows, wanted)
     if as_json:
@@ -110,7 +110,7 @@ def _targets(path: Path | None) -> list[Target]:
 
 
 def _verdicts(rows: list[Row], targets: list[Target]) -> list[Verdict]:
-    """What the rows reached of the targets that are about models."""
+    """The verdicts on the targets for whole models."""
     found = judged(targets, with_derived([row.columns() for row in rows]), {})
     return [verdict for verdict in found if verdict.value is not None]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model can be run by: Transformers alone, a peer, Liger, and each of them compiled where that is asked for."""
+"""What can run a model: Transformers alone, another library, or Liger, each of them also compiled."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _liger(model: PreTrainedModel) -> str:
 
 
 def _liger_kernel(model: PreTrainedModel) -> str:
-    """The peer's own way to patch a model that exists already, with its defaults, as the Transformers Trainer calls it."""
+    """The library's own function that patches an existing model, with its defaults, as the Transformers Trainer calls it."""
     patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
     patches._apply_liger_kernel_to_instance(model=model)
     return "liger-kernel"

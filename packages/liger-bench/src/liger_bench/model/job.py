@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process shall measure, and the row that comes of it."""
+"""What one process measures, and the resulting row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Row:
     *_per_second      median, 0.2 and 0.8 quantile of the steps
     peak_bytes        the most memory held at once: weights, gradients, activations and the batch
     loss, grad_norm   of the first step: the same weights and tokens for all implementations
-    compile_seconds   what the first step took beyond a median one: graphs and kernels are compiled in it
+    compile_seconds   the time of the first step, which compiles graphs and kernels, minus that of a median one
     reason            why there are no figures, else empty; no memory left is a result and not a failure
     """
 
@@ -74,7 +74,7 @@ class Row:
 
 
 COLUMNS = [field.name for field in fields(Row)]
-# What tells a measurement from another one; the same machine, versions and commit give the same figures.
+# The columns that identify a measurement; the same machine, versions and commit give the same figures.
 IDENTITY = ("model", "batch", "sequence", "implementation", "device", "dtype", "memory_limit_bytes", "machine", "versions", "commit")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All jobs of a run: prepared several at once if so wanted, measured one after the other."""
+"""All jobs of a run: several may be prepared at once, but they are measured one after the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Phase = Callable[[Job, str], object]
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, the longest kernels if they were asked for, and what the process wrote."""
+    """A row, the longest kernels if requested, and the output of the process."""
 
     row: Row
     kernels: list[dict[str, Any]]
@@ -37,7 +37,7 @@ def measured(
 ) -> Generator[Measured, None, None]:
     """Each job's row. `together` processes load and compile at once; then each in turn has the device for itself.
 
-    Memory that runs out while other processes hold some says nothing: such a job is repeated alone.
+    Running out of memory while other processes hold some is not a result: such a job is repeated alone.
     """
     groups = deque(_groups(jobs, together))
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:
@@ -57,7 +57,7 @@ def measured(
 
 
 def answer(job: Job, connection: Connection) -> Answer:
-    """What the process of a job does."""
+    """The work of the process of a job."""
     try:
         # Here, so that the process which only waits need not load it.
         from liger_bench.model.training import Training

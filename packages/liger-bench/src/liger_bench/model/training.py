@@ -27,7 +27,7 @@ BUSY = "all kernels of a step"
 
 
 class Training:
-    """A model with gradient checkpointing and one batch of random tokens, the same for every implementation."""
+    """A model with activation checkpointing and one batch of random tokens, the same for every implementation."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -46,7 +46,7 @@ class Training:
         self.first: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """The first step, which compiles, and whose loss and gradients are told."""
+        """The first step, which compiles, and whose loss and gradients are reported."""
         seconds, loss = self._timed()
         self.first = {"seconds": seconds, "loss": float(loss), "grad_norm": self._gradient_norm()}
         del loss

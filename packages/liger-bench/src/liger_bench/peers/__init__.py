@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other implementations of the ops, to compare with: one file each, all optional, found when they are asked for.
+"""Implementations of the ops by other libraries, to compare with: one file each, all optional, imported on demand.
 
 A file has `unavailable(device)`, the reason why it cannot run or None, and `peers()`, a list of `Peer`.
 """

@@ -2,7 +2,7 @@
 """liger-kernel 0.8.5: its Triton kernels, float32 accumulation and long chunks for the linear loss, and its CuTe kernels if it has them.
 
 Measured as a user calls them, except for two traps: `in_place=False`, since its norms by default write their gradient over the one
-that arrives, which another op may still need; and private copies of what rope, the gated units and cross_entropy overwrite.
+that arrives, which another op may still need; and private copies of what rope, the gated activations and cross_entropy overwrite.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from liger_bench.peers import Peer, by_name, missing
 from liger_core.errors import Unsupported
 
-# Forward passes of rope and cross_entropy, backward passes of the gated units; rope's backward pass also turns what arrives in place.
+# Forward passes of rope and cross_entropy, backward passes of the gated activations; rope's backward pass also turns what arrives in place.
 OVERWRITES = {
     "rope": ("q", "k", "gradients"),
     "swiglu": ("gate", "up"),

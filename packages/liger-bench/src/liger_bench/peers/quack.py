@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quack-kernels 0.6.5, written in CuTe. Its layer_norm has no backward pass of its own, and it has no gated unit alone."""
+"""quack-kernels 0.6.5, written in CuTe. Its layer_norm has no backward pass of its own, and it has no separate gated activation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def peers() -> list[Peer]:
     def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Any:
         if interleaved or cos.dim() != 2:
             raise Unsupported("it is called with one table of halves here")
-        # It takes (batch, tokens, heads, width), one tensor a call, and each angle once; in place it would need what is no leaf.
+        # It takes (batch, tokens, heads, width), one tensor a call, and each angle once; in place it would need tensors that are not leaves.
         half = cos.shape[-1] // 2
         cos, sin = cos[:, :half], sin[:, :half]
         return tuple(rotary.apply_rotary_emb(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile of what `eager` does, anew for every workload and for its shapes alone.
+"""torch.compile of what `eager` does, compiled for every workload and for its shapes only.
 
-Its backward pass writes over what the forward pass kept, and so runs once.
+Its backward pass overwrites what the forward pass saved, so it can run only once.
 """
 
 from __future__ import annotations

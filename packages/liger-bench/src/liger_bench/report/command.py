@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -21,8 +22,8 @@ IMAGES = Path("images", "bench")
 def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="Folder with the results.json and model.json of liger bench --out.")],
     docs: Annotated[Path, typer.Option(help="The page to write; the pictures go to images/bench beside it.")] = Path("docs/benchmarks.md"),
-    targets: Annotated[Path | None, typer.Option(help=f"What the figures are judged by; {TARGETS} if it is there.")] = None,
-    reasons: Annotated[Path | None, typer.Option(help=f"Why targets are missed; {REASONS} if it is there.")] = None,
+    targets: Annotated[Path | None, typer.Option(help=f"Targets for the figures. Default: {TARGETS}, if it exists.")] = None,
+    reasons: Annotated[Path | None, typer.Option(help=f"Why targets are missed. Default: {REASONS}, if it exists.")] = None,
 ) -> None:
     """Draw pictures and write one page from results; every figure in them comes from the results."""
     # These bring matplotlib, which the other commands do without.
@@ -34,7 +35,7 @@ def report(
     drawn = _drawn(records, docs.parent / IMAGES)
     named = {key: Path(os.path.relpath(path, docs.parent)) for key, path in drawn.items()}
     docs.write_text(page(records, verdicts, named, f"liger bench report {results.as_posix()}"), encoding="utf-8")
-    counts = {word: sum(v.word == word for v in verdicts) for word in ("met", "missed", "not measured")}
+    counts = Counter(verdict.word for verdict in verdicts)
     judgement = f"; targets: {', '.join(f'{count} {word}' for word, count in counts.items())}" if verdicts else ""
     Console(highlight=False).print(f"{docs}, {len(drawn)} pictures in {docs.parent / IMAGES}{judgement}", soft_wrap=True)
 

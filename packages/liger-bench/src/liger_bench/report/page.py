@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a report: where it was measured, which targets are met, and every figure, as Markdown."""
+"""The page of a report as Markdown: what a user asks first, then every figure, and the targets in an appendix."""
 
 from __future__ import annotations
 
@@ -8,37 +8,134 @@ from pathlib import Path
 
 from liger_bench import markdown
 from liger_bench.model.table import HEAD, cells, title
-from liger_bench.records import Record, Records, distinct, find
-from liger_bench.targets import Verdict
+from liger_bench.printing import change
+from liger_bench.records import Record, Records, distinct, find, sizes_of
+from liger_bench.targets import STATED, Verdict
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 PASSES = {"forward": "forward", "full": "full", "evaluation": "evaluation"}
 OURS = ("triton", "liger", "liger-compiled")
 ABOUT = """
-`share` is the least time that the work can take on this machine over the median time. The limits, copy bandwidth and the rate of matrix products, are
-measured in the same run; for ops that cannot avoid matrix products, the least time is that of exactly these products. `full` is forward and backward,
-`forward` a forward pass whose inputs require gradients, `evaluation` one without gradients. A plain copy that moves as many bytes as the op must stands first: a short
-one does not reach the bandwidth of a long one, and the kernels that move as little do not, either. Times are medians with the L2 cache flushed, the 0.2 and
-0.8 quantiles in brackets; implementations take turns. `graph` is the share when the same call is replayed as a CUDA graph, `enqueue` what the
-host takes to enqueue it, `extra` the most memory held beyond the inputs, `beyond gradients` that without the gradients which the call returns.
-`error` is the largest relative error (Frobenius norm) against the same computation in float64, of outputs and of gradients; `÷ eager` the largest
-ratio of a gradient's error to that of plain eager PyTorch in the same dtype. A `–` was not measured, or has no meaning there.
+`triton` is Liger's backend, and `eager` what Transformers computes. `roofline` is the fraction of the roofline that is reached: the least time that
+the work can take on this machine, divided by the median time. The roofline is measured in the same run: copy bandwidth and the rate of a large
+matmul; for ops that cannot avoid matmuls, the time of exactly these matmuls. `full` is forward and backward, `forward` a forward pass whose inputs
+require gradients, `evaluation` one without gradients. The first line of a shape is a plain copy of as many bytes as the op must move: a short copy
+does not reach the bandwidth of a long one, and a kernel that moves as little cannot either. Times are medians with the L2 cache flushed, with the
+20th and 80th percentiles in brackets; the implementations are interleaved. `graph` is the fraction of the roofline when the call is replayed as a
+CUDA graph, and `enqueue` the time that the host takes to enqueue it. `extra` is the peak memory beyond the inputs, `beyond gradients` the same
+without the returned gradients. `error` is the largest relative error (Frobenius norm) of outputs and of gradients against float64; `÷ eager` is the
+largest ratio of a gradient's error to that of eager PyTorch in the same dtype. A `–` was not measured, or has no meaning there.
 """.strip()
+TARGETS_ABOUT = (
+    "What this version was built to reach, ratios within one run. For memory-bound ops, the bound is a fraction of what a plain copy of as many bytes reaches "
+    "in the same run, if that is lower. Ratios of two implementations that differ by no more than their spread are equal: neither met nor missed."
+)
+# Implementations, as readers know them.
+NAMES = {
+    "hf": "Transformers",
+    "hf-compiled": "Transformers, compiled",
+    "liger": "Liger",
+    "liger-compiled": "Liger, compiled",
+    "triton": "Liger (Triton)",
+    "reference": "Liger (reference)",
+}
 
 
 def page(records: Records, verdicts: Sequence[Verdict], pictures: dict[str, Path], command: str) -> str:
-    """`pictures`: key → path as the page shall name it; keys are ops, `<op> scaling` and `models`."""
+    """`pictures`: key → path as the page links to it; keys are ops, `<op> scaling` and `models`."""
     parts = [
         "# Benchmarks",
         markdown.generated(command),
-        _where(records),
-        _targets(verdicts),
-        _models(records.models, pictures),
-        "## Ops\n\n" + ABOUT if records.ops or records.scaling else "",
+        markdown.where(records.all)[0] + " [Versions and commits](#how-it-was-measured) are below.",
+        _models_compared(records.models, pictures),
+        _ops_compared(records.ops),
+        _models(records.models),
+        "## Ops in detail\n\n" + ABOUT if records.ops or records.scaling else "",
         *(_op(name, records, pictures) for name in distinct([*records.ops, *records.scaling], "op")),
+        _where(records),
         _repeat(records, command),
+        _targets(verdicts),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _models_compared(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
+    """The answer to how much faster and smaller: a picture, a sentence for the largest step of each model, and a table."""
+    if not rows:
+        return ""
+    places = list(dict.fromkeys(map(title, rows)))
+    base = {title(row): row for row in rows if row["implementation"] == "hf"}
+    headlines = {row["model"]: _headline(row, base[title(row)]) for row in rows if row["implementation"] == "liger" and _both(row, base)}
+    names = [name for name in NAMES if any(row["implementation"] == name for row in rows)]
+    names += [name for name in distinct(rows, "implementation") if name not in NAMES]
+    table = [[place, *(_compared(rows, place, name, base.get(place)) for name in names)] for place in places]
+    parts = [
+        "## How much faster and smaller",
+        "\n".join(f"* {headline}" for headline in headlines.values()),
+        _picture("models", "Speed and peak memory of whole models, compared with Transformers", pictures),
+        "Forward and backward of Llama models with activation checkpointing: tokens/s and peak memory, and in brackets the change from Transformers.",
+        markdown.table(("model, batch × sequence", *(NAMES.get(name, name) for name in names)), table, right=range(1, 1 + len(names))),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _both(row: Record, base: dict[str, Record]) -> bool:
+    return bool(row["tokens_per_second"] and title(row) in base and base[title(row)]["tokens_per_second"])
+
+
+def _headline(row: Record, base: Record) -> str:
+    speed = row["tokens_per_second"] / base["tokens_per_second"]
+    return (
+        f"**{title(row)}: {speed:.2f} × the speed of Transformers, {change(row['peak_bytes'], base['peak_bytes'])} peak memory** "
+        f"({row['peak_bytes'] / GIB:.1f} GiB instead of {base['peak_bytes'] / GIB:.1f} GiB)"
+    )
+
+
+def _compared(rows: Sequence[Record], place: str, name: str, base: Record | None) -> str:
+    row = next((row for row in rows if row["implementation"] == name and title(row) == place), None)
+    if row is None or row["tokens_per_second"] is None:
+        return "out of memory" if row is not None and row["out_of_memory"] else "–"
+    speed, peak = f"{row['tokens_per_second']:,.0f}", f"{row['peak_bytes'] / GIB:.1f} GiB"
+    if base is not None and base is not row and base["tokens_per_second"]:
+        speed += f" ({row['tokens_per_second'] / base['tokens_per_second']:.2f} ×)"
+        peak += f" ({change(row['peak_bytes'], base['peak_bytes'])})"
+    text = f"{speed}<br>{peak}"
+    return f"**{text}**" if name in OURS else text
+
+
+def _ops_compared(rows: Sequence[Record]) -> str:
+    """Each op at its largest shape: eager PyTorch, the fastest other library, and Liger."""
+    table = []
+    for op in distinct(rows, "op"):
+        own = [row for row in rows if row["op"] == op and row["pass"] == "full" and row["median_ms"] and row["limit_ms"]]
+        own = [row for row in own if sizes_of(row["workload"]) == row["workload"]]
+        shared = [
+            row for row in own if row["implementation"] in OURS and find(own, {"workload": row["workload"], "implementation": "eager"})
+        ]
+        if not shared:
+            continue
+        ours = max(shared, key=lambda row: row["limit_ms"])
+        here = [row for row in own if row["workload"] == ours["workload"]]
+        eager = next(row for row in here if row["implementation"] == "eager")
+        others = [row for row in here if row["kind"] == "peer" and row is not eager]
+        best = min(others, key=lambda row: row["median_ms"], default=None)
+        line = [f"[{op}](#{op})", ours["workload"], _ms(eager["median_ms"])]
+        line += (
+            ["–", "–"]
+            if best is None
+            else [f"{_ms(best['median_ms'])} ({best['implementation']})", f"{best['median_ms'] / ours['median_ms']:.2f} ×"]
+        )
+        line[3:] = [line[3], f"**{_ms(ours['median_ms'])}**", f"**{eager['median_ms'] / ours['median_ms']:.2f} ×**", line[4]]
+        extra = [_form(row, "peak_beyond_gradients_bytes", ",.0f", 1 / MIB) for row in (eager, ours)]
+        table.append([*line, f"{extra[0]} → **{extra[1]}**"])
+    if not table:
+        return ""
+    head = ("op", "shape", "eager ms", "fastest other ms", "Liger ms", "speedup over eager", "over the other", "extra MiB, eager → Liger")
+    about = (
+        "Each op at the largest shape that eager PyTorch can run, forward and backward. *Eager* is what Transformers computes; *extra* is the peak memory "
+        "beyond inputs and gradients."
+    )
+    return f"## Ops\n\n{about}\n\n{markdown.table(head, table, right=range(2, len(head)))}"
 
 
 def _where(records: Records) -> str:
@@ -49,8 +146,8 @@ def _where(records: Records) -> str:
     if limited:
         copy = _range([row["copy_bytes_per_second"] / 1e12 for row in limited], ".3g")
         product = _range([row["product_flops_per_second"] / 1e12 for row in limited], ".3g")
-        lines.append(f"* limits of the runs: copy {copy} TB/s (read and written), matrix product {product} TFLOP/s")
-    return lines[0] + "\n\n" + "\n".join(lines[1:])
+        lines.append(f"* measured peaks: copy {copy} TB/s (read and written), matmul {product} TFLOP/s")
+    return f"## How it was measured\n\n{lines[0]}\n\n" + "\n".join(lines[1:])
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -61,21 +158,23 @@ def _range(values: Sequence[float], form: str) -> str:
 def _targets(verdicts: Sequence[Verdict]) -> str:
     if not verdicts:
         return ""
-    counts = {word: sum(v.word == word for v in verdicts) for word in ("met", "missed", "not measured")}
+    counts = {word: sum(v.word == word for v in verdicts) for word in ("met", "missed", "equal", STATED, "not measured")}
     summary = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
     rows = [
         (v.target.id, v.target.bound.replace("<=", "≤").replace(">=", "≥"), "–" if v.value is None else v.target.shown(v.value), _word(v))
         for v in verdicts
     ]
     parts = [
-        f"## Targets\n\nOf {len(verdicts)} targets: {summary}.",
+        f"## Appendix: targets\n\n{TARGETS_ABOUT} Of {len(verdicts)} targets: {summary}.",
         markdown.table(("target", "bound", "reached", ""), rows, right=(1, 2)),
     ]
     reasons = [
-        f"* **{v.target.id}** ({v.target.shown(v.value)}): {v.reason}" for v in verdicts if v.value is not None and v.reason and _missed(v)
+        f"* **{v.target.id}** ({v.target.shown(v.value)}): {v.reason}"
+        for v in verdicts
+        if v.value is not None and v.reason and v.word != "met"
     ]
     if reasons:
-        parts.append("Why a target is missed:\n\n" + "\n".join(reasons))
+        parts.append("Why targets are not met:\n\n" + "\n".join(reasons))
     return "\n\n".join(parts)
 
 
@@ -87,16 +186,16 @@ def _word(verdict: Verdict) -> str:
     return f"**{verdict.word}**" if _missed(verdict) else verdict.word
 
 
-def _models(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
+def _models(rows: Sequence[Record]) -> str:
     if not rows:
         return ""
     about = (
-        "## Whole models\n\nLlama shapes with random weights, gradient checkpointing, sdpa attention, forward and backward without an optimizer. Each "
-        "implementation runs in a process of its own. Peak memory is that of the allocator; loss and gradient norm are those of the first step, from "
-        "the same weights and tokens; `compile` is what the first step took beyond a median one."
+        "## Whole models in detail\n\nLlama models with random weights, activation checkpointing and sdpa attention, forward and backward without an optimizer. "
+        "Each implementation runs in its own process; `hf` is Transformers. Peak memory is that of the allocator. Loss and gradient norm are those of the first "
+        "step, from the same weights and tokens; `compile` is the time of the first step minus that of a median one."
     )
     table = [(title(row), _ours(row["implementation"]), *cells(row, rows)) for row in rows]
-    parts = [about, _picture("models", "Speed and memory of whole models", pictures)]
+    parts = [about]
     parts.append(
         markdown.table(("model, batch × sequence", "implementation", *HEAD), markdown.sparse(table), right=range(2, 2 + len(HEAD)))
     )
@@ -106,7 +205,7 @@ def _models(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
 
 def _op(name: str, records: Records, pictures: dict[str, Path]) -> str:
     rows = [row for row in records.ops if row["op"] == name]
-    parts = [f"### {name}", _picture(name, f"{name}: share of the limit", pictures)]
+    parts = [f"### {name}", _picture(name, f"{name}: fraction of the roofline", pictures)]
     own = [row for row in rows if row["pass"] != "dispatch"]
     if own:
         parts += [
@@ -128,7 +227,7 @@ def _speeds(rows: Sequence[Record]) -> str:
         return ""
     head = ["shape", "implementation"]
     for name in passes:
-        head += [f"{name} ms", "share", *(["graph"] if name != "evaluation" else [])]
+        head += [f"{name} ms", "roofline", *(["graph"] if name != "evaluation" else [])]
     head += ["error of outputs", "of gradients", "÷ eager"]
     table = []
     copied = None
@@ -163,7 +262,7 @@ def _copies(rows: Sequence[Record], passes: Sequence[str], width: int) -> list[l
 
 
 def _costs(rows: Sequence[Record]) -> str:
-    """Memory of forward and backward, and what the host takes."""
+    """Memory and host time of forward and backward."""
     full = [row for row in rows if row["pass"] == "full" and row["peak_extra_bytes"] is not None]
     if not full:
         return ""
@@ -186,7 +285,7 @@ def _repeat(records: Records, command: str) -> str:
         lines += [f"liger bench model --model llama-3.2-1b --memory-limit {limit / 2**30:g}GiB --out RESULTS" for limit in limits]
     lines.append("liger bench report RESULTS")
     commands = "\n".join(f"    {line}" for line in lines)
-    return f"## Repeat\n\n{commands}\n\nRatios within a run can be compared, times of different runs cannot. This page is what `{command}` writes."
+    return f"### Repeat it\n\n{commands}\n\nRatios within a run can be compared, times of different runs cannot. This page is what `{command}` writes."
 
 
 def _pairs(rows: Sequence[Record]) -> list[tuple[str, str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of a report: share of the limit, cost against size, and whole models."""
+"""The pictures of a report: fraction of the roofline, time against size, and whole models."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator
 
 from liger_bench.model.table import title
+from liger_bench.printing import change
 from liger_bench.records import Record, distinct, find, sizes_of
+from liger_bench.report.page import NAMES
 
-# Told apart with any kind of colour vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
-COLOURS = {
+# Distinguishable with any kind of color vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
+COLORS = {
     "triton": "#d55e00",
     "liger": "#d55e00",
     "reference": "#9ca3af",
@@ -43,7 +45,7 @@ PASSES = ("forward", "full", "evaluation")
 SIZES = {
     "N": "N, tokens",
     "T": "T, tokens",
-    "H": "H, width",
+    "H": "H, hidden size",
     "V": "V, classes",
     "I": "I, width",
     "chunk": "rows of a chunk",
@@ -64,7 +66,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Style:
-    colour: str
+    color: str
     dashes: Any
     marker: str
     filled: bool
@@ -74,13 +76,13 @@ Styles = dict[str, Style]
 
 
 def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
-    """Share of the limit of each shape, a panel per pass; False if there is nothing to draw. Variants of a shape are left to tables."""
+    """Fraction of the roofline at each shape, a panel per pass; False if there is nothing to draw. Variants of a shape are only in tables."""
     rows = [row for row in rows if row["share"] is not None and sizes_of(row["workload"]) == row["workload"]]
     shapes = distinct(rows, "workload")
     passes = [name for name in PASSES if any(row["pass"] == name for row in rows)]
     if not passes:
         return False
-    figure, panels = _figure(len(passes), max(2.6, 0.7 * len(shapes)), f"{op}: share of the machine's limit")
+    figure, panels = _figure(len(passes), max(2.6, 0.7 * len(shapes)), f"{op}: fraction of the roofline (higher is better)\n{_place(rows)}")
     highest = max(row["limit_ms"] / row["low_ms"] for row in rows if row["pass"] in passes)
     for name, axes in zip(passes, panels, strict=True):
         here = [row for row in rows if row["pass"] == name]
@@ -92,19 +94,19 @@ def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> 
         found = [_shares(here, implementation, shapes) for implementation in distinct(here, "implementation")]
         axes.set_ylim(0, 1.06 * max(1.0, highest))
         _draw(axes, found, later, look)
-    panels[0].set_ylabel("least possible time ÷ time")
+    panels[0].set_ylabel("fraction of the roofline")
     _finish(figure, panels, path)
     return True
 
 
 def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
-    """Time of forward and backward against each size, a panel per size, the least possible time dashed; False if there is nothing."""
+    """Time of forward and backward against each size, a panel per size, the roofline dashed; False if there is nothing to draw."""
     rows = [row for row in rows if row["median_ms"] is not None and row["pass"] == "full"]
     # Last the size with most implementations, since their names stand at the right.
     names = sorted(distinct(rows, "axis"), key=lambda name: len({row["implementation"] for row in rows if row["axis"] == name}))
     if not names:
         return False
-    figure, panels = _figure(len(names), 2.9, f"{op}: time of forward and backward against each size")
+    figure, panels = _figure(len(names), 2.9, f"{op}: time of forward and backward (lower is better; dashed: roofline)\n{_place(rows)}")
     for name, axes in zip(names, panels, strict=True):
         here = sorted((row for row in rows if row["axis"] == name), key=lambda row: row["axis_value"])
         later = {row["implementation"] for row in rows if row["axis"] in names[names.index(name) + 1 :]}
@@ -125,41 +127,55 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -
         axes.set_ylim(min([low, *least.values()]) / 1.3, high * 1.3)
         axes.plot(list(least), list(least.values()), color=INK, linewidth=0.9, linestyle="--")
         _draw(axes, found, later, look)
-    panels[0].set_ylabel("ms (dashed: least possible)")
+    panels[0].set_ylabel("ms")
     _finish(figure, panels, path)
     return True
 
 
 def model_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
-    """Speed and peak memory of whole models against plain Hugging Face; False if there is nothing to compare with."""
-    places = [p for p in dict.fromkeys(map(title, rows)) if _plain(rows, p)]
-    if not places:
+    """Speed and peak memory of whole models as bars, compared with Transformers; False if there is nothing to compare with."""
+    places = [place for place in dict.fromkeys(map(title, rows)) if _baseline(rows, place)]
+    names = [name for name in distinct(rows, "implementation") if name != "hf"]
+    if not places or not names:
         return False
-    figure, panels = _figure(2, 4.2, "Whole models, forward and backward, compared with Hugging Face eager", 1.5 + 0.55 * len(places))
-    for axes, column, label in zip(panels, ("tokens_per_second", "peak_bytes"), ("tokens per second", "peak memory"), strict=True):
-        axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--")
-        names = [name for name in distinct(rows, "implementation") if name != "hf"]
-        for number, implementation in enumerate(names):
-            # A little apart, so that equal ones do not hide each other.
-            shift = 0.12 * (number - (len(names) - 1) / 2)
-            points = [
-                (row[column] / _plain(rows, title(row))[column], places.index(title(row)) + shift)
+    heading = f"Forward and backward, compared with Transformers\n{_place(rows)}"
+    figure, panels = _figure(2, 4.6, heading, 1.6 + 0.21 * len(places) * (len(names) + 1))
+    width = 0.84 / len(names)
+    for axes, column, label in zip(panels, ("tokens_per_second", "peak_bytes"), ("speed", "peak memory"), strict=True):
+        axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--", zorder=3)
+        for number, name in enumerate(names):
+            bars = [
+                (place + width * (number - (len(names) - 1) / 2), row[column] / _baseline(rows, title(row))[column])
+                for place, shape in enumerate(places)
                 for row in rows
-                if row["implementation"] == implementation and row[column] and title(row) in places
+                if row["implementation"] == name and title(row) == shape and row[column]
             ]
-            if points:
-                style = look[implementation]
-                values, lines = zip(*points, strict=True)
-                dot = {"color": style.colour, "markerfacecolor": style.colour if style.filled else "white", "markersize": 7}
-                axes.plot(values, lines, style.marker, label=implementation, clip_on=False, **dot)
+            if not bars:
+                continue
+            style = look[name]
+            heights, values = zip(*bars, strict=True)
+            face = (
+                {"color": style.color}
+                if style.filled
+                else {"facecolor": "white", "edgecolor": style.color, "hatch": "////", "linewidth": 1}
+            )
+            drawn = axes.barh(heights, values, height=0.9 * width, label=NAMES.get(name, name), **face)
+            words = [f"{value:.2f} ×" if column == "tokens_per_second" else change(value, 1.0) for value in values]
+            axes.bar_label(drawn, words, padding=3, fontsize=8, zorder=4, bbox={"color": "white", "pad": 0.4})
         axes.set_yticks(range(len(places)), places)
         axes.set_ylim(len(places) - 0.5, -0.5)
-        axes.set_xlim(0, axes.get_xlim()[1])
-        axes.set_xlabel(f"{label} ÷ that of hf")
+        axes.set_xlim(0, 1.16 * axes.dataLim.x1)
+        axes.set_xlabel(f"{label}, Transformers = 1 ({'higher' if column == 'tokens_per_second' else 'lower'} is better)")
     panels[1].set_yticklabels([])
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     _finish(figure, panels, path, grid="x")
     return True
+
+
+def _place(rows: Sequence[Record]) -> str:
+    """The device and dtype of the rows, for a heading."""
+    machine, _, _ = rows[0]["machine"].partition("; ")
+    return f"{machine}, {rows[0]['dtype']}"
 
 
 def _shares(rows: Sequence[Record], implementation: str, shapes: list[str]) -> Series:
@@ -176,15 +192,15 @@ def _times(rows: Sequence[Record], implementation: str) -> Series:
 
 
 def _fixed(rows: Sequence[Record]) -> str:
-    """The sizes that a series does not vary, as the names of its workloads tell them: 8192x1024, 8192x2048 → 8192 × ·."""
+    """The sizes that a series does not vary, from the names of its workloads: 8192x1024, 8192x2048 → 8192 × ·."""
     parts = [sizes_of(row["workload"]).split("x") for row in rows]
     if len({len(p) for p in parts}) != 1:
         return ""
     return " × ".join(values[0] if len(set(values)) == 1 else "·" for values in zip(*parts, strict=True))
 
 
-def _plain(rows: Sequence[Record], place: str) -> Record:
-    """The row of plain Hugging Face, or nothing."""
+def _baseline(rows: Sequence[Record], place: str) -> Record:
+    """The row of Transformers without compilation, or nothing."""
     return next((r for r in rows if r["implementation"] == "hf" and title(r) == place and r["tokens_per_second"]), {})
 
 
@@ -194,18 +210,18 @@ def _draw(axes: Any, found: list[Series], later: set[str], look: Styles) -> None
     # Liger's own lines last, so that they lie on top.
     for series in sorted(found, key=lambda series: _family(series.name) in ("triton", "liger")):
         style = look[series.name]
-        line = {"color": style.colour, "linestyle": style.dashes, "linewidth": 1.6, "marker": style.marker, "markersize": 3.5}
-        axes.fill_between(series.x, series.low, series.high, color=style.colour, alpha=0.2, linewidth=0)
+        line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.6, "marker": style.marker, "markersize": 3.5}
+        axes.fill_between(series.x, series.low, series.high, color=style.color, alpha=0.2, linewidth=0)
         axes.plot(series.x, series.y, clip_on=False, **line)
         if series.name not in later:
-            ends.append((series.name, style.colour, series.x[-1], series.y[-1]))
+            ends.append((series.name, style.color, series.x[-1], series.y[-1]))
     to_axes = axes.transData + axes.transAxes.inverted()
     points = [to_axes.transform((x, y)) for _, _, x, y in ends]
     heights = _spread([float(y) for _, y in points], LABEL_GAP)
-    for (name, colour, _, _), (x, y), height in zip(ends, points, heights, strict=True):
+    for (name, color, _, _), (x, y), height in zip(ends, points, heights, strict=True):
         place = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
-        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
-        axes.annotate(name, (x, y), (1.06, height), color=colour, fontsize=9, va="center", arrowprops=leader, **place)
+        leader = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
+        axes.annotate(NAMES.get(name, name), (x, y), (1.06, height), color=color, fontsize=9, va="center", arrowprops=leader, **place)
 
 
 def _spread(heights: list[float], gap: float) -> list[float]:
@@ -227,13 +243,13 @@ def _family(implementation: str) -> str:
 
 
 def styles(implementations: Sequence[str]) -> Styles:
-    """Colour by family; dashes and marker by the place in it. The same in all pictures of a report."""
+    """Color by family; dashes and marker by the place in it. The same in all pictures of a report."""
     found: Styles = {}
     seen: dict[str, int] = {}
     for name in sorted(implementations):
         family = _family(name)
         number = seen[family] = seen.get(family, -1) + 1
-        found[name] = Style(COLOURS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)], number == 0)
+        found[name] = Style(COLORS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)], number == 0)
     return found
 
 

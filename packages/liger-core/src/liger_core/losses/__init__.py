@@ -11,6 +11,7 @@ from liger_core.losses.penalty import Penalty
 from liger_core.losses.policy import PolicyMetrics, grpo, ppo
 from liger_core.losses.preference import PreferenceMetrics, cpo, dpo, orpo, simpo
 from liger_core.losses.surrogates import Cispo, Clip, Sapo, Vespo
+from liger_core.losses.top_classes import top_classes
 
 __all__ = [
     "Averaging",
@@ -35,5 +36,6 @@ __all__ = [
     "orpo",
     "ppo",
     "simpo",
+    "top_classes",
     "topk_distillation",
 ]

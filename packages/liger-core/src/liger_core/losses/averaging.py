@@ -26,7 +26,7 @@ class Averaging:
 
     group_size  sequences in a group, for "group"
     length      for "constant": the longest that a sequence can get, in tokens
-    count       divides the outer sum in the place of this batch's own number of tokens ("token"), sequences ("sequence", "constant")
+    count       divides the outer sum instead of this batch's own number of tokens ("token"), sequences ("sequence", "constant")
                 or groups ("group"): a number, or a tensor on the device. With the number of the whole optimizer step, losses of
                 micro-batches and ranks add up to that of the undivided batch. DDP and FSDP average gradients over ranks, which
                 takes that number divided by the number of ranks
@@ -63,7 +63,7 @@ class Averaging:
     def _count(self, own: Tensor | int) -> Tensor | float:
         if self.count is None:
             return own
-        # Of nothing: the sum is 0 then, and so shall be the mean.
+        # An empty sum is 0, and so must be the mean.
         return torch.where(self.count > 0, self.count, 1) if isinstance(self.count, Tensor) else self.count or 1
 
     def _groups(self, x: Tensor) -> Tensor:
@@ -78,5 +78,5 @@ SEQUENCE = Averaging("sequence")
 
 
 def mean_of(x: Tensor, counted: Tensor) -> Tensor:
-    """The mean where counted, 0 if that is nowhere."""
+    """The mean over counted values, 0 if there are none."""
     return torch.where(counted, x, 0.0).sum() / counted.sum().clamp(min=1)

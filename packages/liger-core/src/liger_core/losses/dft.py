@@ -15,7 +15,7 @@ from liger_core.losses.tokens import tokens_of
 
 
 class DFTMetrics(NamedTuple):
-    """Detached: the negative log-likelihood without the scaling, averaged as the loss is, and the mean probability of a counted token."""
+    """Detached: the negative log-likelihood without the scaling, averaged like the loss, and the mean probability of a counted token."""
 
     nll: Tensor
     probability: Tensor

@@ -33,7 +33,7 @@ def topk_distillation(
                       the K classes have all the mass, counts as one rounding on that side, without a gradient
     returns           (...), float32 (float64 for float64)
 
-    With the bucket this is a lower bound of the divergence over all classes:
+    The classes may also be the student's own, from top_classes. With the bucket this is a lower bound of the divergence over all classes:
 
         log_prob = linear_log_prob(hidden, weight, top_classes)
         loss = topk_distillation(log_prob, top_log_prob)[mask].mean()
@@ -70,7 +70,7 @@ def topk_distillation(
 def _log_tail(log_prob: Tensor) -> Tensor:
     """log(1 - Σ e^log_prob), where the sum may be 1, or a little more by its roundings."""
     mass = log_prob.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(log_prob.dtype).eps)
-    # Each branch sees only what it is exact for, and so does its gradient.
+    # Each branch gets only the values for which it is exact, and so does its gradient.
     small = mass < -0.6931471805599453
     rest = torch.where(small, mass, -1.0).exp().neg().log1p()
     return torch.where(small, rest, torch.where(small, -1.0, mass).expm1().neg().log())
@@ -85,7 +85,7 @@ def cosine_distillation(hidden: Tensor, teacher: Tensor) -> Tensor:
     teacher  (..., H)   of the same width, by a projection if need be; gets no gradient
     returns  (...), float32 (float64 for float64)
 
-    The second form has all digits where the angle is small. A row of zeros on either side has loss 1 and no gradient.
+    The second form keeps all digits if the angle is small. A row of zeros on either side has loss 1 and no gradient.
     Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
     Sanh et al. 2019, arXiv:1910.01108 (DistilBERT).
     """

@@ -12,7 +12,7 @@ from liger_core.ops.linear_log_prob import linear_log_prob
 
 
 class Head:
-    """Hidden states, the output projection and targets, in the place of log-probabilities.
+    """Hidden states, the weight of the LM head and targets, instead of log-probabilities.
 
     hidden     (sequences, tokens, H)
     weight     (V, H)
@@ -29,7 +29,7 @@ class Head:
         return self.target != self._ignore_index
 
     def log_prob(self, mask: Tensor | None = None, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of every target, and its distribution's entropy if asked for; tokens outside `mask` cost nothing and get 0."""
+        """Log-probability of every target, and the entropy of its distribution if requested; tokens outside `mask` cost nothing and get 0."""
         target = self.target if mask is None else torch.where(mask, self.target, self._ignore_index)
         options = {**self.options, "return_entropy": entropy or self.options.get("return_entropy", False)}
         result = linear_log_prob(self.hidden, self.weight, target, **options)

@@ -53,7 +53,7 @@ def kto(
     mask       (B, T) True where a token counts; from the targets of a Head by default, and to be given with log-probabilities
     baseline   z₀, how far the policy has moved from the reference, from kto_baseline: in nats, cut at 0, without a gradient. With 0 this is
                the unpaired form of APO-zero
-    beta       β > 0, the strength of the pull towards the reference
+    beta       β > 0, the strength of the pull toward the reference
     desirable_weight, undesirable_weight  the paper's λ_D and λ_U: with n_D and n_U answers of each kind, λ_D n_D / λ_U n_U in [1, 3/2]
     returns    (loss, KTOMetrics)
 

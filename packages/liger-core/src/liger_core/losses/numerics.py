@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ratios of probabilities whose logarithms may be anything."""
+"""Ratios of probabilities, safe for any logarithms."""
 
 from __future__ import annotations
 

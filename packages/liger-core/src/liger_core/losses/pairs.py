@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The variants of DPO: formulas for one pair.
 
-chosen, rejected (pairs,) are what the policy prefers each answer by: log π(y|x) − log π_ref(y|x), or log π(y|x) without a reference.
+chosen, rejected (pairs,) are the policy's preferences for each answer: log π(y|x) − log π_ref(y|x), or log π(y|x) without a reference.
 β scales them to rewards, Δ = chosen − rejected, ε is the share of pairs whose labels are wrong.
 """
 

@@ -20,9 +20,9 @@ from liger_core.losses.tokens import Tokens, constants_of, masked, tokens_of
 
 
 class PolicyMetrics(NamedTuple):
-    """Means over the counted tokens, detached; None for what the loss did not compute.
+    """Means over the counted tokens, detached; None for quantities that the loss did not compute.
 
-    surrogate                 what the surrogate alone adds to the loss, averaged as the loss is
+    surrogate                 the contribution of the surrogate to the loss, averaged like the loss
     ratio                     π/π_old
     drift                     KL(π_old ‖ π), by k3: how far the policy is from π_old
     clipped_low, clipped_high shares of tokens whose ratio the bounds cut: below with A < 0, above with A > 0
@@ -147,7 +147,7 @@ def _batch(
         sentence = f"advantages must be ({shape[0]},) or {tuple(shape)} to match policy, got {checks.shape(advantages)}"
         checks.fail(ShapeError, name, sentence)
     advantage = advantages.detach().to(tokens.log_prob.dtype)
-    # What stands at tokens that do not count may be NaN.
+    # Values at tokens that do not count may be NaN.
     advantage = masked(advantage, tokens.mask) if advantages.dim() == 2 else masked(advantage, tokens.mask.any(-1))[:, None]
     return _Batch(tokens, tokens.log_prob.detach() if old is None else constants_of(name, "old", old, tokens), advantage)
 

@@ -28,7 +28,7 @@ class PreferenceMetrics(NamedTuple):
     margin                              chosen_reward − rejected_reward
     accuracy                            share of pairs whose chosen answer has the higher reward
     chosen_log_prob, rejected_log_prob  of whole answers, in nats
-    nll                                 negative log-likelihood of the chosen answers, averaged as the loss averages it
+    nll                                 negative log-likelihood of the chosen answers, averaged as in the loss
     """
 
     chosen_reward: Tensor
@@ -65,7 +65,7 @@ def dpo(
     mask               (2B, T) True where a token counts; from the targets of a Head by default, and to be given with log-probabilities
     variant            "sigmoid", "robust", "hinge", "ipo", "exo", "nca", "sppo", "bco", "apo-zero", "apo-down", "discopop"
                        (liger_core.losses.pairs has the formulas and papers), or a function (chosen, rejected, β) → (B,) of log-ratios
-    beta               β > 0, the strength of the pull towards the reference
+    beta               β > 0, the strength of the pull toward the reference
     label_smoothing    ε, the share of pairs whose labels are wrong; for "sigmoid", "robust" (below 0.5) and "exo" (above 0, 1e-3 in the paper)
     length_normalized  divide log-ratios by the number of counted tokens (arXiv:2411.15124)
     nll_weight         weight of the chosen answers' negative log-likelihood, a mean over tokens and then answers (arXiv:2404.19733)
@@ -100,7 +100,7 @@ def cpo(
     averaging  of the likelihood: a mean over tokens; Averaging("constant", length=1) is the paper's, a sum over the tokens of an answer
     returns    (loss, PreferenceMetrics), with reward = β · log-probability
 
-    policy, mask, variant, beta, label_smoothing and length_normalized are those of dpo, with log-probabilities in the place of log-ratios.
+    policy, mask, variant, beta, label_smoothing and length_normalized are those of dpo, with log-probabilities instead of log-ratios.
     Xu et al. 2024, arXiv:2401.08417. With variant="hinge" SLiC-HF, arXiv:2305.10425.
     """
     name = "losses.cpo"

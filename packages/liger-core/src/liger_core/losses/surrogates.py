@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy loss maximizes: the surrogates of PPO, GRPO, GSPO, CISPO, SAPO and VESPO.
+"""The objectives that policy losses maximize: the surrogates of PPO, GRPO, GSPO, CISPO, SAPO and VESPO.
 
 log_ratio = log π/π_old (B, T), 0 where not counted; A is the advantage, (B, 1) or (B, T). Ratios count as e⁸⁰ at most.
 """
@@ -59,7 +59,7 @@ class Clip:
     def __call__(self, log_ratio: Tensor, advantage: Tensor, tokens: Tokens) -> Gain:
         if self.level == "sequence":
             mean = (log_ratio.sum(-1) / lengths(tokens))[:, None]
-            # The value of the mean with the gradient of each token; −inf − (−inf) is no number.
+            # The value of the mean with the gradient of each token; −inf − (−inf) is NaN.
             log_ratio = mean.detach() + torch.nan_to_num(log_ratio - log_ratio.detach())
         ratio = ratio_of(log_ratio)
         low, high = (ratio < 1.0 - self.low) & (advantage < 0.0), (ratio > 1.0 + self.high) & (advantage > 0.0)
@@ -95,7 +95,7 @@ class Cispo:
 
 @dataclass(frozen=True)
 class Sapo:
-    """4/τ · σ(τ (r − 1))·A: a soft gate in the place of the clip.
+    """4/τ · σ(τ (r − 1))·A: a soft gate instead of the clip.
 
     positive, negative  τ where A > 0, and elsewhere
 

@@ -15,7 +15,7 @@ from liger_core.ops._inputs import accumulator
 
 
 class Tokens(NamedTuple):
-    """What a policy gives the tokens: (sequences, tokens) each, 0 where not counted."""
+    """A policy's values for the tokens, (sequences, tokens) each: 0 where not counted."""
 
     log_prob: Tensor
     entropy: Tensor | None
@@ -65,7 +65,7 @@ def log_ratio(name: str, tokens: Tokens, reference: LogProbs) -> Tensor:
         if reference.shape != tokens.log_prob.shape[:1]:
             sentence = f"reference must be (sequences, tokens) or (sequences,) like policy {checks.shape(tokens.log_prob)}, got {checks.shape(reference)}"
             checks.fail(ShapeError, name, sentence)
-        # In float64 where the reference is: that is what it was cached for.
+        # In float64 if the reference is: it was cached in float64 for this precision.
         reference = wide(reference.detach())
         return (tokens.log_prob.sum(-1, dtype=reference.dtype) - reference).to(tokens.log_prob.dtype)
     # Differences first: two sums of thousands of tokens would cancel.

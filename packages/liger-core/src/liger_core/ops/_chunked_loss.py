@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunk loop of linear_cross_entropy, and what it shares with the loop of per-token results: the matmuls around row passes."""
+"""The chunk loop of linear_cross_entropy, and the part it shares with the loop of per-token results: the matmuls around row passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Chunk = int | Literal["report"] | None
 
 MiB = 1 << 20
 
-# One H200, V=128256: chunks of 2048 rows and more run all three products at full rate; a float32 dW costs 20 % at 2048 rows, 5 % at
+# One H200, V=128256: chunks of 2048 rows and more run all three matmuls at full rate; a float32 dW costs 20 % at 2048 rows, 5 % at
 # 4096 and nothing in a single chunk or at 8192, so the default buys one chunk, or several as long.
 CHUNK_BYTES = 2150 * MiB
 CPU_BYTES = 64 * MiB
@@ -27,7 +27,7 @@ HALF_CHUNK = 4096
 
 
 class Chunking(NamedTuple):
-    """Rows of logits held at a time, and the dtype in which the gradient of weight is summed over the chunks."""
+    """The number of rows of logits per chunk, and the dtype in which the gradient of weight is summed over the chunks."""
 
     rows: int
     dtype: torch.dtype
@@ -46,7 +46,7 @@ def chunking(
 ) -> Chunking:
     """Chunks of `chunk` rows, by the report's formula for -1, or for 0 those that fit a budget in bytes beyond inputs and gradients.
 
-    What requires a gradient does not matter: matmuls of other sizes round differently, and recomputed logits must match their statistics.
+    The gradients that are required make no difference: matmuls of other sizes round differently, and recomputed logits must match their statistics.
     A single chunk writes dW in its own dtype, which is exact and takes least. With several, dW is summed in float32 where the budget
     holds that sum beside a long chunk, else in its own dtype (in float32 always for float16, which overflows before it is scaled).
     """
@@ -66,12 +66,12 @@ def chunking(
             and half >= HALF_CHUNK
             and (count - half) * row > classes * width * (wide.itemsize - once.itemsize)
         ):
-            # Two halves that share a buffer and the float32 sum take less than one chunk, and hardly longer.
+            # Two halves that share a buffer and the float32 sum take less memory than one chunk, and hardly more time.
             length = half
     elif not budget:
         length = max(1, CPU_BYTES // row) if device == "cpu" else _power_below(CHUNK_BYTES // row)
     else:
-        # The sum lives beside the chunks, and at the end beside the gradient that is made of it.
+        # The sum exists beside the chunks, and at the end beside the gradient that it becomes.
         beside = classes * width * (wide.itemsize - dtype.itemsize)
         if accumulate_dtype is None and dtype != torch.float16 and budget < max(beside + LONG_CHUNK * row, classes * width * wide.itemsize):
             wide, beside = once, 0
@@ -128,7 +128,7 @@ class ChunkOptions(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Rows (N, H), what makes logits of them, and the class that each is compared with (N,)."""
+    """Rows (N, H), the weights that turn them into logits, and the target class of each (N,)."""
 
     hidden: Tensor
     weight: Tensor
@@ -212,7 +212,7 @@ class Loop:
 
 
 class SumsBackward:
-    """The backward pass of a loss whose gradients are there but for the upstream gradient, one number."""
+    """The backward pass of a loss whose gradients are complete except for the upstream gradient, a scalar."""
 
     def __init__(self, passes: RowPasses) -> None:
         self.passes = passes
@@ -229,7 +229,7 @@ class SumsBackward:
     def recycle(
         self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None, needs: list[bool]
     ) -> Outputs:
-        """The sums themselves, where they have the dtype of the gradient: scaling them in place saves their size once more."""
+        """The sums themselves if they have the dtype of the gradient: scaling them in place saves a copy."""
         fresh = [need and t is not None and t.dtype != weight.dtype for need, t in zip(needs, sums, strict=True)]
         made = self.allocate(grad_loss, weight, scale, sums, main_grad, fresh)
         kept = sums if main_grad is None else sums._replace(sum_weight=None)
@@ -250,7 +250,7 @@ class SumsBackward:
 
 @functools.cache
 def loop_of(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Loop:
-    """The loop of a backend, which its ops share."""
+    """The chunk loop of a backend, shared by its ops."""
     return Loop(passes, make_kernel)
 
 
@@ -279,14 +279,14 @@ def logits_of(head: Head, rows: int, buffer: Tensor | None = None) -> Iterator[t
 
 
 class Running:
-    """The sums while the chunks go by."""
+    """The running sums over the chunks."""
 
     def __init__(self, sums: Sums) -> None:
         self.sums = sums
         self.first = True
 
     def add(self, part: slice, gradient: Tensor, head: Head) -> None:
-        """Take in the gradient of one chunk of logits."""
+        """Add the gradient of one chunk of logits."""
         of_hidden, of_weight, of_bias = self.sums
         if of_hidden is not None:
             torch.mm(gradient, head.weight, out=of_hidden[part])
@@ -298,7 +298,7 @@ class Running:
         self.first = False
 
     def finish(self) -> None:
-        """Without any chunk the sums are zero."""
+        """Without chunks, the sums are zero."""
         if self.first:
             for summed in self.sums[1:]:
                 if summed is not None:
@@ -319,15 +319,15 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         _ = torch.mm(a, b, out=out) if first else out.addmm_(a, b)
 
 
-# Where a product takes less than this, about 0.15 ms on an H200, waiting for the number of ignored rows costs more than they do.
+# Where a matmul takes less than this, about 0.15 ms on an H200, waiting for the number of ignored rows costs more than they do.
 PACK_FLOPS = 10**11
-# Packed rows come in whole tiles of a matrix product, and copying the others' rows pays from 1/32 of ignored ones on.
+# Packed rows come in whole tiles of a matmul, and copying the others' rows pays from 1/32 of ignored ones on.
 PACK_TILE = 128
 PACK_SHARE = 32
 
 
 class Counted:
-    """Which rows have a target that counts. The number of them is asked for at once and waited for as late as can be, unless it is known.
+    """The rows whose target counts. Their number is requested at once and waited for as late as possible, unless it is known.
 
     number   of rows that count; -1 if all are taken, None if it is not known
     classes  that a matmul of each rank has
@@ -379,7 +379,7 @@ class Packed:
             self.head = head._replace(hidden=head.hidden[index], target=head.target[index])
 
     def take(self, full: Any) -> Any:
-        """The packed rows of a tensor that has all, if there is one."""
+        """The packed rows of a tensor with all rows, or None."""
         return full if self.index is None or full is None else full[self.index]
 
     def like(self, full: Tensor | None) -> Tensor | None:

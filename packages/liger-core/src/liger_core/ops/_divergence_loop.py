@@ -38,6 +38,8 @@ from liger_core.ops._token_passes import blocks
 # Rows of the teacher's logits that are held at a time, and how much of a budget they take at most. 512 rows fill an H200 with several
 # waves of tiles; fewer than LEAST are not worth keeping the gradient of the logits for.
 THEIR_ROWS, THEIR_SHARE, LEAST = 512, 8, 256
+# Elements of main_grad whose sum is held at a time where it has to be scaled, in float16.
+SCALED = 1 << 22
 
 
 class HeadPair(NamedTuple):
@@ -176,17 +178,23 @@ class DivergenceLoop:
         cut = _cut(pair, chunks)
         packed, pair, _ = _packed(pair, options, chunks, int(number))
         factor, largest = _factors(packed.take(grad_loss), pair, options)
-        sums = _summed(packed, pair, gradients, chunks, cut.dtype if kept is None and cut.rows < pair.hidden.shape[0] else None, needs)
+        sums = _summed(packed, pair, gradients, cut.dtype if kept is None and cut.rows < pair.hidden.shape[0] else None)
+        # .data has a version counter of its own: a kept graph may add once more.
+        main_grad = chunks.main_grad.data if chunks.main_grad is not None and needs[1] else None
         if kept is None:
             running, moments = Running(sums), packed.take(moments)
             for chunk, logits, parts in self._walk(pair, cut):
                 for part, ours, theirs in parts:
                     self.passes.divergence_gradients(ours, theirs, pair.target[part], moments[part], factor[part], options, ours)
                 running.add(chunk, logits, packed.head)
+                _add_to(main_grad, logits, pair.hidden[chunk], largest)
             running.finish()
         else:
-            _weighed(kept[: pair.hidden.shape[0]], factor, pair, sums, _keeps(pair, chunks))
-        _finished(sums, packed, gradients, chunks.main_grad if needs[1] else None, largest)
+            kept = kept[: pair.hidden.shape[0]]
+            _weighed(kept, factor, pair, sums, _keeps(pair, chunks))
+            if main_grad is not None:
+                _add_to(main_grad, kept, _times(pair.hidden, factor), largest)
+        _finished(sums, packed, gradients, largest)
 
 
 @functools.cache
@@ -242,16 +250,33 @@ def _factors(grad_loss: Tensor, pair: HeadPair, options: DivergenceOptions) -> t
     return factor / largest, largest
 
 
-def _summed(
-    packed: Packed, pair: HeadPair, gradients: Gradients, chunks: ChunkOptions, dtype: torch.dtype | None, needs: list[bool]
-) -> Sums:
-    """Memory for the sums: the gradients themselves, or main_grad, where nothing has to be rounded or scaled afterwards."""
+def _summed(packed: Packed, pair: HeadPair, gradients: Gradients, dtype: torch.dtype | None) -> Sums:
+    """Memory for the sums: the gradients themselves, where nothing has to be rounded afterwards."""
     weight, wide = pair.weight, accumulator(pair.weight.dtype)
     of_weight = gradients.grad_weight
-    if needs[1] and (of_weight is None or (dtype is not None and dtype != of_weight.dtype)):
-        of_weight = torch.empty(weight.shape, dtype=torch.float32 if of_weight is None else dtype, device=weight.device)
+    if of_weight is not None and dtype not in (None, of_weight.dtype):
+        of_weight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     of_bias = None if gradients.grad_bias is None else torch.empty(weight.shape[0], dtype=wide, device=weight.device)
     return Sums(packed.like(gradients.grad_hidden), of_weight, of_bias)
+
+
+def _add_to(main_grad: Tensor | None, gradient: Tensor, hidden: Tensor, largest: Tensor | None) -> None:
+    """main_grad += gradientᵀ @ hidden · largest."""
+    if main_grad is None or not hidden.shape[0]:
+        return
+    if largest is None:
+        accumulate(main_grad, gradient.t(), hidden, first=False)
+        return
+    size = max(1, SCALED // main_grad.shape[1])
+    for block, columns in zip(main_grad.split(size), gradient.t().split(size), strict=True):
+        out = torch.empty_like(block)
+        accumulate(out, columns, hidden, first=True)
+        block.addcmul_(out, largest)
+
+
+def _times(hidden: Tensor, factor: Tensor) -> Tensor:
+    """Each row times its factor, rounded once."""
+    return torch.mul(hidden, factor[:, None], out=torch.empty_like(hidden))
 
 
 def _weighed(kept: Tensor, factor: Tensor, pair: HeadPair, sums: Sums, rows: int) -> None:
@@ -267,7 +292,7 @@ def _weighed(kept: Tensor, factor: Tensor, pair: HeadPair, sums: Sums, rows: int
             torch.mul(out, factor[part, None], out=of_hidden[part])
     if of_weight is not None:
         if count:
-            accumulate(of_weight, kept.t(), torch.mul(hidden, factor[:, None], out=torch.empty_like(hidden)), first=True)
+            accumulate(of_weight, kept.t(), _times(hidden, factor), first=True)
         else:
             of_weight.zero_()
     if of_bias is not None:
@@ -276,15 +301,12 @@ def _weighed(kept: Tensor, factor: Tensor, pair: HeadPair, sums: Sums, rows: int
             of_bias += factor[part] @ kept[part].to(factor.dtype)
 
 
-def _finished(sums: Sums, packed: Packed, gradients: Gradients, main_grad: Tensor | None, largest: Tensor | None) -> None:
+def _finished(sums: Sums, packed: Packed, gradients: Gradients, largest: Tensor | None) -> None:
     """The gradients from the sums."""
     if largest is not None:
         for summed in sums:
             if summed is not None:
                 summed.mul_(largest)
-    if main_grad is not None and sums.sum_weight is not None:
-        # .data has a version counter of its own: a kept graph may add once more.
-        main_grad.data.add_(sums.sum_weight)
     for summed, gradient in zip(sums[1:], gradients[1:], strict=True):
         if summed is not None and gradient is not None and summed is not gradient:
             gradient.copy_(summed)

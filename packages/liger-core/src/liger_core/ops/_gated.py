@@ -78,7 +78,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, width), normal(device, dtype, rows, width)
 
-    # On a GPU the first is ruled by the host.
+    # On a GPU, the first is bound by the host.
     return row_workloads(draw, "NI", ((2048, 4096), (16384, 4096), (16384, 14336)), columns=14336)
 
 

@@ -30,7 +30,7 @@ from liger_core.ops._token_passes import TokenPasses, TorchTokenPasses, blocks
 
 
 class LossMetrics(NamedTuple):
-    """What a loss can tell besides itself; None of it is differentiable.
+    """What a loss returns besides itself; none of it is differentiable.
 
     z_loss      the part of the loss that is z_loss · lse², reduced like the loss
     accuracy    share of counted tokens whose arg-max is the target (per token, 0 or 1, under reduction="none")
@@ -56,12 +56,12 @@ class RowOptions(NamedTuple):
 
     @classmethod
     def among(cls, options: Mapping[str, Any], **more: Any) -> Self:
-        """Those of them that are among the options of an op."""
+        """The subset that are options of an op."""
         return cls(**{name: options[name] for name in cls._fields if name in options}, **more)
 
 
 class Asked(NamedTuple):
-    """Which results of a row are asked for beside its loss."""
+    """The requested results of a row, besides its loss."""
 
     with_prediction: bool = False
     with_entropy: bool = False
@@ -88,7 +88,7 @@ def row_results(like: Tensor, asked: Asked) -> RowResults:
 
 
 class RowPasses(TokenPasses, Protocol):
-    """What a backend provides; everything else about the losses is written once in core."""
+    """The part of the losses that a backend provides; everything else is written once in core."""
 
     def __hash__(self) -> int: ...
 
@@ -214,7 +214,7 @@ def _gradients(x: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor
     d.mul_(factor[:, None])
     if options.softcap is not None:
         d.mul_(1.0 - (x / options.softcap).square())
-    # A row that is not counted gets zeros even where its own logits are infinite or NaN.
+    # A row that is not counted gets zeros, even if its own logits are infinite or NaN.
     return torch.where(counted[:, None], d, 0.0)
 
 
@@ -232,5 +232,5 @@ def denominator(
     else:
         weight = class_weight.to(dtype)[target.clamp(0, class_weight.shape[0] - 1)]
         count = torch.where(counted, weight, 0.0).sum()
-    # No counted target: the sum is 0 and so shall be the mean, not 0/0.
+    # No counted target: the sum is 0, and the mean must be 0, too, not 0/0.
     return torch.where(count == 0, 1.0, count)

@@ -455,7 +455,9 @@ class _Totals:
         # A gradient that several tiles or ranks add to is summed in float32 before it is rounded.
         several = len(tiles.blocks(classes)) > 1 or vocab.group is not None
         groups = tiles.rows < count
-        self.hidden_sum = hidden.new_empty(min(tiles.rows, count), hidden.shape[1], dtype=wide) if several and hidden.dtype != wide else None
+        self.hidden_sum = (
+            hidden.new_empty(min(tiles.rows, count), hidden.shape[1], dtype=wide) if several and hidden.dtype != wide else None
+        )
         self.weight_sum = None
         if groups and self.weight is not None and tiles.dtype != weight.dtype:
             self.weight_sum = torch.empty(weight.shape, dtype=tiles.dtype, device=weight.device)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from liger_core.ops._token_passes import LEAST, MOMENTS, AskedOfTokens
 
-
 # Without the deprecations that the public functions go through, and by the name of a group, as custom ops take it.
 _c10d = torch.ops._c10d_functional
 
@@ -102,4 +101,4 @@ def end_sum(part: Tensor, vocab: Vocabulary) -> None:
 
 
 def _size(name: str) -> int:
-    return torch.distributed.distributed_c10d._get_group_size_by_name(name)
+    return torch.distributed.distributed_c10d._resolve_process_group(name).size()  # type: ignore[arg-type]

@@ -42,12 +42,12 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("many_rows", (*pair(600, 24), n(24)), why="every program of the backward walks several rows")
     yield Sample("many_long_rows", (*pair(530, 2100), n(2100)), why="one row a program, and every program walks several")
     yield Sample("whole_row", (*pair(3, 4096), n(4096)), why="one row a program, as wide as its block: no mask")
-    yield Sample("whole_blocks", (*pair(8, 256), n(256)), why="several rows a program, all full: no mask")
+    yield Sample("whole_blocks", (*pair(8, 256), n(256)), why="several rows per program, all full: no mask")
     yield Sample("longest_block", (*pair(2, 9000), n(9000)), why="one row takes most of the registers")
     yield Sample("gemma", (*pair(6, 96), n(96)), {"weight_offset": 1.0, "cast": "float32"}, why="1 + weight, multiplied in float32")
     yield Sample("cast_input", (*pair(6, 96, scale=30), n(96)), {"cast": "input"}, why="Llama casting rounds before the weight")
     yield Sample("weightless", pair(6, 96), why="no weight and no weight gradient")
-    yield Sample("large_residual", (n(6, 96), n(6, 96, scale=300), n(96)), why="the sum is rounded before it is normalised")
+    yield Sample("large_residual", (n(6, 96), n(6, 96, scale=300), n(96)), why="the sum is rounded before it is normalized")
     yield Sample("frozen_weight", (*pair(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
     yield Sample("frozen_residual", (*pair(6, 96), n(96)), frozen=("residual",), why="the one gradient of the sum goes to x alone")
     yield Sample("frozen_sum", (*pair(6, 96), n(96)), frozen=("x", "residual"), why="only the weight gradient")
@@ -78,7 +78,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, width), normal(device, dtype, rows, width), normal(device, dtype, width)
 
-    # On a GPU the first is ruled by the host.
+    # On a GPU, the first is bound by the host.
     return row_workloads(draw, "NH", ((2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)))
 
 

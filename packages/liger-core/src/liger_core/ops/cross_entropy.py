@@ -130,7 +130,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, classes: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, classes), integers(device, classes, rows)
 
-    # On a GPU the first is ruled by the host.
+    # On a GPU, the first is bound by the host.
     usual = ((1024, 8192), (8192, 40960), (8192, 128256), (8192, 163840))
     return row_workloads(draw, "NV", usual, quick=(256, 8192), rows=ROWS[:-2], columns=128256, widths=CLASSES)
 
@@ -141,7 +141,7 @@ def work(logits: Tensor, target: Tensor, **options: Any) -> Work:
 
 
 class ReducedResults(NamedTuple):
-    """The summed or mean loss, the results of rows as in RowResults, and for a mean what the sum was multiplied by."""
+    """The summed or mean loss, the results of rows as in RowResults, and for a mean the factor of the sum."""
 
     loss: Tensor
     statistics: Tensor
@@ -208,7 +208,7 @@ def _kernels(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> tuple[Cal
     return per_row, differentiable(reduced, derivative), differentiable(reduced, derivative, public=5)
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
+# No return annotation, so that its signature is that of the op.
 def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """cross_entropy for a backend that brings the row passes; `supported(logits)` may decline a call."""
     per_row, reduced, reduced_with_results = _kernels(passes, make_kernel)
@@ -235,6 +235,10 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         logits           (..., V)   any floating dtype; not overwritten, and not copied to float32 at once
         target           (...)      int64 class indices, or ignore_index: no loss, zero gradient
         weight           (V,)       class weights w; 1 by default
+        ignore_index     targets of this value do not count; it may be outside of [0, V)
+        label_smoothing  the share of the loss that all classes have equally, in [0, 1]
+        z_loss           factor of lse², which keeps the logits near a normalized distribution; 0 for none
+        softcap          bounds the logits to ±softcap; None for no bound
         reduction        "mean" divides the sum by the summed weights of the counted targets (0 if none is counted), or by normalizer
         normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
         return_metrics   also return `LossMetrics`

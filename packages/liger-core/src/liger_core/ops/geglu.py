@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""geglu: a unit gated by GELU."""
+"""geglu: a linear unit gated by GELU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = 
 
     gate    (..., width)   any floating dtype; or (..., 2·width) packed, gate first, when up is None
     up      (..., width)   shape and dtype of gate
-    overwrite              nobody else needs gate and up: a backward pass that frees its graph may write their gradients over them, which
+    approximate            "tanh" or "none", the formulas above
+    overwrite              no other code needs gate and up: a backward pass that frees its graph may write their gradients over them, which
                            saves their size (a kept graph leaves them as they are)
     returns (..., width), dtype of gate; a fused backend keeps only the inputs for the backward pass
 

@@ -61,7 +61,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("beta_nan", (x, x), OptionError, "beta must be a finite number in [0, 1], got nan", beta=float("nan"))
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
+# No return annotation, so that its signature is that of the op.
 def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """jsd for a backend that brings the row passes; `supported(student, teacher)` may decline a call."""
     divergence = logit_divergences(passes, make_kernel)
@@ -82,14 +82,14 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
 
         student          (..., V)   any floating dtype; not overwritten, and not copied to float32 at once
         teacher          (..., V)   any floating dtype; gets no gradient
-        beta             the teacher's share, in (0, 1). As in TRL and GKD; there 0 and 1 name the forward and the reverse KL, which are no
+        beta             the teacher's share, in (0, 1). As in TRL and GKD; there 0 and 1 name the forward and the reverse KL, which are not
                          limits of the formula: call kl_div for these
         temperature      divides the logits of both sides; the result is not multiplied by its square
         reduction        "mean" divides the sum by the number of rows (0 if there is none), or by normalizer
         normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
         returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
-        Log-probabilities are logits whose log-sum-exp is 0: they are as good.
+        Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
         Always finite. Classes at -inf on both sides count for nothing. Terms of rows that are nearly equal do not cancel.
         Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
         Agarwal et al. 2023, arXiv:2306.13649 (GKD), equation 1.

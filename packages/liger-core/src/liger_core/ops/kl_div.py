@@ -76,7 +76,7 @@ def _options(reverse: bool, skew: float, temperature: float) -> DivergenceOption
     return DivergenceOptions.given("skewed_kl", skew, temperature)
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
+# No return annotation, so that its signature is that of the op.
 def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """kl_div for a backend that brings the row passes; `supported(student, teacher)` may decline a call."""
     divergence = logit_divergences(passes, make_kernel)
@@ -104,7 +104,7 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
         returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
-        Log-probabilities are logits whose log-sum-exp is 0: they are as good.
+        Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
         Infinite where the second of the two gives a class probability 0 (a logit of -inf) and the first does not. Classes at -inf on both
         sides count for nothing. Terms of rows that are nearly equal do not cancel.
         Raises ShapeError, DtypeError, OptionError for arguments that do not fit.

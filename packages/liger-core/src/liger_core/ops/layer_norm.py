@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm: centre every row and scale it to unit variance."""
+"""layer_norm: center every row and scale it to unit variance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("many_rows", (n(600, 24), n(24), n(24)), why="every program of the backward walks several rows")
     yield Sample("many_long_rows", (n(530, 2100), n(2100), n(2100)), why="one row a program, and every program walks several")
     yield Sample("whole_row", (n(3, 4096), n(4096), n(4096)), why="one row a program, as wide as its block: no mask")
-    yield Sample("whole_blocks", (n(8, 256), n(256), n(256)), why="several rows a program, all full: no mask")
+    yield Sample("whole_blocks", (n(8, 256), n(256), n(256)), why="several rows per program, all full: no mask")
     yield Sample("whole_tiles", (n(2, 5120), n(5120), n(5120)), why="tiles that fill a row")
     yield Sample("longest_block", (n(2, 9000), n(9000), n(9000)), why="one row and two column sums take most of the registers")
     yield Sample("no_bias", (n(6, 96), n(96)), why="weight without bias")
@@ -73,7 +73,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, width), normal(device, dtype, width), normal(device, dtype, width)
 
-    # On a GPU the first is ruled by the host.
+    # On a GPU, the first is bound by the host.
     return row_workloads(draw, "NH", ((2048, 4096), (32768, 4096), (16384, 8192), (8192, 16384)))
 
 
@@ -87,7 +87,7 @@ def work(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, ep
     layout=Layout({"x": "… (width)", "weight": "(width)", "bias": "(width)"}, ("x",)),
 )  # fmt: skip
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Centre every row of x, scale it to unit variance, then apply weight and bias.
+    """Center every row of x, scale it to unit variance, then apply weight and bias.
 
         y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias          (over the last dimension; var divides by width)
 
@@ -102,9 +102,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     """
     wide = accumulator(x.dtype)
     row = x.to(wide)
-    centred = row - row.mean(-1, keepdim=True)
+    centered = row - row.mean(-1, keepdim=True)
     # Not · rsqrt(…), whose derivative cubes it: from |x| = 1e15 on that underflows in float32, and a term of the gradient is lost.
-    y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = centered / torch.sqrt(centered.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(wide)
     if bias is not None:

@@ -26,11 +26,11 @@ from liger_core.ops._loss_options import (
     metrics_of,
     targets_with_ignored,
 )
+from liger_core.ops._sharding import VocabShard, check_vocab, takes_dtensors, vocabulary
 from liger_core.ops._softmax_loss import TORCH_PASSES, Asked, RowOptions, RowPasses, RowResults, denominator
 from liger_core.ops._token_loop import TokenHead, TokenOptions, TokenResults, token_loop
 from liger_core.ops._token_passes import AskedOfTokens
 from liger_core.ops._vocabulary import Vocabulary
-from liger_core.sharding import VocabShard, check_vocab, takes_dtensors, vocabulary
 
 # What the benchmark's workloads of these names may hold.
 BUDGETS = {"lean": 256 << 20, "4GiB": 4 << 30}
@@ -170,7 +170,9 @@ def _per_token(
     smoothing, z_loss, weight = options.label_smoothing, options.z_loss, options.class_weight
     given = TokenOptions(options.ignore_index, options.logit_scale, options.softcap, None, weight if smoothing else None, False)
     wanted = AskedOfTokens(asked.with_entropy, z_loss > 0, smoothing > 0, with_prediction=asked.with_prediction)
-    found = TokenResults._make((*tokens(TokenHead(head.hidden, head.weight, head.bias, head.target[:, None]), given, chunks, vocab, wanted), None))
+    found = TokenResults._make(
+        (*tokens(TokenHead(head.hidden, head.weight, head.bias, head.target[:, None]), given, chunks, vocab, wanted), None)
+    )
     # Not -log_prob, which is -0.0 where a target is ignored.
     loss = 0.0 - found.log_prob[:, 0]
     if weight is not None:

@@ -17,10 +17,10 @@ from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_inp
 from liger_core.ops._head import check_chunks, check_head, check_rows, head_misuses, head_series, head_workload, work
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal
 from liger_core.ops._loss_options import check_row_options, check_target, targets_with_ignored
+from liger_core.ops._sharding import VocabShard, check_vocab, takes_dtensors, vocabulary
 from liger_core.ops._softmax_loss import TORCH_PASSES, RowOptions, RowPasses
 from liger_core.ops._token_loop import TokenHead, TokenOptions, TokenResults, token_loop
 from liger_core.ops._token_passes import AskedOfTokens
-from liger_core.sharding import VocabShard, check_vocab, takes_dtensors, vocabulary
 
 
 class TokenStatistics(NamedTuple):

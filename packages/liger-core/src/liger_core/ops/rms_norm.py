@@ -29,7 +29,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("many_rows", (n(600, 24), n(24)), why="every program of the backward walks several rows")
     yield Sample("many_long_rows", (n(530, 2100), n(2100)), why="one row a program, and every program walks several")
     yield Sample("whole_row", (n(3, 4096), n(4096)), why="one row a program, as wide as its block: no mask")
-    yield Sample("whole_blocks", (n(8, 256), n(256)), why="several rows a program, all full: no mask")
+    yield Sample("whole_blocks", (n(8, 256), n(256)), why="several rows per program, all full: no mask")
     yield Sample("whole_tiles", (n(2, 5120), n(5120)), why="tiles that fill a row")
     yield Sample("longest_block", (n(2, 9000), n(9000)), why="one row takes most of the registers")
     yield Sample("gemma", (n(6, 96), n(96)), {"weight_offset": 1.0, "cast": "float32"}, why="1 + weight, multiplied in float32")

@@ -82,7 +82,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     expanded = [t[None].expand(3, 5, 16) for t in (cos, sin)]
     yield sample("expanded_batch", n(3, 2, 5, 16), n(3, 1, 5, 16), *expanded, why="cos and sin are expanded: stride 0 over the batch")
     inter = angles(device, dtype, 5, 24, interleaved=True)
-    yield sample("interleaved", n(2, 4, 5, 24), n(2, 2, 5, 24), *inter, interleaved=True, why="neighbouring columns are a pair")
+    yield sample("interleaved", n(2, 4, 5, 24), n(2, 2, 5, 24), *inter, interleaved=True, why="neighboring columns are a pair")
     part = angles(device, dtype, 5, 8, interleaved=True)
     yield sample("interleaved_partial", n(1, 3, 5, 20), n(1, 1, 5, 20), *part, interleaved=True, why="interleaved, partial, odd pairs")
     halves = [n(5, 16), n(5, 16)]
@@ -136,7 +136,7 @@ def workloads() -> Iterator[Workload]:
         return Workload(f"{name}-{axis}", make, quick, axis=(axis, point[axis])) if axis else Workload(name, make, quick)
 
     yield shape(1, 256, 8, 2, 64, quick=True)
-    # On a GPU the first is ruled by the host.
+    # On a GPU, the first is bound by the host.
     for batch, tokens in ((1, 512), (4, 4096)):
         yield shape(batch, tokens, 32, 8, 128)
     for tokens in ROWS:
@@ -164,11 +164,12 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
         rotate(x) = (-x[R/2:R], x[:R/2])                          interleaved=False
         rotate(x) = (-x[1], x[0], -x[3], x[2], …)                 interleaved=True
 
-    q        (batch, heads, tokens, width)       any floating dtype and strides
-    k        (batch, key_heads, tokens, width)   dtype of q; any number of heads
-    cos, sin (tokens, R), (1, tokens, R) or (batch, tokens, R); R even, at most width; any floating dtype
-    inplace  overwrite q and k and return them; the mutation is declared to autograd. Neither may be an expanded tensor
-    returns  q and k rotated, shapes, dtypes and (where dense) strides of the inputs; computed in float32 (float64 for float64)
+    q            (batch, heads, tokens, width)       any floating dtype and strides
+    k            (batch, key_heads, tokens, width)   dtype of q; any number of heads
+    cos, sin     (tokens, R), (1, tokens, R) or (batch, tokens, R); R even, at most width; any floating dtype
+    interleaved  pairs are neighboring columns (True), or a column of each half (False)
+    inplace      overwrite q and k and return them; the mutation is declared to autograd. Neither may be an expanded tensor
+    returns      q and k rotated, shapes, dtypes and (where dense) strides of the inputs; computed in float32 (float64 for float64)
 
     Raises ShapeError for shapes that do not match, DtypeError if q and k differ, OptionError for inplace on a leaf that requires a
     gradient or on an expanded tensor.

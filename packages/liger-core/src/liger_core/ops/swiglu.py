@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""swiglu: a unit gated by SiLU."""
+"""swiglu: a linear unit gated by SiLU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, overwrite: bool = False) -
 
     gate    (..., width)   any floating dtype; or (..., 2·width) packed, gate first, when up is None
     up      (..., width)   shape and dtype of gate
-    overwrite              nobody else needs gate and up: a backward pass that frees its graph may write their gradients over them, which
+    overwrite              no other code needs gate and up: a backward pass that frees its graph may write their gradients over them, which
                            saves their size (a kept graph leaves them as they are)
     returns (..., width), dtype of gate; a fused backend keeps only the inputs for the backward pass
 

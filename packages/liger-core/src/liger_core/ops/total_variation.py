@@ -34,7 +34,7 @@ def check(
     check_logits("total_variation", student, teacher, temperature, reduction, normalizer)
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
+# No return annotation, so that its signature is that of the op.
 def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """total_variation for a backend that brings the row passes; `supported(student, teacher)` may decline a call."""
     divergence = logit_divergences(passes, make_kernel)
@@ -58,7 +58,7 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
         returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
-        Log-probabilities are logits whose log-sum-exp is 0: they are as good.
+        Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
         Where p = q for a class the gradient is that of 0. Classes at -inf on both sides count for nothing.
         Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
         Wen et al. 2023, arXiv:2307.15190 (f-DISTILL).

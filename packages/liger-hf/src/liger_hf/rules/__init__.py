@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one kind of module becomes an op: one folder a rule, none knows a model by its name."""
+"""How one kind of module becomes an op: one folder per rule; none knows a model by its name."""
 
 from liger_hf.rules.activation.rule import RULE as ACTIVATION
-from liger_hf.rules.gated_unit.experts import RULE as EXPERTS
-from liger_hf.rules.gated_unit.rule import RULE as GATED_UNIT
+from liger_hf.rules.gated_mlp.experts import RULE as EXPERTS
+from liger_hf.rules.gated_mlp.rule import RULE as GATED_MLP
 from liger_hf.rules.head.rule import RULE as HEAD
 from liger_hf.rules.norm.rule import RULE as NORM
 from liger_hf.rules.residual.rule import RULE as RESIDUAL
@@ -11,7 +11,7 @@ from liger_hf.rules.rotary.rule import RULE as ROTARY
 
 RULES = (
     NORM,
-    GATED_UNIT,
+    GATED_MLP,
     EXPERTS,
     ACTIVATION,
     ROTARY,

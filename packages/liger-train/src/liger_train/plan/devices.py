@@ -26,7 +26,7 @@ from liger_core.ops._token_loop import tiling
 from liger_core.ops._token_passes import REFERENCE_BLOCK
 from liger_core.plugins import registry
 from liger_core.selection import Link, in_turn, ranked, settle
-from liger_hf.rules.head import causal_loss, projection
+from liger_hf.rules.head import causal_loss, projection, weights
 
 # cuBLAS has a workspace of 32 MiB on a Hopper GPU for each thread that calls it: the main thread and that of autograd.
 WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
@@ -56,14 +56,24 @@ def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> I
             stack.enter_context(mock.patch.object(causal_loss, "CHUNK_ELEMENTS", {}))
             if not written_out:
                 stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _fused_attention))
+        stack.enter_context(mock.patch.object(torch, "rand", _drawn(torch.rand)))
         # Transformers builds a mask if it cannot check whether a row packs several texts; `liger train` never packs.
         stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
         if sharded:
             for module in (causal_loss, projection):
-                stack.enter_context(mock.patch.object(module, "gathered", lambda head: True))
+                stack.enter_context(mock.patch.object(module, "gathered", lambda head: weights.HELD.head is not head))
         else:
             stack.enter_context(mock.patch.object(causal_loss, "PLAIN_WEIGHTS", (*causal_loss.PLAIN_WEIGHTS, FakeTensor)))
         yield notes
+
+
+def _drawn(rand: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.rand, but a single number is a constant, which a model may read: OPT, BART and others draw one to drop a layer."""
+
+    def drawn(*size: Any, **options: Any) -> Tensor:
+        return torch.tensor(1.0) if size in ((), ([],), ((),)) and not options else rand(*size, **options)
+
+    return drawn
 
 
 @contextmanager

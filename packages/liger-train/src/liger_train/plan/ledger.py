@@ -110,7 +110,7 @@ class Ledger(TorchDispatchMode):
         return {number for number, _ in self._known.values()}
 
     def hold(self, size: int, label: str) -> int:
-        """Record memory that is no tensor of this step; returns its number."""
+        """Record memory that does not belong to a tensor of this step; returns its number."""
         self._last += 1
         self.labels[self._last], self.sizes[self._last] = label, size
         self.events.append((self._last, size, self.doing))

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from transformers import AutoModelForCausalLM
 
 from liger_bench.checkpointing import layers
-from liger_core.errors import OptionError
+from liger_core.errors import LigerError, OptionError
 from liger_train import model as train_model
 from liger_train.configs import config_of
 from liger_train.model import LOW, build, weights_dtype
@@ -76,7 +76,7 @@ class Step:
 def predict(setup: Setup) -> Prediction:
     """Predict the memory of a run: the actual model of the setup takes a step on fake tensors.
 
-    Raises OptionError for unknown values, and for a model whose forward pass depends on the values of tensors.
+    Raises OptionError for unknown values, and for a model that cannot take a step without the values of tensors.
     """
     chosen(setup)
     kind = OPTIMIZERS[setup.optimizer]
@@ -108,29 +108,44 @@ def _with(held: Mapping[str, int], optimizer: int) -> dict[str, int]:
 @lru_cache(maxsize=256)
 def _step(setup: Setup) -> Step:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # Building a model seeds the generators.
-    with torch.random.fork_rng(devices=[]):
-        model, notes = fake_model(setup, mode)
-    sharding = sharding_of(setup, model)
-    ledger = _ledger_of_a_step(setup, model, sharding, mode)
-    if sharding.learns:
-        # DeepSpeed prefetches after it has traced a step.
-        ledger = _ledger_of_a_step(setup, model, sharding.after_a_step(), mode)
+    with _in_a_sentence(setup):
+        # Building a model seeds the generators.
+        with torch.random.fork_rng(devices=[]):
+            model, notes = fake_model(setup, mode)
+        sharding = sharding_of(setup, model)
+        ledger = _ledger_of_a_step(setup, model, sharding, mode)
+        if sharding.learns:
+            # DeepSpeed prefetches after it has traced a step.
+            ledger = _ledger_of_a_step(setup, model, sharding.after_a_step(), mode)
     parameters = sum(p.numel() for p in model.parameters())
     return Step(ledger.peak(), ledger.end(), ledger.static, tuple(weights_of(model)), parameters, (*notes, *ledger.notes))
+
+
+@contextmanager
+def _in_a_sentence(setup: Setup) -> Iterator[None]:
+    """A model is anybody's code: whatever it raises on fake tensors is one sentence."""
+    try:
+        yield
+    except (LigerError, MemoryError):
+        raise
+    except Exception as problem:
+        if isinstance(problem, DataDependentOutputException | DynamicOutputShapeException):
+            reason = f"it reads values of tensors ({problem.func})"
+        else:
+            first = next((line for line in str(problem).splitlines() if line.strip()), "").strip()
+            reason = f"{type(problem).__name__}: {first}" if first else type(problem).__name__
+        # None: the tensors in a traceback that outlives the mode crash the interpreter when it ends.
+        raise OptionError(
+            f"plan: the model must be able to take a step on fake tensors, but {setup.model} is not: {reason}; "
+            "to measure its memory, run `liger train`"
+        ) from None
 
 
 def _ledger_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: FakeTensorMode) -> Ledger:
     ledger = Ledger(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model))
     written_out = devices.attention_is_written_out(setup.device, LOW.get(setup.precision, torch.float32), model.config.get_text_config())
     with mode, devices.as_on(setup.device, sharded=sharding.gathers, written_out=written_out) as notes, ledger:
-        try:
-            step(setup, model, ledger, sharding)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise OptionError(
-                f"plan: a model must not read values of tensors, but {type(model).__name__} does ({error.func}); "
-                "to measure its memory, run `liger train`"
-            ) from None
+        step(setup, model, ledger, sharding)
     ledger.notes.extend(notes if setup.liger != "none" else [])
     return ledger
 
@@ -173,7 +188,7 @@ def _prepare_for_four_bits(model: nn.Module) -> None:
 
 def _logits_of(model: Any) -> Callable[[Tensor], str | None]:
     """Recognize logits: their last dimension is the vocabulary size."""
-    words = model.config.get_text_config().vocab_size
+    words = getattr(model.config.get_text_config(), "vocab_size", None)
 
     def known_as(tensor: Tensor) -> str | None:
         return LOGITS if tensor.dim() > 1 and tensor.shape[-1] == words else None

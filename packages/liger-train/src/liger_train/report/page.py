@@ -49,7 +49,7 @@ CHOSEN = re.compile(r"--[a-z-]+ \S+ was chosen|(Chosen|Defaults) for ")
 # What `--checkpoint auto` noted in rows of older versions → what it notes now.
 OLDER_NOTES = (
     (r"a batch is taken in (\d+) parts, and ", r"each batch is split into \1 parts; "),
-    (r"(\d+) of \d+ layers are computed again, (\d+) but for their products, (\d+) are not", AUTO_NOTE.format(r"\1", r"\2", r"\3")),
+    (r"(\d+) of \d+ layers are \w+ again, (\d+) but for their \w+, (\d+) are not", AUTO_NOTE.format(r"\1", r"\2", r"\3")),
     (r"(from step \d+ on) ", r"\1, "),
 )
 
@@ -204,7 +204,7 @@ def _timelines(timelines: Sequence[Record], pictures: Pictures) -> list[str]:
         peak = record["peak"]
         lines.append([title(record["setup"]), f"{sum(peak.values()) / scale:.2f}", *(f"{peak[name] / scale:.2f}" for name in names)])
     about = (
-        "## Memory over time\n\nFrom the allocator's events: the second and third step, or the whole run if it ran out of memory. Weights, gradients and optimizer state "
+        "## Memory over time\n\nFrom the allocator's events: the last recorded step, up to the failed request if it ran out of memory. Weights, gradients and optimizer state "
         "are recognized by their addresses, logits by their size; checkpoints are the inputs of checkpointed layers. "
         f"At the peak, in {unit}:"
     )

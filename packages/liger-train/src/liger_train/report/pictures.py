@@ -25,6 +25,8 @@ MORE = ("#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))
 MARKERS = ("o", "s", "^")
 INK = "#000000"
+# The height of the band for runs that ran out of memory, as a fraction of the axes.
+BAND = 0.95
 CROSS: dict[str, Any] = {"markersize": 6.5, "markeredgewidth": 2}
 CHECKPOINTS, LOGITS = "#009e73", "#cc79a7"
 AXIS_LABELS = {"batch": "batch size per rank", "sequence": "sequence length, tokens", "ranks": "ranks"}
@@ -49,7 +51,7 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
     figure, panels = plt.subplots(1, 1 + has_memory, figsize=(5.25 * (1 + has_memory), 4.2), layout="constrained", squeeze=False)
     left, right = panels[0][0], panels[0][-1]
     figure.suptitle(f"{sweep.title}\n{sweep.setting}", fontsize=10, x=0.01, ha="left")
-    # Crosses stand at the memory limit, or above the highest peak.
+    # Crosses are at the memory limit, or above the highest peak. A run that failed has no throughput: its cross is in a band above the data.
     ceiling = limit / scale if limit else max(peaks, default=scale) / scale * 1.08
     if limit:
         right.axhline(ceiling, color=INK, linewidth=0.9, linestyle="--")
@@ -61,7 +63,7 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
         apart = 0.24 * (failing.index(strategy) - (len(failing) - 1) / 2) if strategy in failing else 0.0
         known = [(place, row) for place, value in enumerate(sweep.values) if (row := sweep.row(strategy, value)) is not None]
         for axes, columns, one, cross in (
-            (left, ("tokens_per_second", "low_tokens_per_second", "high_tokens_per_second"), 1, 0.0),
+            (left, ("tokens_per_second", "low_tokens_per_second", "high_tokens_per_second"), 1, None),
             (right, ("peak_bytes",) * 3, scale, ceiling),
         )[: 1 + has_memory]:
             points = [
@@ -74,7 +76,8 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
             failed = [place + apart for place, row in known if row["out_of_memory"]]
             # An empty artist without clipping would break the constrained layout.
             if failed:
-                axes.plot(failed, [cross] * len(failed), "x", color=style["color"], clip_on=False, zorder=5, **CROSS)
+                height = {"transform": axes.get_xaxis_transform()} if cross is None else {}
+                axes.plot(failed, [cross or BAND] * len(failed), "x", color=style["color"], clip_on=False, zorder=5, **CROSS, **height)
     for axes, label in (
         (left, "tokens per second"),
         (right, f"peak memory, {unit}" if sweep.axis != "ranks" else f"peak memory per rank, {unit}"),
@@ -85,6 +88,10 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
         axes.set_xlabel(AXIS_LABELS[sweep.axis])
         axes.set_ylabel(label)
     left.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    if failing:
+        left.add_patch(plt.Rectangle((0, BAND - 0.05), 1, 0.1, transform=left.transAxes, color=INK, alpha=0.08, linewidth=0))
+        left.annotate("out of memory", (0.01, BAND), xycoords="axes fraction", va="center", fontsize=8)
+        left.set_ylim(0, left.get_ylim()[1] * 1.12)
     if has_memory:
         right.set_ylim(0, max(ceiling, *(peak / scale for peak in peaks), 0) * 1.07)
     handles, labels = right.get_legend_handles_labels()
@@ -103,8 +110,8 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
 
 def estimate_picture(sweep: Sweep, sizes: Sizes, path: Path) -> None:
     """The original report's estimates for checkpoints and logits, beside the measured peak beyond static memory."""
-    figure, axes = plt.subplots(figsize=(6.6, 4.2), layout="constrained")
-    axes.set_title(f"{sweep.title}\nActivation checkpoints and logits, estimated and measured", fontsize=10, loc="left")
+    figure, axes = plt.subplots(figsize=(6.6, 4.9), layout="constrained")
+    figure.suptitle(f"{sweep.title}: activation checkpoints and logits\n{sweep.setting}", fontsize=10, x=0.01, ha="left")
     rows = [next(row for row in sweep.rows if row[sweep.axis] == value) for value in sweep.values]
     places = range(len(rows))
     estimated = [estimate(row, sizes) for row in rows]
@@ -129,7 +136,7 @@ def estimate_picture(sweep: Sweep, sizes: Sizes, path: Path) -> None:
     axes.set_xticks(places, [str(value) for value in sweep.values])
     axes.set_xlabel(AXIS_LABELS[sweep.axis])
     axes.set_ylabel(unit)
-    axes.legend(fontsize=8, frameon=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=1, fontsize=8, frameon=False)
     _finish(figure, (axes,), path)
 
 

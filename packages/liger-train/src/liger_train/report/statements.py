@@ -11,7 +11,7 @@ from liger_train.row import WITHIN_SPREAD, overlapping
 
 GIB = 1 << 30
 SPEED, PEAK = "tokens_per_second", "peak_bytes"
-# The report that this project began with, its GPU (a GeForce RTX 4090), and its two sweeps: axis, fixed size → what it states, by key.
+# The original report, whose sweeps this project repeats; its GPU (a GeForce RTX 4090), and its two sweeps: axis, fixed size → what it states, by key.
 ORIGINAL = "https://github.com/DandinPower/112-2-Artificial-Intelligence-Midterm"
 ORIGINAL_MODEL, ORIGINAL_MEMORY = "llama-3.2-1b", 24 * GIB
 STATED = {

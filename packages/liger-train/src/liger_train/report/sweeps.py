@@ -154,7 +154,7 @@ def _line(row: Record) -> tuple[str, str]:
 
 def _cards(row: Record) -> str:
     """The devices of a sweep over ranks."""
-    return _limited(row, f"each {_device(row)}")
+    return _limited(row, f"{_device(row)} per rank")
 
 
 def _limited(row: Record, place: str) -> str:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,42 +59,83 @@ def pairs(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def timeline_picture(records: Sequence[Record], path: Path) -> None:
-    """A panel per run, all to one scale; a dotted line marks the start of a step, a cross out of memory."""
-    unit, name = unit_of(max(max(_totals(r), default=0) for r in records) or 1 << 20)
+    """A panel per run, all to one scale: the last recorded step, from its start until the memory of its update is released."""
+    shown = [_last_step(record) for record in records]
+    highest = max(
+        [sum(layers) for each in shown for layers in zip(*each.layers, strict=True)] + [each.wanted for each in shown] + [1 << 20]
+    )
+    unit, name = unit_of(highest)
     figure, panels = plt.subplots(
         1, len(records), figsize=(5.4 * len(records) + 0.6, 4.2), sharey=True, layout="constrained", squeeze=False
     )
-    for record, axes in zip(records, panels[0], strict=True):
-        setup, times = record["setup"], record["milliseconds"]
-        layers = [[value / unit for value in record["bytes"][category]] for category in CATEGORIES]
-        axes.stackplot(times, layers, labels=CATEGORIES, colors=[COLORS[c] for c in CATEGORIES], linewidth=0, step="post")
-        axes.set_title(title(setup), fontsize=10)
-        axes.set_xlabel("milliseconds")
-        for step in record["steps"]:
-            axes.axvline(step, color="#000000", linewidth=0.8, linestyle=":")
-        totals = _totals(record)
+    for record, step, axes in zip(records, shown, panels[0], strict=True):
+        layers = [[value / unit for value in layer] for layer in step.layers]
+        totals = [sum(values) for values in zip(*layers, strict=True)]
+        axes.stackplot(step.times, layers, labels=CATEGORIES, colors=[COLORS[c] for c in CATEGORIES], linewidth=0, step="post")
+        # An outline: peaks may be narrower than a pixel.
+        axes.step(step.times, totals, where="post", color="#000000", linewidth=0.5)
+        axes.set_title(title(record["setup"]), fontsize=10)
+        axes.set_xlabel("milliseconds since the start of the step")
+        axes.set_xlim(0, (step.times[-1] or 1.0) * 1.02)
+        place = {"textcoords": "offset points", "fontsize": 9}
         if totals:
-            highest = totals.index(max(totals))
-            beside = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 9}
-            axes.annotate(f"{totals[highest] / unit:,.2f} {name}", (times[highest], totals[highest] / unit), **beside)
-        if record.get("asked") and totals:
-            wanted = (totals[-1] + record["asked"]) / unit
-            axes.plot([times[-1]], [wanted], "x", color="#d55e00", markersize=11, markeredgewidth=3)
+            peak = totals.index(max(totals))
+            right = step.times[peak] < 0.6 * step.times[-1]
+            words = f"peak {totals[peak]:,.2f} {name}"
+            axes.annotate(words, (step.times[peak], totals[peak]), (5 if right else -5, 3), ha="left" if right else "right", **place)
+        if step.wanted:
+            wanted = step.wanted / unit
+            axes.plot([step.times[-1]], [wanted], "x", color="#d55e00", markersize=11, markeredgewidth=3, clip_on=False)
             words = f"out of memory:\n{record['asked'] / unit:,.2f} {name} more"
-            axes.annotate(words, (times[-1], wanted), (-8, 0), textcoords="offset points", ha="right", va="center", fontsize=9)
-        if setup.get("memory_limit"):
-            axes.axhline(setup["memory_limit"] / unit, color="#000000", linewidth=0.9, linestyle="--")
+            axes.annotate(words, (step.times[-1], wanted), (-10, 0), ha="right", va="center", **place)
+        _draw_limit(axes, record["setup"].get("memory_limit"), highest, unit, name)
+    panels[0][0].set_ylim(0, 1.12 * highest / unit)
     panels[0][0].set_ylabel(f"memory, {name}")
-    panels[0][0].margins(y=0.1)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(CATEGORIES) if len(records) > 1 else 3, frameon=False, fontsize=9)
     for axes in panels[0]:
-        axes.set_xlim(0, None)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a timeline: milliseconds since its start, bytes of each category, and the bytes that a failed request would have reached."""
+
+    times: list[float]
+    layers: list[list[int]]
+    wanted: int
+
+
+def _last_step(record: Record) -> Step:
+    """The last recorded step, without the time after it in which the memory no longer changes much."""
+    times, totals = record["milliseconds"], _totals(record)
+    if not times:
+        return Step([0.0], [[0] for _ in CATEGORIES], 0)
+    start = min(record["steps"][-1] if record["steps"] else times[0], times[-1])
+    first = max(bisect_right(times, start) - 1, 0)
+    last = len(times) - 1
+    if not record.get("asked"):
+        small = totals[last] + (max(totals[first:]) - totals[last]) / 20
+        last = next((place for place in range(last, first, -1) if totals[place] > small), last - 1) + 1
+    places = range(first, last + 1)
+    wanted = totals[-1] + record["asked"] if record.get("asked") else 0
+    return Step([max(times[p] - start, 0.0) for p in places], [[record["bytes"][c][p] for p in places] for c in CATEGORIES], wanted)
+
+
+def _draw_limit(axes: Any, limit: int | None, highest: float, unit: int, name: str) -> None:
+    """A line at the memory limit, or a note if it is far above the data."""
+    if not limit:
+        return
+    words = f"limit {limit / unit:g} {name}"
+    if limit <= 1.1 * highest:
+        axes.axhline(limit / unit, color="#000000", linewidth=0.9, linestyle="--")
+        axes.annotate(words, (0, limit / unit), (3, 3), textcoords="offset points", fontsize=8)
+    else:
+        axes.annotate(f"↑ {words}", (0.01, 0.97), xycoords="axes fraction", va="top", fontsize=8)
 
 
 def title(setup: dict[str, Any]) -> str:

@@ -243,7 +243,7 @@ def _print(row: Row, printed: list[str]) -> None:
     console = output()
     tokens = f"{row.batch} × {row.sequence} tokens" + (f" × {row.accumulation}" if row.accumulation > 1 else "")
     where = f"{row.ranks} × {row.device}" if row.ranks > 1 else row.device
-    title = f"{row.model}, {tokens} a step, {row.precision}, Liger {row.liger}, on {where}"
+    title = f"{row.model}, {tokens} per step, {row.precision}, Liger {row.liger}, on {where}"
     print_table(console, [Column(""), Column("", prose=True)], [list(line) for line in _figures(row).items()], title=title)
     if row.reason:
         console.print(row.reason, markup=False)

@@ -31,7 +31,7 @@ class CpuMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the profiler where the watched step failed: it would go on recording for as long as the process lives."""
+        """Stop the profiler where the watched step failed: it would keep recording for as long as the process lives."""
         self._recording.close()
 
     def begin_training(self, state: TrainerState) -> None:

@@ -3,7 +3,7 @@
 
 The Trainer writes a checkpoint file by file. If the run is killed meanwhile, or the disk is full, part of a checkpoint remains, which
 the Trainer would load. The seal is written last and atomically: it holds the size and hash of every file, and the progress of the
-run. An unfinished seal is written first, which tells a partial checkpoint of ours from a folder that somebody else wrote.
+run. An unfinished seal is written first, which distinguishes a partial checkpoint of ours from a folder that another program wrote.
 """
 
 from __future__ import annotations

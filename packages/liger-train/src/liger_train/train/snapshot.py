@@ -219,7 +219,7 @@ def from_snapshot(snapshot: dict[str, Any], device: int) -> _Recorded:
             held[event.address] = -event.bytes
     failed = next((e for e in trace if e["action"] == "oom"), None)
     if failed is not None:
-        # Releases after that are no part of the run.
+        # Releases after that are not part of the run.
         events = [event for event in events if event.time <= failed["time_us"]]
     return _Recorded(held, events, None if failed is None else failed["size"], snapshot)
 

@@ -53,7 +53,7 @@ class Spending:
     splits   the most parts of a batch
     parts    the current number of parts
     moves    the number of moves so far, at most layers × 2
-    settled  whether there will be no more moves
+    settled  whether all moves are done
     """
 
     def __init__(self, layers: int, limit: int, alike: bool = True, splits: int = 1) -> None:

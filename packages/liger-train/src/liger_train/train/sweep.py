@@ -136,7 +136,7 @@ def sweep(
     todo, kept = remaining(setups, lambda setup: row_of(setup, where, {}), good, attrgetter(*IDENTITY))
     found = all_measured(
         len(todo),
-        lambda tell: measured(todo, where, gpus=chosen, skip=skip, before=kept, extras=extras, phase=lambda setup: tell(named(setup))),
+        lambda report: measured(todo, where, gpus=chosen, skip=skip, before=kept, extras=extras, phase=lambda setup: report(named(setup))),
         files,
     )
     places = {attrgetter(*SETUP)(setup): place for place, setup in enumerate(setups)}
@@ -164,7 +164,7 @@ def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
     base: Row | None = None
     for row in rows:
         if row.liger == first:
-            # The memory of a run that ran out of it is no baseline.
+            # The memory of a run that ran out of it is not a baseline.
             base = None if row.tokens_per_second is None else row
         place = [str(getattr(row, name)) for name in varied]
         lines.append([*(place if row.liger == first else [""] * len(varied)), row.liger, *_figures(row, base, scale)])

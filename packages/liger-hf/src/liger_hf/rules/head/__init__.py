@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output head and loss become linear_cross_entropy."""
+"""LM head and loss become linear_cross_entropy."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from liger_core import cross_entropy, linear_cross_entropy
 from liger_hf.errors import LogitsError
 from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits, still_valid
-from liger_hf.rules.head.projection import compute, eager_logits, replay, scale_and_cap
+from liger_hf.rules.head.projection import compute, eager_logits, gathers_itself, in_one_call, replay, scale_and_cap
 from liger_hf.rules.head.tensor_parallel import over_classes
-from liger_hf.rules.head.weights import gathered
+from liger_hf.rules.head.weights import HELD, gathered, held
 
-# Elements of the logits that the module-call path holds at a time: long products on a GPU, a cache's worth on the CPU.
+# Elements of the logits that the module-call path holds at a time: enough for large matmuls on a GPU, a cache's worth on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 CHUNK_ELEMENTS_DEVICE = 1 << 28
-# What a weight is whose memory is all there is to it.
+# The types of a weight that consists of nothing but its memory.
 PLAIN_WEIGHTS: tuple[type, ...] = (nn.Parameter, Tensor)
 
 
@@ -93,7 +94,7 @@ def _real(logits: Any) -> Tensor | None:
         return logits
     weights = logits.cell.weights
     if torch.compiler.is_compiling() or logits.cell.open or weights is None or weights.are_in(logits.head):
-        return logits.at_hand()
+        return logits.available()
     return logits.materialize()
 
 
@@ -108,8 +109,12 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) ->
         # The loss is computed where the head is, and only then moved.
         return _fused(_unmoved(logits), target, items, ignore_index).to(device)
     target = target.to(device).reshape(logits.hidden.shape[:-1])
+    if gathers_itself(logits.head):
+        return in_one_call(
+            logits.head, lambda rows: _in_chunks(_with(logits, rows, logits.steps), target, items, ignore_index), logits.hidden
+        )
     form = scale_and_cap(logits.steps)
-    if form is None or not _plain_linear(logits.head):
+    if form is None or not plain_linear(logits.head):
         return _in_chunks(logits, target, items, ignore_index)
     head: Any = logits.head
     scale, cap, bias = form
@@ -117,7 +122,7 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) ->
         # A shard of one bias and the whole of another.
         return _in_chunks(logits, target, items, ignore_index)
     if bias is not None:
-        # What the model adds to its logits, in the dtype of a bias of the head.
+        # The term that the model adds to its logits, in the dtype of a bias of the head.
         bias = bias.to(head.weight.dtype) if head.bias is None else head.bias + bias.to(head.weight.dtype)
     options = {"bias": head.bias if bias is None else bias, "logit_scale": scale, "softcap": cap}
     return _mean(linear_cross_entropy, logits.hidden, target, items, ignore_index, head.weight, **options)
@@ -127,7 +132,11 @@ def _unmoved(logits: LazyLogits) -> LazyLogits:
     device = logits.hidden.device
     steps = [step for step in logits.steps if not (step[0] == "to" and isinstance(step[1], torch.device))]
     steps = [(kind, value[0].to(device)) if kind == "add" else (kind, *value) for kind, *value in steps]
-    return LazyLogits(logits.hidden, logits.head, logits.classes, logits.dtype, logits.cell, tuple(steps), True, logits.constant)
+    return _with(logits, logits.hidden, tuple(steps))
+
+
+def _with(logits: LazyLogits, hidden: Tensor, steps: tuple[Any, ...]) -> LazyLogits:
+    return LazyLogits(hidden, logits.head, logits.classes, logits.dtype, logits.cell, steps, True, logits.constant)
 
 
 def _target(logits: Any, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -143,7 +152,7 @@ def _fits(logits: Any, target: Tensor, vocab_size: int) -> bool:
     return logits.shape[-1] == vocab_size and target.numel() * vocab_size == logits.numel() and target.dtype == torch.int64
 
 
-def _plain_linear(head: nn.Module) -> bool:
+def plain_linear(head: nn.Module) -> bool:
     """Its weight can be read as it is: a Linear (FSDP renames the class) with an unquantized weight, local or sharded over its classes."""
     if (
         not isinstance(head, nn.Linear)
@@ -152,6 +161,11 @@ def _plain_linear(head: nn.Module) -> bool:
     ):
         return False
     return type(head).forward is nn.Linear.forward and (type(head.weight) in PLAIN_WEIGHTS or over_classes(head))
+
+
+def chunk_rows(device: torch.device, classes: int) -> int:
+    """How many rows of logits the module-call path holds at a time."""
+    return max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS_DEVICE) // classes)
 
 
 def _mean(
@@ -167,11 +181,13 @@ def _mean(
 def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, ignore_index: int) -> Tensor:
     """For any head: call it as the module that it is on some rows at a time, and again in the backward pass."""
     hidden, labels = logits.hidden.reshape(-1, logits.hidden.shape[-1]), target.reshape(-1)
-    rows = max(1, CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS_DEVICE) // logits.classes)
+    rows = chunk_rows(hidden.device, logits.classes)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    inside = HELD.head is logits.head
 
     def part(x: Tensor, y: Tensor) -> Tensor:
-        real = replay(compute(logits.head, x, logits.cell.weights, logits.cell.autocast), logits.steps)
+        with held(logits.head) if inside else nullcontext():
+            real = replay(compute(logits.head, x, logits.cell.weights, logits.cell.autocast), logits.steps)
         return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum")
 
     with eager_logits():

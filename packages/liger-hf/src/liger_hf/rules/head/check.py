@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from liger_hf.errors import LogitsError
@@ -86,9 +87,11 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
         if child is head:
             children[name] = layer
         elif name == top or not isinstance(child, PreTrainedModel):
-            # The memo stands for the head, which is not copied.
+            # The memo stands for the head, which is not copied, and for fake tensors, which have no values.
             if sum(p.numel() for p in child.parameters()) - sum(p.numel() for p in head.parameters() if name == top) <= SMALL:
-                children[name] = _brought(copy.deepcopy(child, {id(head): layer}), hidden.device).to(hidden.dtype)
+                children[name] = _brought(copy.deepcopy(child, {id(head): layer, **_made_real(child, hidden.device)}), hidden.device).to(
+                    hidden.dtype
+                )
         else:
             children[name] = _BaseModel(child, hidden)
     twin = replica(model, children=children)
@@ -112,6 +115,12 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
     return twin
 
 
+def _made_real(module: nn.Module, device: torch.device) -> dict[int, Any]:
+    """Numbers in the place of fake tensors, by their identities."""
+    fake = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t, FakeTensor)]
+    return {id(t): nn.Parameter(_numbers(t, device)) if isinstance(t, nn.Parameter) else _numbers(t, device) for t in fake}
+
+
 def _brought(module: nn.Module, device: torch.device) -> nn.Module:
     """The module on the device where it is checked; weights that are nowhere become small numbers."""
     for part in module.modules():
@@ -125,13 +134,13 @@ def _brought(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _numbers(like: Tensor, device: torch.device) -> Tensor:
-    """The same in every run of a check, whatever its dtype; rows of matrices have about unit length."""
+    """The same values in every run of a check, whatever its dtype; rows of matrices have about unit length."""
     values = torch.arange(like.numel(), device=device).remainder(8191).mul(0.7).sin().bfloat16().reshape(like.shape)
     return (values / 2 + 1 if like.dim() < 2 else values / like.shape[-1] ** 0.5).bfloat16().to(like.dtype)
 
 
 class _BaseOutput:
-    """The output of a base model of which only the hidden states are of interest."""
+    """The output of a base model, with nothing but hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -145,7 +154,7 @@ class _BaseOutput:
 
 
 class _BaseModel(nn.Module):
-    """Gives the hidden states whatever it is asked, and so do its parts; all else is that of the real one."""
+    """Returns the hidden states for any call, as do its parts; everything else is that of the real base model."""
 
     def __init__(self, real: nn.Module, hidden: Tensor) -> None:
         super().__init__()

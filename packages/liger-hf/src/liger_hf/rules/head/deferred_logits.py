@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits of an evaluation: a tensor to whoever asks, computed with the first thing that is done to it.
+"""Logits of an evaluation: they look like a tensor, and are computed when first used.
 
 A Trainer that evaluates takes the logits from the outputs, and drops them if only the loss is wanted; it keeps nothing but tensors.
-Without gradients and outside compiled code a tensor subclass can do that, in the place of `LazyLogits`.
+Without gradients and outside compiled code a tensor subclass can do that, instead of `LazyLogits`.
 """
 
 from __future__ import annotations

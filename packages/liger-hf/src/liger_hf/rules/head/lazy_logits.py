@@ -3,7 +3,7 @@
 
 While a patched model's own forward runs, its output head returns this plain object (no tensor: a tensor subclass cannot be
 compiled, and data-parallel wrappers would read it). It holds the head's input and remembers scaling, tanh and casts. The loss
-takes it as it is; anything else that touches it gets the logits that the plain model would have made.
+takes it as it is; anything else that touches it gets the logits that the unpatched model would have computed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LazyLogits:
 
     def materialize(self) -> Tensor:
         """The logits themselves; where gradients are off, their values."""
-        found = self.at_hand()
+        found = self.available()
         if found is not None:
             return found
         still_valid(self)
@@ -86,7 +86,7 @@ class LazyLogits:
         self.real, self.values = self._computed(), None
         return self.real
 
-    def at_hand(self) -> Tensor | None:
+    def available(self) -> Tensor | None:
         """What `materialize` returns if that needs no computing."""
         return self.values if self.real is None and not torch.is_grad_enabled() else self.real
 
@@ -106,20 +106,20 @@ class LazyLogits:
     # -- what a head does between its projection and the loss
 
     def __mul__(self, other: Any) -> Any:
-        if self.at_hand() is None and isinstance(other, (int, float)):
+        if self.available() is None and isinstance(other, (int, float)):
             return self._then(self.dtype, "mul", other)
         return self.materialize() * _plain(other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        if self.at_hand() is None and isinstance(other, (int, float)):
+        if self.available() is None and isinstance(other, (int, float)):
             return self._then(self.dtype, "div", other)
         return self.materialize() / _plain(other)
 
     def __add__(self, other: Any) -> Any:
         if (
-            self.at_hand() is None
+            self.available() is None
             and isinstance(other, Tensor)
             and other.numel() == self.classes == other.shape[-1]
             and other.dim() <= self.ndim
@@ -130,7 +130,7 @@ class LazyLogits:
     __radd__ = __add__
 
     def tanh(self) -> Any:
-        return self._then(self.dtype, "tanh") if self.at_hand() is None else self.materialize().tanh()
+        return self._then(self.dtype, "tanh") if self.available() is None else self.materialize().tanh()
 
     def float(self) -> Any:
         return self.to(torch.float32)
@@ -159,7 +159,7 @@ class LazyLogits:
                 dtype, device = value.dtype, value.device
             elif isinstance(value, (str, int, torch.device)) and not isinstance(value, bool):
                 device = value
-        if self.at_hand() is not None or options.get("copy") or options.get("memory_format"):
+        if self.available() is not None or options.get("copy") or options.get("memory_format"):
             return self.materialize().to(*map(_plain, args), **options)
         logits = self
         # Moved when they are computed: accelerate brings the outputs of a model on several devices to the first one.
@@ -170,7 +170,7 @@ class LazyLogits:
 
     def reshape(self, *sizes: Any) -> Any:
         sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-        if self.at_hand() is None and _keeps_classes(sizes, self.shape):
+        if self.available() is None and _keeps_classes(sizes, self.shape):
             return self._rows(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
         return self.materialize().reshape(*sizes)
 
@@ -181,7 +181,7 @@ class LazyLogits:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         last = end_dim % self.ndim
-        if self.at_hand() is None and last < self.ndim - 1:
+        if self.available() is None and last < self.ndim - 1:
             return self._rows(self.hidden.flatten(start_dim, last))
         return self.materialize().flatten(start_dim, end_dim)
 
@@ -190,7 +190,7 @@ class LazyLogits:
         return LazyLogits(hidden, self.head, self.classes, self.dtype, self.cell, self.steps, view=True, constant=constant)
 
     def __getitem__(self, index: Any) -> Any:
-        rows = _rows(index, self.ndim) if self.at_hand() is None else None
+        rows = _rows(index, self.ndim) if self.available() is None else None
         if rows is None:
             return self.materialize()[_plain(index)]
         return self._rows(self.hidden[rows])

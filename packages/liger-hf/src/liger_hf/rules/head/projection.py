@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_hf.rules.head.weights import Weights, gathered
+from liger_hf.rules.head.weights import Weights, gathered, held
 
 Step = tuple[Any, ...]
 
@@ -90,7 +90,7 @@ def compute(head: nn.Module, hidden: Tensor, weights: Weights | None, autocast: 
 
 @contextmanager
 def eager_logits() -> Iterator[None]:
-    """Heads return real logits. Entered outside a checkpoint, since torch.compile lets nothing in one change what is outside."""
+    """Heads return real logits. Entered outside a checkpoint, since torch.compile allows no outside effects within one."""
     before, LAZY.head = LAZY.head, None
     try:
         yield
@@ -106,3 +106,34 @@ def _project(head: nn.Module, hidden: Tensor, weights: Weights | None) -> Tensor
     # Of a functional_call that is over, or replaced since.
     given = {f"head.{name}": tensor for name, tensor in weights.tensors.items()}
     return torch.func.functional_call(_Forward(head), given, (hidden,))
+
+
+def gathers_itself(head: nn.Module) -> bool:
+    """Hooks around each call of the head gather its weights from the ranks; accelerate's offloading is a forward of its own instead."""
+    return gathered(head) and "_hf_hook" not in vars(head) and not torch.compiler.is_compiling()
+
+
+def in_one_call(head: nn.Module, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    """compute(hidden) as the forward of the head, whose hooks gather the weights for it, and again for its backward pass.
+
+    Each call gathers, and ranks that called a head different numbers of times would wait for each other forever.
+    """
+    own, waiting = vars(head).get("forward"), [compute]
+
+    def forward(rows: Tensor) -> Any:
+        _put_back(head, own)
+        with held(head):
+            return waiting.pop()(rows)
+
+    head.forward = forward
+    try:
+        return head(hidden)
+    finally:
+        if waiting:
+            _put_back(head, own)
+
+
+def _put_back(head: nn.Module, own: Any) -> None:
+    del head.forward
+    if own is not None:
+        head.forward = own

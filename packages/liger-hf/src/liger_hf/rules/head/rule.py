@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output head and loss: lazy logits between the two, so that all the logits of a batch never exist while training.
+"""LM head and loss, with lazy logits between the two: in training, the logits of a whole batch are never materialized.
 
 Three attributes of instances change: the head's forward (returns lazy logits while its model runs), the model's loss function
 (takes them), and the model's forward (settles at its exit what nobody used).
@@ -92,7 +92,7 @@ def _sizes(head: nn.Module) -> tuple[int, int] | None:
 
 
 def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
-    """What makes the logits of one model lazy."""
+    """Makes the logits of one model lazy."""
     sizes, sharded, original = _sizes(head), gathering(head), under_autocast(model) or forward_of(model)
     inner = sharded.forward if isinstance(sharded, Gathering) else forward_of(head)
     assert sizes is not None
@@ -126,10 +126,10 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, keep_logits: bool | None = None, skip_logits: bool | None = None, **options: Any) -> Any:
         holder = self.__dict__.get("liger_head")
         if holder is None:
-            # Undone, but still called by something that has wrapped this function since.
+            # Undone, but still called by code that has wrapped this function since.
             return original(self, *args, **options)
         if skip_logits and keep_logits is None:
-            # What a Trainer with use_liger_kernel=True says when it evaluates the loss alone.
+            # The argument of a Trainer with use_liger_kernel=True when it evaluates only the loss.
             keep_logits = False
         head = holder[0]
         # A Trainer evaluates: it may want the loss alone, which it does not say, and reads the logits at once or never.
@@ -173,7 +173,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _sharded(head: nn.Module) -> bool:
-    """By FSDP or ZeRO-3, or offloaded: the weights may be gone before the logits are read."""
+    """Sharded by FSDP or ZeRO-3, or offloaded: the weights may be freed before the logits are read."""
     return gathered(head) or getattr(head, "_is_fsdp_managed_module", False)
 
 

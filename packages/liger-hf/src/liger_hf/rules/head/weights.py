@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -16,10 +18,31 @@ from liger_hf.errors import LogitsError
 from liger_hf.rules.head.tensor_parallel import over_classes
 
 
+class Held(threading.local):
+    """The head in whose call this thread is: its hooks have gathered the weights."""
+
+    def __init__(self) -> None:
+        self.head: nn.Module | None = None
+
+
+HELD = Held()
+
+
+@contextmanager
+def held(head: nn.Module) -> Iterator[None]:
+    """Within a call of the head, or within the backward pass of one."""
+    before, HELD.head = HELD.head, head
+    try:
+        yield
+    finally:
+        HELD.head = before
+
+
 def gathered(head: nn.Module) -> bool:
     """The head's weights are whole only while its hooks have gathered them (ZeRO-3, a head sharded or offloaded by itself)."""
     spread = not over_classes(head)
-    return any(hasattr(p, "ds_id") or (spread and hasattr(p, "full_tensor")) or p.is_meta for p in head.parameters())
+    there = HELD.head is head
+    return not there and any(hasattr(p, "ds_id") or (spread and hasattr(p, "full_tensor")) or p.is_meta for p in head.parameters())
 
 
 def brought(head: nn.Module) -> bool:
@@ -57,12 +80,12 @@ class Weights:
         return [0 if p.is_inference() else p._version for p in self.tensors.values()]
 
     def are_in(self, head: nn.Module) -> bool:
-        """The head still has these very tensors."""
+        """Whether the head still has exactly these tensors."""
         now = _tensors(head)
         return now.keys() == self.tensors.keys() and all(now[name] is tensor for name, tensor in self.tensors.items())
 
     def check(self, head: nn.Module) -> None:
-        """Raise LogitsError if these weights are no longer what they were in the call."""
+        """Raise LogitsError if these weights have changed since the call."""
         if any(map(_freed, self.tensors.values())) or (gathered(head) and not self.are_in(head)):
             state = "has been sharded"
         elif self.stepped or (self.versions is not None and self.versions != self._versions()):
@@ -80,7 +103,7 @@ def _tensors(head: nn.Module) -> dict[str, Tensor]:
 
 
 def _freed(tensor: Tensor) -> bool:
-    """As FSDP leaves a whole weight."""
+    """Whether it is a whole weight that FSDP has freed."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.numel() > 0 and not tensor.is_meta and not tensor.untyped_storage().size()
 
 
@@ -99,7 +122,7 @@ class Optimizers:
                 self.hook = register_optimizer_step_post_hook(self._stepped)
 
     def release(self) -> None:
-        """Take the hook out of torch, unless there is something to watch; the next call puts it back."""
+        """Remove the hook from torch if there is nothing to watch; the next call installs it again."""
         with self.lock:
             if self.hook is not None and not self.calls:
                 self.hook.remove()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from liger_core import rms_norm, swiglu
 
-# What a form makes of a module, x and its gate.
+# A form, as a function of a module, x and its gate.
 Form = Callable[[nn.Module, Tensor, Any], Tensor]
 Norm = Callable[..., Tensor]
 

@@ -22,7 +22,7 @@ NOTHING = "no module is a norm: none without children has an eps"
 EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 # What is rounded before the weight, and what is added to the weight.
 CONVENTIONS: tuple[tuple[Cast, float], ...] = (("input", 0.0), ("float32", 1.0), ("float32", 0.0), ("input", 1.0))
-# A weightless norm does not tell how wide its rows are.
+# A norm without a weight does not say how wide its rows are.
 WIDTH = 64
 
 
@@ -108,7 +108,7 @@ def _candidate(
     def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
         (x,) = inputs or (named.pop(argument),)
         weight = getattr(self, "weight", None)
-        # What a module makes of mixed dtypes differs from class to class, and autocast promotes a plain layer norm.
+        # The treatment of mixed dtypes differs between classes, and autocast promotes a plain layer norm.
         if (weight is not None and x.dtype != weight.dtype) or (biased and torch.is_autocast_enabled(x.device.type)):
             return original(self, x)
         if biased:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual and norm in one step: a module whose forward adds two tensors and gives the sum straight to a child that is a norm of rows.
 
-An instance gets its forward made anew from the source (`liger_hf.rules.residual.source`). The norm is looked at in every call: one
+An instance gets a forward rebuilt from its source (`liger_hf.rules.residual.source`). The norm is checked in every call: one
 that somebody watches by hooks, has wrapped or replaced, as ZeRO-3, accelerate and PEFT do, is called as the module that it is.
 """
 
@@ -23,8 +23,7 @@ from liger_hf.rules.residual.source import norms_of_sums, with_one_call
 from liger_hf.stand_in import Case, Run, device_of, replica, trial
 
 NOTHING = (
-    "no forward adds two tensors and passes the sum straight to a norm without a mean "
-    "(only undecorated forwards whose source is available are read)"
+    "no forward adds two tensors and passes the sum straight to an RMSNorm (only undecorated forwards whose source is available are read)"
 )
 
 
@@ -58,7 +57,7 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _norm(child: nn.Module) -> Found | None:
-    """What the rule of norms makes of it, were it as its class says."""
+    """What the rule for norms finds for it, if it were unchanged from its class."""
     if norms.eps_of(child) is None:
         return None
     found = norms.look(replica(child))
@@ -122,7 +121,7 @@ def _hooked(child: nn.Module) -> bool:
 
 
 def _fit(weight: Any, left: Any, right: Any) -> bool:
-    """Neither broadcast nor promoted: what a module makes of mixed dtypes differs from class to class."""
+    """Neither broadcast nor promoted: the treatment of mixed dtypes differs between classes."""
     if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
         return False
     return left.shape == right.shape and left.dtype == right.dtype and (weight is None or weight.dtype == left.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums that a forward hands straight to a norm, found in its source, and the forward made anew with each such pair as one call.
+"""Sums that a forward hands straight to a norm, found in its source, and the forward rebuilt with each such pair as one call.
 
     x = a + b                                              y, x = one_call(self.norm, a, b)
     r = x                     (or nothing)      →          r = x
@@ -62,7 +62,7 @@ def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Call
 
 
 def _definition(function: Any) -> ast.FunctionDef | None:
-    """What a function was compiled from; None if that cannot be found, or if it now is the source of something else."""
+    """The source of a function; None if it cannot be found, or if it now is the source of something else."""
     if not isinstance(function, FunctionType) or function.__closure__:
         return None
     if function not in _definitions:
@@ -72,7 +72,7 @@ def _definition(function: Any) -> ast.FunctionDef | None:
 
 def _parsed(function: FunctionType) -> ast.FunctionDef | None:
     try:
-        # Of the code: of the function it would be that of what it wraps.
+        # The source of the code: that of the function would be the source of the function that it wraps.
         lines, start = inspect.getsourcelines(function.__code__)
         # A block around it instead of less indentation, which would change strings of several lines.
         (whole,) = ast.parse("".join(("if True:\n" if lines[0][:1].isspace() else "\n", *lines))).body

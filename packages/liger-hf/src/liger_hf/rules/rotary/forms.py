@@ -2,7 +2,7 @@
 """How rotary functions are written, and which call of `rope` computes each of them.
 
 A function is read by the names of its parameters: one tensor or two, then cos and sin in either order, or one complex table of
-angles. What it makes of them is found by trying; the forms below are those that Transformers has.
+angles. Its form is found by trial; the forms below are those in Transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tables = tuple[Tensor, Tensor]
 class Signature:
     """The parameters of a rotary function: which are rotated, which hold the angles, and on which axis heads lie by default.
 
-    heads  the axis, or None if there is no parameter `unsqueeze_dim` to tell
+    heads  the axis, or None without a parameter `unsqueeze_dim` that gives it
     """
 
     names: tuple[str, ...]
@@ -53,10 +53,10 @@ def signature(function: Callable[..., Any]) -> Signature | None:
 class Form:
     """One way to write the rotation.
 
-    interleaved  neighbouring columns are a pair
+    interleaved  neighboring columns are a pair
     tables       makes of the function's tables the cos and sin of `rope`
-    gathers      pairs are neighbours on the way in, and halves on the way out
-    heads        the axis of the heads where no argument tells
+    gathers      pairs are neighbors on the way in, and halves on the way out
+    heads        the axis of the heads if no argument gives it
     """
 
     name: str
@@ -84,7 +84,7 @@ def forms(found: Signature) -> Iterator[Form]:
 
 @dataclass(frozen=True)
 class Tried:
-    """What the form was found to hold for.
+    """The calls that the form was verified for.
 
     parts        widths of the tables, as parts of the rotated columns
     keeps_dtype  the result has the dtype of what is rotated even if the tables have another
@@ -146,7 +146,7 @@ def _rotated(states: list[Any], cos: Tensor, sin: Tensor, form: Form) -> list[An
 
 
 def _alone(x: Tensor, cos: Tensor, sin: Tensor, form: Form) -> Tensor:
-    """`rope` takes two: its first head plays the key, and what comes of that is dropped."""
+    """`rope` takes two tensors: the first head also serves as the key, and its result is dropped."""
     return rope(x, x[:, :1].detach(), cos, sin, interleaved=form.interleaved)[0]
 
 

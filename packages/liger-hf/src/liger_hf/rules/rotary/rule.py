@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modelling file.
+"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modeling file.
 
 Each instance gets a forward with a private namespace in which they are replaced (`liger_hf.rebinding`). A global that is rebound in
-the modelling file after `apply` is therefore not seen by a patched instance.
+the modeling file after `apply` is therefore not seen by a patched instance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.rotary.forms import Form, Signature, Tried, forms, signature, with_rope
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
 
-NOTHING = "no attention module calls a function apply_rotary… of its modelling file"
+NOTHING = "no attention module calls a function apply_rotary… of its modeling file"
 PREFIX = "apply_rotary"
 
 
@@ -76,7 +76,7 @@ def _candidates(
 
 
 def _fitting(function: Callable[..., Any], found: Signature, width: int) -> list[tuple[Form, Callable[..., Any]]]:
-    """The forms that may be meant: they give what the function does, roughly, in float32 on the CPU."""
+    """The candidate forms: those that roughly agree with the function, in float32 on the CPU."""
     device, fitting = torch.device("cpu"), []
     with undisturbed(device), torch.no_grad():
         trials = [(given, function(**given)) for given in _calls(function, found, width, device)]
@@ -158,7 +158,7 @@ def _runs(function: Callable[..., Any], given: dict[str, Any]) -> bool:
         results = _results(function(**given))
     except Exception:
         return False
-    # Tables that were broadcast against another axis are no tables of positions.
+    # Tables that were broadcast against another axis do not hold one row per position.
     states = [value for value in given.values() if isinstance(value, Tensor)][: len(results)]
     return [r.shape for r in results] == [s.shape for s in states]
 
@@ -186,7 +186,7 @@ def _cases(
 
 
 def _cast(given: dict[str, Any], found: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
-    """Complex angles stay what they are."""
+    """Complex angles stay unchanged."""
     changed = {name: given[name].to(dtype) for name in found.rotated}
     return {**given, **changed, **{name: given[name].to(tables) for name in found.tables if not given[name].is_complex()}}
 

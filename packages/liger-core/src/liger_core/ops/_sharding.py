@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -123,7 +124,13 @@ def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, target:
             checks.fail(DeviceError, op, f"{name} must be a DTensor like hidden, whose rows are distributed ({hidden.placements})")
         return value
 
-    if split and options.get("reduction") == "mean" and options.get("normalizer") is None:
+    takes = inspect.signature(function).parameters
+    if (
+        split
+        and "reduction" in takes
+        and options.get("reduction", takes["reduction"].default) == "mean"
+        and options.get("normalizer") is None
+    ):
         sentence = "reduction='mean' needs a normalizer where rows are distributed: the number of tokens on all ranks; got None"
         checks.fail(OptionError, op, sentence)
     given = {name: local(name, value) for name, value in {"target": target, **options}.items()}

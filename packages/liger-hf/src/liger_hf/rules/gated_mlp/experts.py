@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in one module: Transformers runs them through its experts interface, which calls their gate between two grouped products.
+"""Experts in one module. Transformers runs them through its experts interface, which calls their gate between two grouped matmuls.
 
-That gate, a method of the module, is what is replaced; the interface, its implementations and the weights stay.
+Only that gate, a method of the module, is replaced; the interface, its implementations and the weights stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import MARK, Patch, forward_of
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.rules.gated_unit.rule import NOTHING, Unit, units
+from liger_hf.rules.gated_mlp.rule import NOTHING, Unit, units
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
 
 GATE = "_apply_gate"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated units: down(act(gate(x)) · up(x)), with gate and up as two projections or packed into one, gate first.
+"""Gated MLPs: down(act(gate(x)) · up(x)), with gate and up as two projections or packed into one, gate first.
 
 The module's own projections are called as modules, so that adapters, hooks and quantization on them keep working; only what
 happens between them is replaced. The activation is passed over. Once something watches it or another one takes its place, the
@@ -21,10 +21,10 @@ from liger_core import Op, geglu, swiglu
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.rules.gated_unit.ownership import unshared
+from liger_hf.rules.gated_mlp.ownership import unshared
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
-NOTHING = "no module is a gated unit: none takes one tensor through two or three Linear children around an activation"
+NOTHING = "no module is a gated MLP: none takes one tensor through two or three Linear children around an activation"
 ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
     (swiglu, {}),
     (geglu, {"approximate": "tanh"}),
@@ -92,7 +92,7 @@ def _layout(linears: dict[str, nn.Module]) -> Layout | None:
     return None
 
 
-# What a module makes of (gate, up), or of both packed in one, and whether it may write over them.
+# A function of (gate, up), or of both packed in one, and of whether it may overwrite them.
 Unit = Callable[[nn.Module, tuple[Tensor, ...], bool], Tensor]
 
 
@@ -100,7 +100,7 @@ def units(module: nn.Module) -> Iterator[tuple[Op[..., Any], str, Unit]]:
     """The ways in which a module may join gate and up, each with its op and its words."""
     for op, options in ACTIVATIONS:
         yield op, ", ".join(f"{name}={value!r}" for name, value in options.items()), partial(_joined, partial(op, **options))
-    # A limit with α and up + 1 (gpt-oss) is no swiglu of scaled inputs: in bfloat16 the scaling costs too much accuracy.
+    # A limit with α and up + 1 (gpt-oss) is not computed as swiglu of scaled inputs: in bfloat16 scaling costs too much accuracy.
     for name, value in vars(module).items():
         if name.endswith("limit") and isinstance(value, (int, float)) and value > 0:
             yield swiglu, f"limited by {name}", partial(_limited, name)
@@ -111,10 +111,10 @@ def _joined(op: Callable[..., Tensor], module: nn.Module, parts: tuple[Tensor, .
 
 
 def _limited(name: str, module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
-    """The gate is cut from above, up on both sides."""
+    """The gate is clipped from above, up on both sides."""
     limit = getattr(module, name)
     gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-    # Nobody else sees what was cut.
+    # No other code sees the clipped tensors.
     return swiglu(gate.clamp(max=limit), up.clamp(min=-limit, max=limit), overwrite=True)
 
 
@@ -151,7 +151,7 @@ def _forward(unit: Unit, original: Callable[..., Any], argument: str, inputs: tu
 
 
 class _Marker(nn.Module):
-    """In the place of a dropout or a norm: whoever calls it elsewhere, or not at all, gets another result."""
+    """Stands in for a dropout or a norm: a module that calls it elsewhere, or not at all, gets another result."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 1.25 + 0.1 * x.abs()
@@ -170,7 +170,7 @@ def _cases(
     inputs, down = layout
     sizes = {name: (HIDDEN, INNER * (3 - len(inputs))) for name in inputs} | {down: (INNER, HIDDEN)}
     layers = {name: draw.linear(*sizes[name], bias=getattr(child, "bias", None) is not None) for name, child in linears.items()}
-    # Without hooks: what they see must not be what a check draws.
+    # Without hooks: they must not see the random inputs of a check.
     others: dict[str, nn.Module] = {name: _Marker() for name in between} | {name: replica(module.get_submodule(name)) for name in passed}
     x, upstream = draw.normal(2, 9, HIDDEN), draw.normal(2, 9, HIDDEN)
     for name, dtype, scale in sized(dtypes):
@@ -192,4 +192,4 @@ def run_unit(module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, 
     return trial(call, {"x": x}, {"output": upstream}, weights)
 
 
-RULE = Rule("gated_unit", look, ("swiglu", "geglu"), NOTHING)
+RULE = Rule("gated_mlp", look, ("swiglu", "geglu"), NOTHING)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger bench sharded`: heads whose vocabulary is sharded over ranks."""

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One head on several ranks, and its row of results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row to measure: forward and backward of an op on `rows` tokens."""
+
+    op: str
+    rows: int
+    width: int
+    classes: int
+    implementation: str
+    ranks: int
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Row(Job):
+    """What it took, with where and how it was measured.
+
+    seconds     median over repetitions, of each the slowest rank's
+    low, high   0.2 and 0.8 quantile
+    efficiency  time of Liger on one rank ÷ (ranks × seconds)
+    peak_bytes  beyond the inputs, on the rank that holds the most; the gradients count
+    loss        of the first repetition
+    """
+
+    seconds: float | None
+    low: float | None
+    high: float | None
+    efficiency: float | None
+    peak_bytes: int | None
+    loss: float | None
+    out_of_memory: bool
+    failed: bool
+    reason: str
+    machine: str
+    versions: str
+    commit: str
+    date: str
+
+    def columns(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+COLUMNS = [field.name for field in fields(Row)]
+JOB = tuple(field.name for field in fields(Job))
+# What tells a measurement from another one.
+IDENTITY = (*JOB, "machine", "versions", "commit")
+
+
+def row_of(job: Job, where: Mapping[str, str], results: Mapping[str, Any]) -> Row:
+    empty: dict[str, Any] = dict.fromkeys(COLUMNS) | {"out_of_memory": False, "failed": False, "reason": ""}
+    return Row(**(empty | asdict(job) | dict(where) | dict(results)))
+
+
+def together(job: Job, of_ranks: Sequence[Mapping[str, Any]], alone: float | None) -> dict[str, Any]:
+    """The columns that follow from what every rank measured; alone: the seconds of Liger on one rank."""
+    slowest = [max(seconds) for seconds in zip(*(rank["seconds"] for rank in of_ranks), strict=True)]
+    low, *_, high = statistics.quantiles(slowest, n=5) if len(slowest) > 1 else (slowest[0], slowest[0])
+    seconds = statistics.median(slowest)
+    return {
+        "seconds": seconds,
+        "low": low,
+        "high": high,
+        "efficiency": None if alone is None else alone / (job.ranks * seconds),
+        "peak_bytes": max(rank["peak_bytes"] for rank in of_ranks),
+        "loss": of_ranks[0]["loss"],
+    }

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures heads: all implementations of one number of ranks in the same processes, one after the other in turn."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import groupby
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_bench.process import DONE, FAILED, Answer, Process, failure
+from liger_bench.sharded.heads import LIGER, Loss, loss_of
+from liger_bench.sharded.job import Job, Row, row_of, together
+
+TIMEOUT = timedelta(minutes=10)
+# Calls before the first that counts: kernels are compiled, and NCCL connects the ranks.
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row, and what the ranks wrote."""
+
+    row: Row
+    written: str = ""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Jobs on the same head, as one rank sees them; the ranks find each other by a file."""
+
+    jobs: tuple[Job, ...]
+    rank: int
+    repetitions: int
+    meeting_point: str
+
+
+def measured(
+    jobs: Sequence[Job], where: Mapping[str, str], repetitions: int, patience: float, phase: Callable[[Job], object] = lambda job: None
+) -> Generator[Measured, None, None]:
+    """Each job's row, those of one rank first."""
+    alone: dict[tuple[Any, ...], float] = {}
+    with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:
+        for (ranks, *head), same in groupby(jobs, key=lambda job: (job.ranks, job.op, job.rows, job.width, job.classes)):
+            these = tuple(same)
+            phase(these[0])
+            answers, written = _answers(these, repetitions, patience, Path(folder))
+            failed = next((results for state, results in answers if state == FAILED), None)
+            for job in these:
+                if failed is not None:
+                    yield Measured(row_of(job, where, failed), written)
+                    continue
+                found = [results[job.implementation] for _, results in answers]
+                problem = next((rank for rank in found if "reason" in rank), None)
+                if problem is not None:
+                    yield Measured(row_of(job, where, problem), written)
+                    continue
+                figures = together(job, found, alone.get(tuple(head)))
+                if ranks == 1 and job.implementation == LIGER:
+                    alone[tuple(head)] = figures["seconds"]
+                    figures["efficiency"] = 1.0
+                yield Measured(row_of(job, where, figures))
+
+
+def _answers(jobs: tuple[Job, ...], repetitions: int, patience: float, folder: Path) -> tuple[list[Answer], str]:
+    name = uuid.uuid4().hex
+    ranks = [
+        Process(Share(jobs, rank, repetitions, str(folder / f"{name}.store")), folder / f"{name}-{rank}.log", patience, answer)
+        for rank in range(jobs[0].ranks)
+    ]
+    try:
+        answers = [process.wait() for process in ranks]
+        for process in ranks:
+            process.end()
+        return answers, "\n".join(process.written() for process in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def answer(share: Share, connection: Connection) -> Answer:
+    """The figures of every implementation, by name."""
+    first = share.jobs[0]
+    on_gpu = first.device == "cuda"
+    device = torch.device("cuda", share.rank) if on_gpu else torch.device("cpu")
+    try:
+        if on_gpu:
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(max(1, torch.get_num_threads() // first.ranks))
+        method = f"file://{share.meeting_point}"
+        dist.init_process_group("nccl" if on_gpu else "gloo", init_method=method, rank=share.rank, world_size=first.ranks, timeout=TIMEOUT)
+        figures = _figures(share, device)
+        dist.destroy_process_group()
+        return DONE, figures
+    except Exception as error:
+        return failure(error)
+
+
+def _figures(share: Share, device: torch.device) -> dict[str, Any]:
+    from liger_bench.machine import DTYPES
+    from liger_bench.memory import peak_bytes
+
+    first = share.jobs[0]
+    mesh = dist.init_device_mesh(device.type, (first.ranks,))
+    torch.manual_seed(0)
+    dtype, size = DTYPES[first.dtype], -(-first.classes // first.ranks)
+    hidden = torch.randn(first.rows, first.width, device=device).to(dtype).requires_grad_()
+    target = torch.randint(first.classes, (first.rows,), device=device)
+    # The rows that this rank has of one weight; those past the classes are padding.
+    start, weight = size * share.rank, torch.zeros(size, first.width, dtype=dtype, device=device)
+    for block in range(0, first.classes, 8192):
+        rows = (torch.randn(min(8192, first.classes - block), first.width, device=device) * first.width**-0.5).to(dtype)
+        low, high = max(start, block), min(start + size, block + rows.shape[0])
+        if low < high:
+            weight[low - start : high - start] = rows[low - block : high - block]
+    weight.requires_grad_()
+    steps = {
+        job.implementation: Step(loss_of(job.op, job.implementation, job.classes, mesh), (hidden, weight, target)) for job in share.jobs
+    }
+    found: dict[str, Any] = {}
+    for name, step in list(steps.items()):
+        try:
+            values = [float(step()) for _ in range(WARM_UP)]
+            step.forget()
+            found[name] = {"loss": values[0], "peak_bytes": peak_bytes(step, device), "seconds": []}
+        except torch.OutOfMemoryError as error:
+            # On every rank, since all have the same sizes.
+            found[name] = {"reason": str(error).splitlines()[0], "out_of_memory": True}
+            del steps[name]
+    for _ in range(share.repetitions):
+        for name, step in steps.items():
+            found[name]["seconds"].append(_seconds(step, device))
+    return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """A forward and a backward pass; some losses take the backward pass themselves."""
+
+    loss: Loss
+    arguments: tuple[Tensor, Tensor, Tensor]
+
+    def __call__(self) -> Tensor:
+        self.forget()
+        value = self.loss(*self.arguments)
+        if value.requires_grad:
+            value.backward()
+        return value.detach()
+
+    def forget(self) -> None:
+        """Drop the gradients, as a training loop does."""
+        for tensor in self.arguments:
+            tensor.grad = None
+
+
+def _seconds(step: Callable[[], Tensor], device: torch.device) -> float:
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

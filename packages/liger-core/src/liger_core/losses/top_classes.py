@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The most likely classes of a head, found without holding the logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import OptionError
+from liger_core.ops._chunked_loss import Head, autocast_inputs
+from liger_core.ops._head import check_head
+
+# Rows of logits beside which blocks of classes are held: enough for a large matmul.
+ROWS = 8192
+
+
+def top_classes(
+    hidden: Tensor, weight: Tensor, k: int, *, target: Tensor | None = None, bias: Tensor | None = None, logit_scale: float = 1.0,
+    ignore_index: int = -100, budget: int = 64 << 20,
+) -> Tensor:  # fmt: skip
+    """The k most likely classes of each row, from the most likely one on; without a gradient.
+
+        indices of the k largest of logit_scale · (hidden @ weightᵀ + bias)
+
+    hidden       (..., H)
+    weight       (V, H)
+    bias         (V,)
+    target       (...)   rows whose target is the ignore_index are left out of the matmul, and have the ignore_index k times
+    logit_scale  only its sign matters; softcap and temperature do not change the order
+    budget       bytes of logits that are held at a time: a block of classes of up to 8192 rows, at least 2k classes wide
+    returns      (..., k) int64, targets for linear_log_prob
+
+    The classes of a policy's own distribution, at which a teacher is then asked:
+
+        classes = top_classes(hidden, weight, 8, target=target)
+        log_prob = linear_log_prob(hidden, weight, classes)
+        loss = topk_distillation(log_prob, teacher_log_prob, kind="reverse_kl")[target != -100].mean()
+
+    It takes one matmul besides those of linear_log_prob: the classes must be known before their log-probabilities are asked for.
+    Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    """
+    name = "losses.top_classes"
+    shape = hidden.shape[:-1] if isinstance(hidden, Tensor) else ()
+    check_head(name, Head(hidden, weight, hidden.new_zeros(shape, dtype=torch.int64) if target is None else target, bias))
+    if not isinstance(k, int) or isinstance(k, bool) or not 0 < k <= weight.shape[0]:
+        checks.fail(OptionError, name, f"k must be between 1 and the {weight.shape[0]} classes, got {k!r}")
+    checks.positive(name, "budget", budget)
+    with torch.no_grad():
+        hidden, weight, bias = autocast_inputs(hidden, weight, bias)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if target is None:
+            return _top(rows, weight, bias, k, logit_scale < 0, budget).reshape(*shape, k)
+        found = torch.full((*shape, k), ignore_index, dtype=torch.int64, device=rows.device)
+        counted = target != ignore_index
+        found[counted] = _top(rows[counted.reshape(-1)], weight, bias, k, logit_scale < 0, budget)
+        return found
+
+
+def _top(rows: Tensor, weight: Tensor, bias: Tensor | None, k: int, lowest: bool, budget: int) -> Tensor:
+    parts = [_of_rows(part, weight, bias, k, lowest, budget) for part in rows.split(ROWS)]
+    return torch.cat(parts) if parts else rows.new_empty(0, k, dtype=torch.int64)
+
+
+def _of_rows(rows: Tensor, weight: Tensor, bias: Tensor | None, k: int, lowest: bool, budget: int) -> Tensor:
+    """Block by block; the best so far meet the best of the next block."""
+    size = max(2 * k, budget // max(1, rows.shape[0] * rows.element_size()))
+    values = classes = None
+    for start in range(0, weight.shape[0], size):
+        block = slice(start, start + size)
+        logits = rows @ weight[block].t() if bias is None else torch.addmm(bias[block], rows, weight[block].t())
+        best = logits.topk(min(k, logits.shape[1]), dim=-1, largest=not lowest)
+        here = best.indices + start
+        if values is None or classes is None:
+            values, classes = best.values, here
+            continue
+        merged = torch.cat((values, best.values), -1).topk(k, dim=-1, largest=not lowest)
+        values, classes = merged.values, torch.cat((classes, here), -1).gather(-1, merged.indices)
+    assert classes is not None
+    return classes

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated MLPs and experts become swiglu or geglu."""

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads for verl, prime-rl and Megatron-core on `linear_log_prob`, each with the name and signature of the part that it replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import OptionError, Unsupported, linear_log_prob
+
+__all__ = ["FusedLinearForPPO", "FusedOutputLinear", "output_processor"]
+
+
+class FusedLinearForPPO(nn.Module):
+    """verl's head: log-probabilities and entropies, both float32 and both with a gradient.
+
+        FusedLinearForPPO()(hidden_states, vocab_weights, input_ids, temperature=0.7)
+
+    hidden_states  (tokens, H) or (sequences, tokens, H)
+    vocab_weights  (V, H)
+    input_ids      (tokens,) or (sequences, tokens)   the token after each position: verl shifts before the call
+    temperature    a number, or a tensor that broadcasts to input_ids
+    chunk_size     not used: the budget of linear_log_prob bounds the memory
+    options        other options of linear_log_prob: budget, softcap, logit_scale, logits_dtype, …
+    """
+
+    def __init__(self, chunk_size: int = 512, **options: Any) -> None:
+        super().__init__()
+        self.chunk_size, self.options = chunk_size, options
+
+    def forward(
+        self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: Tensor | float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        return _log_prob_and_entropy(hidden_states, vocab_weights, input_ids, temperature, self.options)
+
+
+class FusedOutputLinear(nn.Linear):
+    """prime-rl's output layer, which also passes gradients through the entropy.
+
+        layer(hidden_states, labels, temperature) → {"logprobs": (sequences, tokens), "entropy": (sequences, tokens)}
+
+    hidden_states  (sequences, tokens, H)
+    labels         (sequences, tokens)   the token after each position
+    temperature    (sequences, tokens), or anything that broadcasts to labels
+    chunk_size     not used: the budget of linear_log_prob bounds the memory
+    options        other options of linear_log_prob: budget, softcap (Gemma), logit_scale, logits_dtype, …
+    """
+
+    def __init__(self, in_features: int, out_features: int, chunk_size: int | None = None, **options: Any) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.chunk_size, self.options = chunk_size, options
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, labels: Tensor | None = None, temperature: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        if labels is None or temperature is None:
+            missing = "labels" if labels is None else "temperature"
+            raise OptionError(f"FusedOutputLinear needs labels and the temperature of each token, got no {missing}")
+        log_prob, entropy = _log_prob_and_entropy(hidden_states, self.weight, labels, temperature, self.options)
+        return {"logprobs": log_prob, "entropy": entropy}
+
+
+def output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    labels: Tensor | None,
+    context: Mapping[str, Any] | None = None,
+    config: Any = None,
+    scale_logits: Callable[[Tensor], Tensor] | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """For `GPTModel.forward(output_processor=…)` of Megatron-core: (log-probabilities, entropies), (sequences, tokens) each.
+
+        model(ids, positions, mask, labels=labels, output_processor=output_processor, output_processor_context={"temperature": 0.7})
+
+    hidden_states  (tokens, sequences, H), as the decoder returns them
+    output_weight  (V, H), the shared embedding; None takes the weight of output_layer
+    labels         (sequences, tokens)   the token after each position, -100 where none counts
+    context        options of linear_log_prob: temperature (a number, or a tensor that broadcasts to labels), budget, softcap, …
+    scale_logits   MuP's scale
+
+    Raises OptionError without labels, and Unsupported where tensor parallelism shards the head.
+    """
+    if labels is None:
+        raise OptionError("output_processor needs the labels of the forward pass, got none; pass labels to the model")
+    ranks = getattr(config, "tensor_model_parallel_size", 1)
+    if ranks > 1:
+        raise Unsupported(f"output_processor needs the whole head on every rank, got tensor_model_parallel_size={ranks}")
+    options = {"temperature": 1.0, "bias": getattr(output_layer, "bias", None), **(context or {})}
+    if scale_logits is not None:
+        # Megatron-core multiplies by one number, if at all.
+        options["logit_scale"] = options.get("logit_scale", 1.0) * float(scale_logits(torch.ones(())))
+    temperature = options.pop("temperature")
+    if isinstance(temperature, Tensor):
+        temperature = temperature.expand(labels.shape).t()
+    weight = output_layer.weight if output_weight is None else output_weight
+    # The labels change places instead of the hidden states, which would have to be copied.
+    log_prob, entropy = _log_prob_and_entropy(hidden_states, weight, labels.t(), temperature, options)
+    return log_prob.t(), entropy.t()
+
+
+def _log_prob_and_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor | float, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    if isinstance(temperature, Tensor):
+        temperature = temperature.detach().expand(target.shape)
+    log_prob, entropy = linear_log_prob(hidden, weight, target.long(), temperature=temperature, return_entropy=True, **options)
+    return log_prob, entropy

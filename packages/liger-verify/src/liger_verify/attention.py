@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention for context parallelism: every rank has the queries of its part of the sequence, and gathers keys and values of all parts.
+
+A plain formula, so that what is verified is the training step around it. Masks come from the documents of a batch, not from the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_verify.batches import Batch
+
+NAME = "liger_verify"
+
+
+class _Context:
+    """The batch that is running: that of all ranks of the group, and the tokens that are this rank's."""
+
+    whole: Batch
+    columns: slice
+    group: Any = None
+
+
+_now = _Context()
+
+
+@contextlib.contextmanager
+def of_batch(whole: Batch, columns: slice, group: Any) -> Iterator[None]:
+    """Run a model on these tokens of a batch; group is None if they are all."""
+    _now.whole, _now.columns, _now.group = whole, columns, group
+    yield
+
+
+def register() -> str:
+    """Make the attention known to Transformers, under the name that is returned."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    return NAME
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """softmax(scaling · q kᵀ) v over the tokens of the same document up to each; (rows, heads, tokens, width)."""
+    if _now.group is not None:
+        key, value = _Gather.apply(key, _now.group), _Gather.apply(value, _now.group)
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = query @ key.mT * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    softcap, window = options.get("softcap"), options.get("sliding_window")
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    column = torch.arange(key.shape[2])
+    distance = column[_now.columns][:, None] - column
+    documents = _now.whole.documents
+    seen = (distance >= 0) & (documents[:, _now.columns, None] == documents[:, None, :])
+    if window is not None:
+        seen = seen & (distance < window)
+    scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+class _Gather(torch.autograd.Function):
+    """All parts of a sequence; in the backward pass every rank gets the sum of what all ranks say about its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (whole,) = grads
+        whole = whole.contiguous()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole.chunk(ctx.group.size(), 2)[ctx.group.rank()], None

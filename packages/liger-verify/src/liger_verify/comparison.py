@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a step on one process and on several, and measures how far their losses and gradients are apart."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_core.errors import OptionError
+from liger_verify.report import Difference, Report
+from liger_verify.world import Step, World
+
+TRUTH = "truth.pt"
+# What most steps import; a process is a fork of one that has.
+LIBRARIES = ["torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"]
+# A gradient this much smaller than the usual one consists of round-off.
+NOTHING = 1e-6
+
+
+class Run(NamedTuple):
+    """The processes of the parallel run, as each of them needs to know them."""
+
+    step: Step
+    ranks: int
+    folder: str
+    patience: float
+
+
+def compare(step: Step, *, ranks: int, sizes: Mapping[str, int] | None = None, tolerance: float = 1e-4, patience: float = 600.0) -> Report:
+    """Run a training step on one process in float64, then on `ranks` processes, and report where they differ.
+
+    step       `step(world)` builds its model, runs forward and backward over the same global batch whatever world.ranks is, and returns the
+               loss and the gradients by name; see `liger_verify.Step`. It must be importable, since every process calls it: a function of a
+               module or an instance of a class, no lambda
+    ranks      processes, with gloo on the CPU; in each the process group is initialized and world.dtype is torch's default dtype
+    sizes      name → ranks of each dimension of the setup, {"tp": 2, "dp": 4}, and any other factor by which a gradient could be wrong; the
+               report names the one that explains a difference
+    tolerance  relative error of the loss or a gradient that passes. In float32 round-off is about 1e-6
+    patience   seconds that a process may wait for another one
+    returns    `Report`; `report.right` if nothing differs, and `print(report)` says what does
+
+    Raises OptionError for fewer than two ranks; an exception in a process ends all of them and is raised here.
+    """
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
+        raise OptionError(
+            f"compare: ranks must be an integer of at least 2, since one process is what they are compared with, got {ranks!r}"
+        )
+    if not tolerance > 0:
+        raise OptionError(f"compare: tolerance must be > 0, got {tolerance!r}")
+    with TemporaryDirectory(prefix="liger-verify-") as folder:
+        run = Run(step, ranks, folder, patience)
+        _start(_alone, 1, run)
+        _start(_rank, ranks, run)
+        truth = torch.load(Path(folder, TRUTH), weights_only=True)
+        measured = [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
+    return report_of(truth, measured, {"ranks": ranks, **(sizes or {})}, tolerance)
+
+
+def _start(work: Any, count: int, run: Run) -> None:
+    # A fork of a server that has imported PyTorch starts in a moment; where there are no forks, fresh interpreters do.
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    if method == "forkserver":
+        # Without effect where the server runs already.
+        multiprocessing.get_context(method).set_forkserver_preload(LIBRARIES)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.start_processes(work, (run, store.port), nprocs=count, start_method=method)
+
+
+def _alone(rank: int, run: Run, port: int) -> None:
+    with _process(rank, 1, run, port):
+        loss, gradients = run.step(World(0, 1, torch.float64, Path(run.folder)))
+        found = {name: None if g is None else _whole(g).double() for name, g in gradients.items()}
+        torch.save({"loss": float(loss), "gradients": found}, Path(run.folder, TRUTH))
+
+
+def _rank(rank: int, run: Run, port: int) -> None:
+    with _process(rank, run.ranks, run, port):
+        truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
+        loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder)))
+        measured = {name: measure(None if g is None else _whole(g), truth.get(name), sums=True) for name, g in gradients.items()}
+        torch.save({"loss": float(loss), "gradients": measured}, Path(run.folder, f"{rank}.pt"))
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def _process(rank: int, ranks: int, run: Run, port: int) -> Iterator[None]:
+    # What a library prints is not part of a table or of JSON.
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shared = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in shared.items()} | {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=run.patience))
+    yield
+    dist.destroy_process_group()
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    gradient = gradient.detach()
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def measure(gradient: Tensor | None, truth: Tensor | None, *, sums: bool = False) -> dict[str, float]:
+    """What tells a wrong gradient from a right one: its squared norm, its product with the true one, the same of its sum over ranks.
+
+    Numbers are enough: the distance to any multiple k of the truth is |g|² - 2k g·t + k² |t|².
+    """
+    if truth is None or gradient is None or gradient.shape != truth.shape:
+        return {
+            "missing": float(gradient is None),
+            "unknown": float(truth is None),
+            "shape": float(gradient is not None and truth is not None),
+        }
+    whole = gradient.double()
+    found = {"square": float(whole.square().sum()), "product": float((whole * truth).sum()), "apart": float((whole - truth).square().sum())}
+    found["truth"] = float(truth.square().sum())
+    if sums:
+        added = whole.clone()
+        dist.all_reduce(added)
+        found |= {"sum square": float(added.square().sum()), "sum product": float((added * truth).sum())}
+    return found
+
+
+def report_of(truth: Any, measured: list[Any], sizes: Mapping[str, int], tolerance: float) -> Report:
+    """The comparison of all ranks, from what each of them measured."""
+    gradients = {name: [rank["gradients"].get(name) for rank in measured] for name in measured[0]["gradients"]}
+    usual = _usual(truth["gradients"])
+    differences = [
+        Difference.of(name, ranks, usual * truth["gradients"][name].numel() ** 0.5 if truth["gradients"].get(name) is not None else 0.0)
+        for name, ranks in gradients.items()
+    ]
+    missing = [name for name in truth["gradients"] if name not in gradients]
+    return Report(
+        truth["loss"], [rank["loss"] for rank in measured], _norm(truth["gradients"]), differences, missing, dict(sizes), tolerance
+    )
+
+
+def _norm(gradients: Mapping[str, Tensor | None]) -> float:
+    return float(sum(g.square().sum() for g in gradients.values() if g is not None)) ** 0.5
+
+
+def _usual(gradients: Mapping[str, Tensor | None]) -> float:
+    """What an element of a gradient is compared with at least: of one that is nothing but round-off, no error is large."""
+    count = sum(g.numel() for g in gradients.values() if g is not None)
+    return NOTHING * 1e2 * _norm(gradients) / max(count, 1) ** 0.5

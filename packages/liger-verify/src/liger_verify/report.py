@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a comparison found, and what it probably means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# How close a factor must be to a size to be explained by it.
+NEAR = 1e-2
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the gradient of one parameter is from that of one process.
+
+    error    relative error on the worst rank; infinite if there is no gradient, or one of another shape
+    factor   the multiple of the true gradient that is closest to it there, and `rest` the relative error of what that does not explain
+    ranks    the ranks with the most error, where others are right
+    summed   the same factor and rest of the sum over all ranks: of parts that nobody added up
+    problem  why there is nothing to compare, if so
+    """
+
+    name: str
+    error: float
+    factor: float = math.nan
+    rest: float = math.nan
+    errors: tuple[float, ...] = ()
+    summed: tuple[float, float] = (math.nan, math.nan)
+    problem: str = ""
+
+    @classmethod
+    def of(cls, name: str, ranks: Sequence[dict[str, float] | None], least: float) -> Difference:
+        """From what each rank measured; `least` is the norm that a gradient is compared with at least."""
+        for found in ranks:
+            if found is None or "apart" not in found:
+                return cls(name, *_incomparable(found))
+        known = [found for found in ranks if found is not None]
+        size = max(known[0]["truth"] ** 0.5, least)
+        errors = tuple(found["apart"] ** 0.5 / size if size else (math.inf if found["square"] else 0.0) for found in known)
+        worst = known[max(range(len(known)), key=lambda i: errors[i])]
+        factor, rest = _multiple(worst["square"], worst["product"], worst["truth"], size)
+        return cls(name, max(errors), factor, rest, errors, _multiple(worst["sum square"], worst["sum product"], worst["truth"], size))
+
+    @property
+    def layer(self) -> str:
+        """The module that the parameter's module is in: "model.layers.1.mlp" of "model.layers.1.mlp.up_proj.weight"."""
+        parts = self.name.split(".")
+        return ".".join(parts[:-2] or parts[:-1] or parts)
+
+
+def _incomparable(found: dict[str, float] | None) -> tuple[Any, ...]:
+    if found is None:
+        why = "it is not there on every rank"
+    elif found["unknown"]:
+        why = "one process has no gradient for it" if not found["missing"] else ""
+    elif found["missing"]:
+        why = "it has no gradient"
+    else:
+        why = "its gradient has another shape"
+    return (math.inf if why else 0.0, math.nan, math.nan, (), (math.nan, math.nan), why)
+
+
+def _multiple(square: float, product: float, truth: float, size: float) -> tuple[float, float]:
+    """The factor of the true gradient that is closest, and the relative distance to that."""
+    if not truth:
+        return math.nan, math.nan
+    factor = product / truth
+    return factor, max(0.0, square - factor * product) ** 0.5 / size
+
+
+@dataclass(frozen=True)
+class Report:
+    """A comparison. `right` says whether it passed; `str(report)` says it in sentences.
+
+    loss         of one process in float64, and `losses` of each rank
+    norm         of all gradients of one process
+    differences  of every parameter's gradient, in the order of the forward pass
+    missing      parameters that only the one process has a gradient for
+    sizes        ranks of each dimension, as `compare` was told
+    """
+
+    loss: float
+    losses: list[float]
+    norm: float
+    differences: list[Difference]
+    missing: list[str]
+    sizes: Mapping[str, int]
+    tolerance: float
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[Difference]:
+        """The gradients that differ, those closest to the loss first."""
+        return [d for d in reversed(self.differences) if not d.error <= self.tolerance]
+
+    @property
+    def wrong_losses(self) -> list[int]:
+        """The ranks whose loss differs."""
+        return [i for i, loss in enumerate(self.losses) if not abs(loss - self.loss) <= self.tolerance * max(abs(self.loss), 1e-3)]
+
+    @property
+    def right(self) -> bool:
+        return not (self.wrong or self.wrong_losses or self.missing)
+
+    def sentences(self) -> list[str]:
+        """What is wrong, and what explains it, the most telling first."""
+        found = [self._of_loss()] if self.wrong_losses else []
+        wrong = self.wrong
+        if wrong:
+            found.append(self._of_first(wrong[0], len(wrong)))
+            others = {self._explained(d) for d in wrong} - {self._explained(wrong[0])}
+            for explanation in sorted(others):
+                alike = [d for d in wrong if self._explained(d) == explanation]
+                found.append(f"{_named(alike)}: {explanation}")
+        if self.missing:
+            found.append(f"no rank returns a gradient for {', '.join(self.missing[:3])}{' …' if len(self.missing) > 3 else ''}")
+        return found
+
+    def __str__(self) -> str:
+        worst = max((d.error for d in self.differences), default=0.0)
+        if self.right:
+            ranks = len(self.losses)
+            return (
+                f"right: loss {self.loss:.6f} and {len(self.differences)} gradients on {ranks} ranks are those of one process in float64 "
+                f"(largest relative error {worst:.1e})"
+            )
+        return "wrong: " + "\n       ".join(self.sentences())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "right": self.right,
+            "loss": self.loss,
+            "losses": self.losses,
+            "gradient_norm": self.norm,
+            "tolerance": self.tolerance,
+            "sizes": dict(self.sizes),
+            "sentences": self.sentences(),
+            "notes": self.notes,
+            "gradients": {d.name: {"error": d.error, "factor": d.factor, "rest": d.rest} for d in self.differences},
+        }
+
+    def _of_loss(self) -> str:
+        ranks, got = self.wrong_losses, self.losses[self.wrong_losses[0]]
+        text = f"the loss is {got:.6f}, not {self.loss:.6f}"
+        if len(ranks) < len(self.losses):
+            text += f" on {_ranks(ranks)}"
+        if math.isnan(got):
+            return f"{text}: a mean over the tokens of a rank that has none is 0 / 0"
+        by_size = [
+            f"log {size} ({name})" for name, size in self._distinct() if abs(got - self.loss - math.log(size)) < NEAR * math.log(size)
+        ]
+        if by_size:
+            return f"{text}: larger by {by_size[0]}, as if the classes of every rank were counted {_times(by_size[0])}"
+        named = self._size(got / self.loss) if self.loss else ""
+        return f"{text}: {got / self.loss:.4g} times as large{named}" if self.loss else text
+
+    def _of_first(self, first: Difference, count: int) -> str:
+        right = len(self.differences) - count
+        text = f"going back from the loss, gradients part at {first.name} in {first.layer}: {self._explained(first)}"
+        return f"{text} ({count} of {count + right} gradients differ)"
+
+    def _explained(self, d: Difference) -> str:
+        if d.problem:
+            return d.problem
+        fine = [i for i, error in enumerate(d.errors) if error <= self.tolerance]
+        where = f" on {_ranks([i for i in range(len(d.errors)) if i not in fine])}" if fine else ""
+        # Round-off of the measurement itself.
+        exact = max(10 * self.tolerance, 1e-3)
+        if d.rest <= exact:
+            if not d.factor:
+                return f"it is zero{where}"
+            return f"it is {d.factor:.4g} times the right one{self._size(d.factor)}{where}"
+        factor, rest = d.summed
+        if rest <= exact:
+            names = [name for name, size in self._distinct() if abs(factor * size / self.sizes["ranks"] - 1) < NEAR]
+            over = f" over {names[0]}" if names and names[0] != "ranks" else ""
+            return f"every rank has only a part of it: it was not summed{over}{where}"
+        return f"relative error {d.error:.2g}, of which no factor explains more than {1 - d.rest / d.error:.0%}{where}"
+
+    def _size(self, factor: float) -> str:
+        """The size that a factor or its inverse is."""
+        for name, size in self._distinct():
+            for value, phrase in ((size, ""), (1 / size, "1 / ")):
+                if abs(factor / value - 1) < NEAR:
+                    return f", which is {phrase}{name} ({size})"
+        return ""
+
+    def _distinct(self) -> list[tuple[str, int]]:
+        """Sizes other than 1, each value once with all its names."""
+        names: dict[int, list[str]] = {}
+        for name, size in self.sizes.items():
+            names.setdefault(size, []).append(name)
+        return [(" or ".join(n for n in found if n != "ranks" or len(found) == 1), size) for size, found in names.items() if size > 1]
+
+
+def _times(text: str) -> str:
+    return "twice" if text.startswith("log 2 ") else f"{text.split()[1]} times"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _named(alike: Sequence[Difference]) -> str:
+    return ", ".join(d.name for d in alike[:3]) + (f" and {len(alike) - 3} more" if len(alike) > 3 else "")

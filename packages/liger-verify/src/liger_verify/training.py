@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training step that `liger verify` checks: a Hugging Face model under tensor, context and data parallelism, plain or with Liger."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_core.errors import OptionError, nearest
+from liger_hf.isolation import DoublePrecision
+from liger_verify import attention
+from liger_verify.batches import Batch, batches
+from liger_verify.world import World
+
+SHARDS = ("none", "ddp", "fsdp2")
+# What makes a config small, under every name that Transformers has for it; sizes are multiples of 8 ranks.
+TINY: dict[str, Any] = {
+    "vocab_size": 192, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "num_experts": 8, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "max_position_embeddings": 64, "sliding_window": 8, "query_pre_attn_scalar": 8, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0,
+}  # fmt: skip
+# Standard deviation of what is added to each initial weight, so that every part of the model matters.
+NOISE = 0.1
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step over `accumulation` micro-batches on each data-parallel rank.
+
+    model         model type of Transformers, made tiny, or a folder with a config and a checkpoint
+    tp, cp        ranks that share the weights of a layer, and the tokens of a sequence; the others are data-parallel
+    shard         what the ranks that are not of tp do: "none" adds up gradients, "ddp" is DistributedDataParallel, "fsdp2" shards parameters
+    liger         patch the model
+    options       of the config, instead of those that make it tiny
+    """
+
+    model: str = "llama"
+    tp: int = 1
+    cp: int = 1
+    shard: str = "fsdp2"
+    accumulation: int = 1
+    ranks: int = 2
+    liger: bool = True
+    rows: int = 2
+    length: int = 16
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise OptionError for a setup that cannot be."""
+        if self.ranks % (self.tp * self.cp):
+            raise OptionError(f"verify: ranks must be a multiple of tp × cp = {self.tp} × {self.cp}, got {self.ranks}")
+        if self.shard not in SHARDS:
+            raise OptionError(f"verify: shard must be one of {', '.join(SHARDS)}, got {self.shard!r}")
+        if self.shard != "fsdp2" and self.ranks > self.tp > 1:
+            raise OptionError(
+                f"verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got {self.shard!r}"
+            )
+        if self.length % self.cp:
+            raise OptionError(f"verify: length must be a multiple of cp = {self.cp}, got {self.length}")
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.tp * self.cp)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """For the report."""
+        return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "dp × cp": self.dp * self.cp, "accumulation": self.accumulation}
+
+    # -- the step
+
+    def __call__(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+        torch.manual_seed(self.seed)
+        if world.alone:
+            return self._alone(world)
+        mesh = dist.init_device_mesh("cpu", (self.dp, self.cp, self.tp), mesh_dim_names=("dp", "cp", "tp"))
+        model = self.parallel(world, mesh)
+        every = self.data(model)
+        total = torch.tensor(sum(batch.valid() for batch in every), dtype=torch.get_default_dtype())
+        ours = every[mesh["dp"].get_local_rank() :: self.dp]
+        loss = torch.zeros(())
+        for i, batch in enumerate(ours):
+            self.last_of(model, i == len(ours) - 1)
+            part = self.loss(model, batch, mesh["cp"], total)
+            self.scaled(part).backward()
+            loss = loss + part.detach()
+        self.reduce(model, mesh)
+        return self.summed(loss, mesh), {_plain_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+    def _alone(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+        model = self.made(world)
+        every = self.data(model)
+        total = torch.tensor(float(sum(batch.valid() for batch in every)))
+        losses = []
+        for batch in every:
+            # A model casts to float32 here and there.
+            with DoublePrecision():
+                loss = Training.loss(self, model, batch, None, total)
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+    # -- its parts, each of which a setup of one's own may do in another way
+
+    def data(self, model: Any) -> list[Batch]:
+        """The micro-batches of all data-parallel ranks; number i is of rank i % dp."""
+        config = getattr(model, "module", model).config
+        vocabulary = config.get_text_config().vocab_size
+        return batches(self.dp * self.accumulation, self.rows, self.length, vocabulary, self.seed)
+
+    def loss(self, model: Any, batch: Batch, mesh: Any, total: Tensor) -> Tensor:
+        """This rank's part of the loss: the sum over its tokens, divided by the number of all tokens that count."""
+        group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
+        width = self.length // (1 if group is None else group.size())
+        first = 0 if group is None else group.rank() * width
+        columns = slice(first, first + width)
+        part = self.labeled(batch, columns)
+        with attention.of_batch(batch, columns, group):
+            return model(
+                input_ids=part.ids, position_ids=part.positions, labels=part.labels, shift_labels=part.labels,
+                num_items_in_batch=total, use_cache=False,
+            ).loss  # fmt: skip
+
+    def labeled(self, batch: Batch, columns: slice) -> Batch:
+        """The tokens of a rank, whose labels were shifted before the sequence was cut."""
+        return batch.part(columns)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """FSDP and DDP average over the ranks, where parts are to be summed."""
+        return loss if self.shard == "none" else loss * (self.dp * self.cp)
+
+    def last_of(self, model: Any, last: bool) -> None:
+        """Gradients are exchanged once, after the last micro-batch."""
+        if self.shard == "fsdp2":
+            model.set_requires_gradient_sync(last)
+        elif self.shard == "ddp":
+            model.require_backward_grad_sync = last
+
+    def reduce(self, model: Any, mesh: Any) -> None:
+        """Where nothing wraps the model, add up the gradients of the ranks that have other tokens."""
+        if self.shard != "none":
+            return
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                for name in ("dp", "cp"):
+                    dist.all_reduce(local, group=mesh[name].get_group())
+
+    def summed(self, loss: Tensor, mesh: Any) -> Tensor:
+        """The loss of the whole batch."""
+        for name in ("dp", "cp"):
+            dist.all_reduce(loss, group=mesh[name].get_group())
+        return loss
+
+    # -- the model
+
+    def made(self, world: World) -> Any:
+        """On one process, in its dtype; saved for the others."""
+        from transformers import AutoModelForCausalLM
+
+        name = attention.register()
+        _quiet()
+        if _is_folder(self.model):
+            model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float64, attn_implementation=name)
+        else:
+            config = tiny_config(self.model, self.options)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+            generator = torch.Generator().manual_seed(self.seed)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * NOISE)
+        # What both runs start from is float32.
+        nn.Module.to(model, torch.float32)
+        model.save_pretrained(world.folder / "model")
+        return nn.Module.to(model, torch.float64).train()
+
+    def parallel(self, world: World, mesh: Any) -> Any:
+        """The same model on every rank of a mesh, patched and wrapped."""
+        from torch.distributed.fsdp import fully_shard
+        from torch.nn.parallel import DistributedDataParallel
+        from transformers import AutoModelForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        import liger_hf
+
+        _quiet()
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.register()}
+        if self.tp > 1 and self._places_all_ranks():
+            options["distributed_config"] = DistributedConfig(tp_size=self.tp, tp_plan="auto", fsdp_size=self.dp * self.cp)
+        elif self.tp > 1:
+            options |= {"tp_plan": "auto", "device_mesh": mesh["tp"]}
+        model = AutoModelForCausalLM.from_pretrained(world.folder / "model", **options).train()
+        if self.liger:
+            liger_hf.apply(model)
+        if self.dp * self.cp == 1 and self.shard != "ddp":
+            return _unwrapped(model)
+        if self.shard == "ddp":
+            return DistributedDataParallel(model)
+        if self.shard == "fsdp2" and "distributed_config" not in options:
+            inner = mesh["dp", "cp"]._flatten("dp_cp")
+            for layer in _layers(model):
+                fully_shard(layer, mesh=inner)
+            fully_shard(model, mesh=inner)
+        return model
+
+    def _places_all_ranks(self) -> bool:
+        """Whether Transformers shards layers and parameters in one call; before 5.18 that fails, and it takes a mesh instead."""
+        from transformers.distributed import DistributedConfig
+
+        return "dp_replicate_size" in {f.name for f in dataclasses.fields(DistributedConfig)}
+
+
+def tiny_config(model: str, options: Mapping[str, Any]) -> Any:
+    """The config of a model type with the sizes of TINY, as far as it has them."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if model not in CONFIG_MAPPING:
+        raise OptionError(f"verify: model must be a model type of Transformers or a folder, got {model!r}.{nearest(model, CONFIG_MAPPING)}")
+    known = AutoConfig.for_model(model)
+    named = {name: value for name, value in TINY.items() if getattr(known, name, None) is not None}
+    layers = named.get("num_hidden_layers", 2)
+    given = getattr(known, "layer_types", None)
+    if given:
+        named["layer_types"] = [given[0], given[-1]][:layers]
+    return AutoConfig.for_model(model, **{**named, "use_cache": False, **options})
+
+
+def _quiet() -> None:
+    """No progress bars of many processes."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def _is_folder(model: str) -> bool:
+    return Path(model, "config.json").is_file()
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            yield from module
+            return
+
+
+def _unwrapped(model: Any) -> Any:
+    """A model that no wrapper averages."""
+    model.set_requires_gradient_sync = lambda last: None
+    return model
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("module.")

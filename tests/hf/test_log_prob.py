@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of heads that are not a plain Linear: frozen, tied, adapted, quantized; compiled, checkpointed, accumulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import liger_hf.trl
+from hf.test_heads import KINDS, QUANTISED, adapted
+from hf.tiny_models import VOCABULARY, LargestResult, checkpoint_layers, make, tokens, twin
+from liger_core import DtypeError, OptionError, TargetError, losses
+from liger_core.losses import Head
+from liger_hf import head_log_prob
+
+OPTIONS: dict[str, Any] = {"temperature": 0.7, "softcap": 5.0, "logit_scale": 0.5}
+
+
+def body(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
+    """Hidden states, and the token after each of them."""
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    hidden = model.model(input_ids=inputs["input_ids"]).last_hidden_state
+    return hidden, nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+
+
+def by_module(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
+    found = head_log_prob(model.get_output_embeddings(), *body(model, **inputs), return_entropy=True, **OPTIONS)
+    assert isinstance(found, tuple)
+    return found
+
+
+def by_weight(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
+    """As a loss takes it, and as TRL does."""
+    hidden, target = body(model, **inputs)
+    found = Head(hidden, model.get_output_embeddings().weight, target, **OPTIONS).log_prob(entropy=True)
+    assert found[1] is not None
+    return found  # type: ignore[return-value]
+
+
+def by_trl(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
+    hidden, target = body(model, **inputs)
+    counted = target != -100
+    weight = model.get_output_embeddings().weight
+    given = (hidden[counted], weight, None, target[counted], OPTIONS["temperature"], 512, OPTIONS["softcap"], OPTIONS["logit_scale"])
+    found = liger_hf.trl._Function(None).apply(*given, ("log_probs", "entropy"))[:2]
+    return tuple(value.new_zeros(target.shape).masked_scatter(counted, value) for value in found)  # type: ignore[union-attr,return-value]
+
+
+def plainly(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
+    hidden, target = body(model, **inputs)
+    logits = model.get_output_embeddings()(hidden).float() * OPTIONS["logit_scale"]
+    log = (OPTIONS["softcap"] * (logits / OPTIONS["softcap"]).tanh() / OPTIONS["temperature"]).log_softmax(-1)
+    counted = target != -100
+    return log.gather(-1, target.clamp(min=0)[..., None])[..., 0] * counted, -(log.exp() * log).sum(-1) * counted
+
+
+WAYS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"module": by_module, "losses": by_weight, "trl": by_trl}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+
+
+def step(model: Any, way: Callable[..., tuple[Tensor, Tensor]], **inputs: Any) -> dict[str, Tensor]:
+    """The results, and the gradient of everything that is trained; each token has a weight of its own, as with advantages."""
+    results = way(model, **inputs)
+    weights = torch.randn(2, *results[0].shape, generator=torch.Generator().manual_seed(5)).to(results[0].device)
+    model.zero_grad()
+    sum((w * result).sum() for w, result in zip(weights, results, strict=True)).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"log_prob": results[0].detach(), "entropy": results[1].detach(), **gradients}
+
+
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)
+
+
+@every_way
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_head_that_is_trained_gets_the_gradients_of_plain_pytorch(tied: bool, way: Any) -> None:
+    plain = make(tie_word_embeddings=tied).train()
+    assert_same(step(twin(plain), way, **tokens()), step(plain, plainly, **tokens()))
+
+
+@every_way
+def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one(way: Any) -> None:
+    plain = make(tie_word_embeddings=False, vocab_size=4096).train()
+    plain.lm_head.requires_grad_(False)
+    plain.model.embed_tokens.requires_grad_(False)
+    ours = twin(plain)
+    with LargestResult() as largest:
+        got = step(ours, way, **tokens())
+    assert "lm_head.weight" not in got
+    assert largest.elements < 4096 * 64
+    assert_same(got, step(plain, plainly, **tokens()))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
+def test_adapters_get_the_gradients_of_plain_pytorch(target: str, kind: str, tied: bool) -> None:
+    plain = adapted(make(tie_word_embeddings=tied), target, **KINDS[kind])
+    got = step(twin(plain), by_module, **tokens())
+    assert sum("lora_" in name for name in got) >= 2
+    assert_same(got, step(plain, plainly, **tokens()))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_head_that_is_saved_beside_the_adapters_is_trained(tied: bool) -> None:
+    plain = adapted(make(tie_word_embeddings=tied), "q_proj", modules_to_save=["lm_head"])
+    got = step(twin(plain), by_module, **tokens())
+    assert any("modules_to_save" in name for name in got)
+    assert_same(got, step(plain, plainly, **tokens()))
+
+
+@pytest.mark.parametrize("adapter", [None, "lm_head", "q_proj"], ids=["no_adapter", "adapted_head", "adapted_attention"])
+@pytest.mark.parametrize("quantise", QUANTISED.values(), ids=QUANTISED.keys())
+def test_what_is_not_quantized_gets_the_gradients_of_plain_pytorch(quantise: Callable[[Any], Any], adapter: str | None) -> None:
+    plain = quantise(make(tie_word_embeddings=False, intermediate_size=128)).train()
+    if adapter is not None:
+        plain = adapted(plain, adapter)
+    got = step(twin(plain), by_module, **tokens())
+    assert got.keys() - {"log_prob", "entropy"} == {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    assert_same(got, step(plain, plainly, **tokens()))
+
+
+def test_trl_runs_with_a_weight_that_dequantizes_itself() -> None:
+    plain = QUANTISED["torchao_int8"](make(tie_word_embeddings=False, intermediate_size=128)).train()
+    assert_same(step(twin(plain), by_trl, **tokens()), step(plain, plainly, **tokens()))
+
+
+def test_a_quantized_weight_is_an_error_of_the_op_that_says_what_to_do() -> None:
+    model = QUANTISED["torchao_int8"](make(tie_word_embeddings=False, intermediate_size=128)).train()
+    with pytest.raises(
+        DtypeError, match=r"^linear_log_prob: tensors must be plain, got weight as Int8Tensor; pass what its dequantize\(\) returns$"
+    ):
+        by_weight(model, **tokens())
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes_4bit", "bitsandbytes_8bit"])
+def test_a_weight_of_packed_integers_is_an_error_that_says_what_to_do(kind: str) -> None:
+    model = QUANTISED[kind](make(tie_word_embeddings=False, intermediate_size=128)).train()
+    with pytest.raises(
+        OptionError, match=r"^use_in_trl: the head's weight must have a floating dtype, got torch\.u?int8; leave lm_head out of "
+    ):
+        by_trl(model, **tokens())
+
+
+@pytest.mark.parametrize("kind", ["adapted", "quantized"])
+def test_another_head_is_computed_in_chunks(kind: str, place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(tie_word_embeddings=False)
+    model = adapted(model, "lm_head") if kind == "adapted" else QUANTISED["torchao_int8"](model).train()
+    monkeypatch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, place.type, 16 * VOCABULARY)
+    inputs = tokens(batch=4, length=50)
+    with LargestResult() as largest:
+        got = step(twin(model), by_module, **inputs)
+    # The head's own weight, which some libraries dequantize, is 64 wide.
+    assert largest.elements < 200 * VOCABULARY
+    assert_same(got, step(model, plainly, **inputs))
+
+
+def test_several_targets_and_temperatures_of_tokens_reach_another_head() -> None:
+    model = adapted(make(tie_word_embeddings=False), "lm_head")
+    hidden, target = body(model, **tokens())
+    several = torch.stack((target, target.roll(1, -1).abs() % VOCABULARY), -1)
+    temperature = torch.linspace(0.4, 1.6, target.numel(), device=target.device).reshape(target.shape)
+    head = model.get_output_embeddings()
+    log = (head(hidden) / temperature[..., None]).log_softmax(-1)
+    several = torch.where(several == -100, 7, several)
+    expected = torch.where(several == 7, 0.0, log.gather(-1, several))
+    torch.testing.assert_close(
+        head_log_prob(head, hidden, several, temperature=temperature, ignore_index=7), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.cpu
+def test_another_head_has_the_errors_of_the_op() -> None:
+    model = adapted(make(tie_word_embeddings=False), "lm_head")
+    hidden, target = body(model, **tokens())
+    with pytest.raises(TargetError, match=r"^linear_log_prob: every target must be in \[0, 300\) or ignore_index=-100, got 300$"):
+        head_log_prob(model.get_output_embeddings(), hidden, torch.full_like(target, 300))
+
+
+@every_way
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+def test_checkpointed_layers_change_nothing(reentrant: bool, way: Any) -> None:
+    plain = make(tie_word_embeddings=False).train()
+    ours = twin(plain)
+    checkpoint_layers(ours, reentrant)
+    assert_same(step(ours, way, **tokens()), step(plain, plainly, **tokens()))
+
+
+@pytest.mark.parametrize("kind", ["plain", "adapted"])
+def test_micro_batches_add_up_to_the_batch(kind: str) -> None:
+    model = make(tie_word_embeddings=False).train()
+    model = model if kind == "plain" else adapted(model, "lm_head")
+    inputs = tokens(batch=4)
+    whole = {name: value for name, value in step(twin(model), plainly, **inputs).items() if name not in ("log_prob", "entropy")}
+    results = by_module(model, **inputs)
+    weights = torch.randn(2, *results[0].shape, generator=torch.Generator().manual_seed(5)).to(results[0].device)
+    for part in (slice(0, 1), slice(1, 4)):
+        found = by_module(model, **{name: value[part] for name, value in inputs.items()})
+        sum((w[part] * result).sum() for w, result in zip(weights, found, strict=True)).backward()
+    assert_same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, whole)
+
+
+@pytest.mark.parametrize("kind", ["plain", "adapted"])
+def test_the_loss_compiles_as_one_graph(kind: str) -> None:
+    model = make(tie_word_embeddings=False).train()
+    model = model if kind == "plain" else adapted(model, "lm_head")
+    hidden, target = (tensor.detach() for tensor in body(model, **tokens()))
+    head = model.get_output_embeddings()
+
+    def loss(x: Tensor) -> Tensor:
+        log_prob = head_log_prob(head, x, target)
+        assert isinstance(log_prob, Tensor)
+        return losses.grpo(log_prob, None, torch.tensor([1.0, -0.5]), mask=target != -100)[0]
+
+    results = []
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        x = hidden.clone().requires_grad_()
+        value = function(x)
+        value.backward()
+        results.append((value.detach(), x.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The heads for verl, prime-rl and Megatron-core in small stand-ins of these trainers, against plain PyTorch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf.tiny_models import LargestResult
+from liger_core import OptionError, Unsupported
+from liger_hf.trainers import FusedLinearForPPO, FusedOutputLinear, output_processor
+
+pytestmark = pytest.mark.cpu
+SEQUENCES, TOKENS, WIDTH, CLASSES = 2, 7, 16, 50
+
+
+class Model(nn.Module):
+    """An embedding, a body and a head."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.body = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.lm_head = nn.Linear(WIDTH, CLASSES, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return self.body(self.embedding(ids)).tanh()
+
+
+def ids() -> Tensor:
+    return torch.randint(CLASSES, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def following(ids: Tensor) -> Tensor:
+    return torch.roll(ids, -1, dims=-1)
+
+
+def of_logits(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies, from all the logits."""
+    exact = logits.float().log_softmax(-1)
+    return exact.gather(-1, target[..., None])[..., 0], -(exact.exp() * exact).sum(-1)
+
+
+def plain(model: Model, temperature: Tensor | float, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    divide = temperature.expand(SEQUENCES, TOKENS)[..., None] if isinstance(temperature, Tensor) else temperature
+    return of_logits(scale * model.hidden(ids()) @ model.lm_head.weight.t() / divide, following(ids()))
+
+
+def gradients(model: nn.Module, results: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Of a loss with both results in it, each token with a weight of its own."""
+    weights = torch.randn(2, SEQUENCES, TOKENS, generator=torch.Generator().manual_seed(2))
+    loss = sum((w * result.reshape(SEQUENCES, TOKENS)).sum() for w, result in zip(weights, results, strict=True))
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same(model: nn.Module, results: tuple[Tensor, Tensor], other: nn.Module, expected: tuple[Tensor, Tensor]) -> None:
+    for got, wanted in zip(results, expected, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, wanted)
+    ours, theirs = gradients(model, results), gradients(other, expected)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+PER_TOKEN = torch.linspace(0.4, 1.6, SEQUENCES * TOKENS).reshape(SEQUENCES, TOKENS)
+TEMPERATURES: dict[str, Tensor | float] = {"number": 0.7, "of_each_token": PER_TOKEN, "of_each_sequence": PER_TOKEN[:, :1]}
+with_temperatures = pytest.mark.parametrize("temperature", TEMPERATURES.values(), ids=TEMPERATURES.keys())
+
+
+# -- verl: the forward pass of a model shifts the tokens and calls the head's class with keywords
+
+
+def verl_forward(model: Model, temperature: Tensor | float, head: type[Any] = FusedLinearForPPO) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = head().forward(
+        hidden_states=model.hidden(ids()), vocab_weights=model.lm_head.weight, input_ids=following(ids()), temperature=temperature
+    )
+    return found
+
+
+@with_temperatures
+def test_the_head_of_verl_has_the_results_and_gradients_of_plain_pytorch(temperature: Tensor | float) -> None:
+    model, other = Model(), Model()
+    assert_same(model, verl_forward(model, temperature), other, plain(other, temperature))
+
+
+def test_the_head_of_verl_takes_packed_tokens_of_any_integer_dtype() -> None:
+    model, other = Model(), Model()
+    packed = FusedLinearForPPO()(model.hidden(ids()).flatten(0, 1), model.lm_head.weight, following(ids()).flatten().int(), 0.7)
+    assert [result.shape for result in packed] == [(SEQUENCES * TOKENS,)] * 2
+    expected = plain(other, 0.7)
+    assert_same(model, packed, other, (expected[0].flatten(), expected[1].flatten()))
+
+
+def test_the_head_of_verl_returns_float32_for_bfloat16() -> None:
+    model = Model().bfloat16()
+    assert [result.dtype for result in verl_forward(model, 1.0)] == [torch.float32] * 2
+
+
+def test_the_head_of_verl_holds_no_more_logits_than_its_budget() -> None:
+    hidden, weight = torch.randn(200, WIDTH, requires_grad=True), torch.randn(CLASSES, WIDTH, requires_grad=True)
+    target = torch.randint(CLASSES, (200,))
+    with LargestResult() as largest:
+        log_prob, entropy = FusedLinearForPPO(budget=80 * CLASSES * 4)(hidden, weight, target)
+        (log_prob.sum() + entropy.sum()).backward()
+    assert largest.elements < 100 * CLASSES
+
+
+def test_the_head_of_verl_reports_the_errors_of_the_op() -> None:
+    with pytest.raises(OptionError, match="temperature must be a finite number > 0"):
+        verl_forward(Model(), 0.0)
+
+
+# -- prime-rl: its layer takes the place of lm_head, with the same weight, and model(…) returns what the layer returns
+
+
+class PrimeModel(Model):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        old = self.lm_head
+        self.lm_head = FusedOutputLinear(in_features=old.in_features, out_features=old.out_features, chunk_size=8192, **options)
+        self.lm_head.weight = old.weight
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, temperature: Tensor | None = None) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.lm_head(self.hidden(ids), labels, temperature)
+        return found
+
+
+@pytest.mark.parametrize("temperature", [PER_TOKEN, torch.tensor(0.7)], ids=["of_each_token", "one"])
+def test_the_layer_of_prime_rl_has_the_results_and_gradients_of_plain_pytorch(temperature: Tensor) -> None:
+    model, other = PrimeModel(), Model()
+    found = model(ids(), following(ids()), temperature)
+    assert list(found) == ["logprobs", "entropy"]
+    assert_same(model, (found["logprobs"], found["entropy"]), other, plain(other, temperature))
+
+
+def test_the_layer_of_prime_rl_caps_the_logits_of_gemma() -> None:
+    model, other = PrimeModel(softcap=3.0), Model()
+    found = model(ids(), following(ids()), PER_TOKEN)
+    logits = 3.0 * (other.hidden(ids()) @ other.lm_head.weight.t() / 3.0).tanh() / PER_TOKEN[..., None]
+    assert_same(model, (found["logprobs"], found["entropy"]), other, of_logits(logits, following(ids())))
+
+
+def test_the_layer_of_prime_rl_has_the_state_of_a_linear_layer() -> None:
+    assert list(FusedOutputLinear(4, 8).state_dict()) == ["weight"]
+
+
+@pytest.mark.parametrize("missing", ["labels", "temperature"])
+def test_the_layer_of_prime_rl_says_what_is_missing(missing: str) -> None:
+    given = {"labels": ids(), "temperature": PER_TOKEN}
+    del given[missing]
+    with pytest.raises(OptionError, match=f"^FusedOutputLinear needs labels and the temperature of each token, got no {missing}$"):
+        PrimeModel()(ids(), **given)
+
+
+# -- Megatron-core: the model calls the processor in the place of its output layer, with the decoder's layout
+
+
+class MegatronModel(Model):
+    def __init__(self, tied: bool, scale: float = 1.0, ranks: int = 1) -> None:
+        super().__init__(tied)
+        self.tied, self.scale, self.config = tied, scale, SimpleNamespace(tensor_model_parallel_size=ranks, sequence_parallel=ranks > 1)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Any, attention_mask: Any, labels: Tensor | None = None, *,
+        output_processor: Any = None, output_processor_context: Any = None,
+    ) -> Any:  # fmt: skip
+        return output_processor(
+            hidden_states=self.hidden(input_ids).transpose(0, 1), output_layer=self.lm_head,
+            output_weight=self.embedding.weight if self.tied else None, labels=labels, loss_mask=None, input_ids=input_ids,
+            position_ids=position_ids, attention_mask=attention_mask, decoder_input=None, inference_context=None, packed_seq_params=None,
+            runtime_gather_output=None, context=output_processor_context, compute_language_model_loss=None,
+            scale_logits=lambda logits: logits * self.scale, config=self.config,
+        )  # fmt: skip
+
+
+def megatron(model: MegatronModel, **context: Any) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = model(
+        ids(), None, None, following(ids()), output_processor=output_processor, output_processor_context=context or None
+    )
+    return found
+
+
+@with_temperatures
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_processor_for_megatron_has_the_results_and_gradients_of_plain_pytorch(tied: bool, temperature: Tensor | float) -> None:
+    model, other = MegatronModel(tied), Model(tied)
+    assert_same(model, megatron(model, temperature=temperature), other, plain(other, temperature))
+
+
+def test_the_processor_for_megatron_needs_no_context() -> None:
+    model, other = MegatronModel(tied=False), Model()
+    assert_same(model, megatron(model), other, plain(other, 1.0))
+
+
+def test_the_processor_for_megatron_scales_the_logits_of_mup() -> None:
+    model, other = MegatronModel(tied=False, scale=0.25), Model()
+    assert_same(model, megatron(model, temperature=0.7), other, plain(other, 0.7, scale=0.25))
+
+
+def test_the_processor_for_megatron_leaves_out_what_no_label_counts() -> None:
+    model = MegatronModel(tied=False)
+    labels = following(ids())
+    labels[:, -1] = -100
+    log_prob, entropy = model(ids(), None, None, labels, output_processor=output_processor)
+    assert not log_prob[:, -1].any()
+    assert not entropy[:, -1].any()
+
+
+def test_the_processor_for_megatron_names_what_it_cannot_do() -> None:
+    with pytest.raises(Unsupported, match=r"^output_processor needs the whole head on every rank, got tensor_model_parallel_size=2$"):
+        megatron(MegatronModel(tied=False, ranks=2))
+    with pytest.raises(OptionError, match=r"^output_processor needs the labels of the forward pass, got none; pass labels to the model$"):
+        MegatronModel(tied=False)(ids(), None, None, output_processor=output_processor)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do for tests/ops/test_sharded_heads.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from liger_core import LigerError, VocabShard, linear_cross_entropy, linear_log_prob
+from liger_core.ops import _vocabulary
+
+CLASSES = 37
+
+
+def on_gloo(rank: int, work: Callable[..., None], *args: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    work(*args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def call() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, target and bias, the same on every rank."""
+    hidden, weight, bias = torch.randn(12, 8), torch.randn(CLASSES, 8), torch.randn(CLASSES)
+    target = torch.randint(CLASSES, (12,))
+    target[[1, 5, 6]] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), target, bias.requires_grad_()
+
+
+def same(got: Any, wanted: Any) -> None:
+    torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def takes_a_dtensor() -> None:
+    """weight and bias over all ranks, hidden and target on each."""
+    hidden, weight, target, bias = call()
+    linear_cross_entropy(hidden, weight, target, bias=bias, label_smoothing=0.1).backward()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    w, b = (distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_() for t in (weight, bias))
+    x = hidden.detach().requires_grad_()
+    loss = linear_cross_entropy(x, w, target, bias=b, label_smoothing=0.1)
+    loss.backward()
+    assert type(loss) is Tensor
+    assert w.grad.placements == (Shard(0),)
+    same(x.grad, hidden.grad)
+    same(w.grad, weight.grad)
+    same(b.grad, bias.grad)
+
+
+def takes_rows_of_another_dimension(reduction: str) -> None:
+    """Rows over two ranks, the vocabulary over two."""
+    hidden, weight, target, bias = call()
+    expected = linear_cross_entropy(hidden, weight, target, bias=bias, reduction=reduction, z_loss=0.01, normalizer=None)
+    factor = torch.linspace(-1, 1, 12) if reduction == "none" else torch.tensor(2.0)
+    (expected * factor).sum().backward()
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows, head = [Shard(0), Replicate()], [Replicate(), Shard(0)]
+    x = distribute_tensor(hidden.detach(), mesh, rows).requires_grad_()
+    w, b = (distribute_tensor(t.detach(), mesh, head).requires_grad_() for t in (weight, bias))
+    t = distribute_tensor(target, mesh, rows)
+    loss = linear_cross_entropy(x, w, t, bias=b, reduction=reduction, z_loss=0.01)
+    assert loss.placements == (Shard(0) if reduction == "none" else Partial(), Replicate())
+    same(loss, expected)
+    (loss * (distribute_tensor(factor, mesh, rows) if reduction == "none" else 2.0)).sum().backward()
+    same(x.grad, hidden.grad)
+    same(w.grad, weight.grad)
+    same(b.grad, bias.grad)
+
+
+def gathers_rows_that_the_vocabulary_shards() -> None:
+    """Sequence parallelism: hidden is sharded over the ranks that share the vocabulary."""
+    hidden, weight, target, _ = call()
+    expected = linear_log_prob(hidden, weight, target)
+    expected.square().sum().backward()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    x, w = (distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_() for t in (hidden, weight))
+    got = linear_log_prob(x, w, target)
+    same(got, expected)
+    got.full_tensor().square().sum().backward()
+    assert x.grad.placements == (Shard(0),)
+    same(x.grad, hidden.grad)
+    same(w.grad, weight.grad)
+
+
+def refuses(message: str, options: dict[str, Any]) -> None:
+    """Rows over two ranks, with these options."""
+    hidden, weight, target, _ = call()
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows, head = [Shard(0), Replicate()], [Replicate(), Shard(options.pop("dimension", 0))]
+    t = target if options.pop("plain", False) else distribute_tensor(target, mesh, rows)
+    with pytest.raises(LigerError) as raised:
+        linear_cross_entropy(distribute_tensor(hidden, mesh, rows), distribute_tensor(weight, mesh, head), t, **options)
+    assert message in str(raised.value)
+
+
+class Counting:
+    """Stands in for the collectives and notes their names and the elements that a rank gives."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.calls = real, []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.real, name)
+
+        def noted(tensor: Tensor, *args: Any) -> Any:
+            if name != "wait_tensor":
+                self.calls.append((name, tensor.numel()))
+            return function(tensor, *args)
+
+        return noted
+
+
+def exchanges_once() -> None:
+    """What a training step sends."""
+    hidden, weight, target, _ = call()
+    shard = VocabShard.of(weight[dist.get_rank() :: 2], None)
+    assert shard.classes == CLASSES
+    counting = _vocabulary._c10d = Counting(_vocabulary._c10d)  # type: ignore[assignment]
+    loss = linear_cross_entropy(
+        hidden, weight[shard.start :][: 19 - dist.get_rank()], target, vocab=shard, label_smoothing=0.1, z_loss=0.1, budget=9 * 19 * 4
+    )
+    rows = int((target != -100).sum())
+    assert counting.calls == [("all_gather_into_tensor", rows * 8)], counting.calls
+    loss.backward()
+    # Rows are cut for this budget; every row is added up once.
+    sums = [numbers for name, numbers in counting.calls if name == "all_reduce_"]
+    assert len(sums) == len(counting.calls) - 1
+    assert sum(sums) == rows * hidden.shape[1]
+
+
+def compiles() -> None:
+    """One graph, without a break."""
+    hidden, weight, target, _ = call()
+    expected = linear_cross_entropy(hidden, weight, target)
+    expected.backward()
+    rank = dist.get_rank()
+    shard = VocabShard(dist.group.WORLD.group_name, 20 * rank, CLASSES)
+    x, w = hidden.detach().requires_grad_(), weight.detach()[20 * rank :][:20].clone().requires_grad_()
+    step = torch.compile(lambda x, w, t: linear_cross_entropy(x, w, t, vocab=shard), backend="aot_eager", fullgraph=True)
+    loss = step(x, w, target)
+    loss.backward()
+    same(loss, expected)
+    same(x.grad, hidden.grad)
+    same(w.grad, weight.grad[20 * rank :][:20])
+
+
+def leaves_padding_alone() -> None:
+    """Rows of weight past the classes are read by nobody, and their gradient is zero."""
+    hidden, weight, target, _ = call()
+    rank, rows = dist.get_rank(), 24
+    start = rows * rank
+    padded = torch.full((rows, 8), torch.nan)
+    mine = weight.detach()[start : start + rows]
+    padded[: mine.shape[0]] = mine
+    w, given = padded.requires_grad_(), torch.zeros(rows, 8)
+    linear_log_prob(hidden, w, target, vocab=VocabShard(dist.group.WORLD, start, CLASSES)).sum().backward()
+    assert not w.grad[mine.shape[0] :].any()
+    assert w.grad[: mine.shape[0]].any()
+    linear_log_prob(hidden, w, target, vocab=VocabShard(dist.group.WORLD, start, CLASSES), main_grad=given).sum().backward()
+    same(given, w.grad)

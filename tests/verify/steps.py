@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps with the bugs that parallel setups have had, beside the right ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_core import VocabShard, linear_cross_entropy, rms_norm
+from liger_verify import World
+from liger_verify.batches import IGNORED, Batch
+from liger_verify.training import Training
+
+CLASSES, WIDTH, TOKENS = 37, 16, 24
+
+
+class MeanOfMeans(Training):
+    """The mean over each rank's own tokens, averaged over ranks, although they have unequal numbers (DeepSpeed #8587)."""
+
+    def loss(self, model: Any, batch: Batch, mesh: Any, total: Tensor) -> Tensor:
+        width = self.length // mesh.size()
+        first = mesh.get_local_rank() * width
+        valid = max(1, batch.part(slice(first, first + width)).valid())
+        return super().loss(model, batch, mesh, torch.tensor(float(valid * self.accumulation * self.dp * self.cp)))
+
+
+class ShiftedInside(Training):
+    """Labels shifted after the sequence was cut, so that the last token of each part predicts nothing (verl #6068)."""
+
+    def labeled(self, batch: Batch, columns: slice) -> Batch:
+        part = batch.part(columns)
+        labels = F.pad(batch.labels[:, columns][:, :-1], (0, 1), value=IGNORED)
+        return Batch(part.ids, labels, part.positions, part.documents)
+
+
+class Averaged(Training):
+    """Gradients averaged over ranks whose losses are parts of one sum."""
+
+    def reduce(self, model: Any, mesh: Any) -> None:
+        super().reduce(model, mesh)
+        for parameter in model.parameters():
+            parameter.grad /= self.dp * self.cp
+
+
+@dataclass(frozen=True)
+class Head:
+    """Embedding, norm and a head whose vocabulary is sharded, with rows sharded in the norm; a formula of its own, or Liger's.
+
+    bug  "smoothing": mean over this rank's classes only (Megatron #737); "gathered": logits of all ranks, summed as if they were one rank's
+         (Megatron #7452); "norm": the norm's gradient is that of this rank's rows
+    """
+
+    bug: str = ""
+    liger: bool = False
+    smoothing: float = 0.1
+
+    def __call__(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+        generator = torch.Generator().manual_seed(0)
+        embedding, norm, head = (
+            torch.randn(shape, generator=generator, dtype=torch.float32).to(world.dtype).requires_grad_()
+            for shape in ((CLASSES, WIDTH), (WIDTH,), (CLASSES, WIDTH))
+        )
+        ids = torch.randint(CLASSES, (TOKENS,), generator=generator)
+        target = torch.where(torch.arange(TOKENS) % 3 == 0, IGNORED, ids.roll(-1))
+        if world.alone:
+            F.cross_entropy(rms_norm(embedding[ids], norm) @ head.mT, target, label_smoothing=self.smoothing).backward()
+            loss = F.cross_entropy(rms_norm(embedding[ids], norm) @ head.mT, target, label_smoothing=self.smoothing)
+            return loss, {"embedding.weight": embedding.grad, "norm.weight": norm.grad, "head.weight": head.grad}
+        rows = torch.arange(TOKENS).chunk(world.ranks)[world.rank]
+        x = Gathered.apply(rms_norm(embedding[ids[rows]], norm), rows)
+        size = -(-CLASSES // world.ranks)
+        start = size * world.rank
+        if self.liger:
+            shard = VocabShard(dist.group.WORLD, start, CLASSES)
+            loss = linear_cross_entropy(x, head[start : start + size], target, vocab=shard, label_smoothing=self.smoothing)
+        else:
+            loss = self.by_hand(Copied.apply(x), head[start : start + size], target, start)
+        loss.backward()
+        for gradient in (head.grad, embedding.grad, *([] if self.bug == "norm" else [norm.grad])):
+            dist.all_reduce(gradient)
+        return loss.detach(), {"embedding.weight": embedding.grad, "norm.weight": norm.grad, "head.weight": head.grad}
+
+    def by_hand(self, x: Tensor, weight: Tensor, target: Tensor, start: int) -> Tensor:
+        """The cross entropy of a vocabulary in parts, as Megatron computes it."""
+        logits = x @ weight.mT
+        local = target - start
+        mine = (local >= 0) & (local < weight.shape[0])
+        chosen = Summed.apply(torch.where(mine, logits.gather(1, local.clamp(0, weight.shape[0] - 1)[:, None])[:, 0], 0.0))
+        exponentials = logits.exp().sum(-1)
+        lse = Summed.apply(Summed.apply(exponentials) if self.bug == "gathered" else exponentials).log()
+        mean = logits.mean(-1) - lse if self.bug == "smoothing" else Summed.apply(logits.sum(-1)) / CLASSES - lse
+        loss = (1 - self.smoothing) * (lse - chosen) - self.smoothing * mean
+        counted = target != IGNORED
+        return torch.where(counted, loss, 0.0).sum() / counted.sum()
+
+
+class Summed(torch.autograd.Function):
+    """The sum over ranks, all of which compute the same from it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Copied(torch.autograd.Function):
+    """The same on every rank, each of which computes something else from it."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor) -> Tensor:
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        total = grads[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+class Gathered(torch.autograd.Function):
+    """The rows of all ranks; the gradient of each rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, rows: Tensor) -> Tensor:
+        ctx.rows = rows
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, part)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0][ctx.rows], None
+
+
+def raises(world: World) -> Any:
+    if not world.alone:
+        raise ValueError(f"rank {world.rank} has no data")
+    return torch.zeros(()), {}
+
+
+def without_a_gradient(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+    return torch.ones(()), {"a.b.weight": torch.ones(3), "a.c.weight": torch.ones(3) if world.alone else None}
+
+
+def talks(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+    print("a library says hello", flush=True)
+    return torch.ones(()), {"a.b.weight": torch.ones(3) * world.ranks}
+
+
+def without_tokens(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """A mean that is 0 / 0 on rank 1."""
+    loss = torch.zeros(2).sum() / (1 - world.rank)
+    return loss + (1 if not world.rank else 0), {"a.b.weight": torch.ones(3)}
+
+
+def parts(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """A gradient of which rank 1 has nothing."""
+    return torch.ones(()), {"a.b.weight": torch.arange(3.0) * (world.rank == 0), "a.c.weight": torch.ones(3)}

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger verify` passes right setups, and says of each planted bug what it is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import typer
+
+from liger_core.errors import OptionError
+from liger_verify import compare
+from liger_verify.command import loaded, verify
+from liger_verify.training import Training
+from verify import steps
+
+SETUPS = {
+    "tensor": {"tp": 2},
+    "context": {"cp": 2},
+    "sharded": {"shard": "fsdp2", "accumulation": 3},
+    "replicated": {"shard": "ddp", "accumulation": 2},
+    "plain": {"shard": "none", "liger": False},
+    "everything": {"tp": 2, "cp": 2, "ranks": 8, "accumulation": 3},
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
+def test_a_right_setup_passes(setup: dict[str, Any]) -> None:
+    training = Training(**setup)
+    report = compare(training, ranks=training.ranks, sizes=training.sizes)
+    assert report.right, str(report)
+    assert str(report).startswith("right: loss ")
+
+
+BUGS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "label smoothing over the classes of a rank": (
+        steps.Head(bug="smoothing"),
+        {"ranks": 2, "sizes": {"tp": 2}},
+        ["the loss is ", "going back from the loss, gradients part at head.weight in head"],
+    ),
+    "logits gathered twice": (
+        steps.Head(bug="gathered"),
+        {"ranks": 4, "sizes": {"tp": 4}},
+        ["larger by log 4 (tp), as if the classes of every rank were counted 4 times"],
+    ),
+    "mean of the means of shards": (
+        steps.MeanOfMeans(cp=2, ranks=4),
+        {},
+        ["the loss is ", "gradients part at lm_head.weight", "of which no factor explains more than"],
+    ),
+    "labels shifted inside a part of a sequence": (
+        steps.ShiftedInside(cp=2),
+        {},
+        ["the loss is ", "gradients part at lm_head.weight"],
+    ),
+    "gradients averaged": (
+        steps.Averaged(shard="none", ranks=4),
+        {},
+        [
+            "gradients part at lm_head.weight in lm_head: it is 0.25 times the right one, which is 1 / dp or dp × cp (4) (21 of 21 gradients differ)"
+        ],
+    ),
+    "a norm's gradient that is not summed": (
+        steps.Head(bug="norm"),
+        {"ranks": 2, "sizes": {"tp": 2}},
+        ["gradients part at norm.weight in norm: every rank has only a part of it: it was not summed over tp (1 of 3 gradients differ)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
+def test_a_planted_bug_is_named(bug: tuple[Any, dict[str, Any], list[str]]) -> None:
+    step, options, sentences = bug
+    if isinstance(step, Training):
+        options = {"ranks": step.ranks, "sizes": step.sizes}
+    report = compare(step, **options)
+    assert not report.right
+    for sentence in sentences:
+        assert sentence in str(report)
+
+
+@pytest.mark.parametrize("liger", [False, True], ids=["by_hand", "liger"])
+def test_the_same_steps_without_the_bugs_pass(liger: bool) -> None:
+    report = compare(steps.Head(liger=liger), ranks=4)
+    assert report.right, str(report)
+
+
+def test_an_exception_of_a_rank_is_raised() -> None:
+    with pytest.raises(Exception, match=r"rank \d has no data"):
+        compare(steps.raises, ranks=2)
+
+
+def test_a_mean_over_no_tokens_is_named() -> None:
+    report = compare(steps.without_tokens, ranks=2)
+    assert str(report) == "wrong: the loss is nan, not 1.000000 on rank 1: a mean over the tokens of a rank that has none is 0 / 0"
+
+
+def test_a_missing_gradient_is_named() -> None:
+    report = compare(steps.without_a_gradient, ranks=2)
+    assert "gradients part at a.c.weight in a: it has no gradient (1 of 2 gradients differ)" in str(report)
+
+
+def test_the_ranks_that_are_wrong_are_named() -> None:
+    report = compare(steps.parts, ranks=2)
+    assert "gradients part at a.b.weight in a: it is zero on rank 1 (1 of 2 gradients differ)" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("setup", "message"),
+    [
+        ({"tp": 2, "ranks": 3}, "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3"),
+        ({"shard": "zero"}, "verify: shard must be one of none, ddp, fsdp2, got 'zero'"),
+        (
+            {"shard": "ddp", "tp": 2, "ranks": 4},
+            "verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got 'ddp'",
+        ),
+        ({"cp": 2, "length": 9}, "verify: length must be a multiple of cp = 2, got 9"),
+    ],
+    ids=["ranks", "shard", "ddp", "length"],
+)
+def test_a_setup_that_cannot_be_is_refused_before_anything_starts(setup: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        Training(**setup).check()
+    assert str(raised.value) == message
+
+
+def test_one_rank_has_nothing_to_be_compared_with() -> None:
+    with pytest.raises(OptionError, match="ranks must be an integer of at least 2"):
+        compare(steps.parts, ranks=1)
+
+
+def test_the_command_prints_json_and_ends_with_1_where_something_differs(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        verify(step=f"{steps.__file__}:talks", ranks=2, as_json=True)
+    assert ended.value.exit_code == 1
+    found = json.loads(capfd.readouterr().out)
+    assert not found["right"]
+    assert found["gradients"]["a.b.weight"]["factor"] == 2
+    assert "it is 2 times the right one, which is ranks (2)" in found["sentences"][0]
+
+
+@pytest.mark.parametrize("step", ["nowhere.py:step", f"{__file__}:nothing"], ids=["file", "function"])
+def test_a_step_that_is_not_there_is_refused(step: str) -> None:
+    with pytest.raises(OptionError, match="verify: --step must"):
+        loaded(*step.rsplit(":", 1))
