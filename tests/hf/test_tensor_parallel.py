@@ -33,6 +33,10 @@ def test_logits_are_gathered_when_they_are_read() -> None:
     on_ranks(2, tensor_ranks.logits_that_are_read)
 
 
+def test_log_probabilities_of_a_head_are_those_of_one_process() -> None:
+    on_ranks(2, tensor_ranks.log_probabilities)
+
+
 def test_no_rank_holds_the_logits_of_all_classes() -> None:
     on_ranks(2, tensor_ranks.memory_of_a_step)
 
