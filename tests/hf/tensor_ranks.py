@@ -358,3 +358,45 @@ def trainer_run(rank: int, folder: str, out: str, tp: int, patched: bool) -> Non
             trainer.train()
         steps = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
         Path(out, f"{tp}_{rank}.json").write_text(json.dumps(steps))
+
+
+def context_parallel(rank: int) -> None:
+    """Half of each sequence, with attention over all keys; the last rank may have no label that counts."""
+    from torch.distributed.nn.functional import all_reduce
+    from transformers import AttentionInterface
+
+    def everywhere(local: Tensor) -> Tensor:
+        length = local.shape[2]
+        return all_reduce(nn.functional.pad(local, (0, 0, rank * length, (1 - rank) * length)))
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
+    ) -> tuple[Tensor, None]:
+        length = query.shape[2]
+        keys = torch.arange(2 * length)
+        seen = keys <= (rank * length + torch.arange(length))[:, None]
+        whole = (everywhere(key), everywhere(value))
+        found = nn.functional.scaled_dot_product_attention(query, *whole, attn_mask=seen, scale=scaling, enable_gqa=True)
+        return found.transpose(1, 2), None
+
+    AttentionInterface.register("over_all_keys", attention)
+    with ranks(2):
+        for ignored_from in (12, 6):
+            batch = tokens(length=12)
+            batch["labels"][:, ignored_from:] = -100
+            count = int((batch["labels"][:, 1:] != -100).sum())
+            base = make(dtype=torch.float64).train()
+            expected = exact(twin(base), ({**batch, "num_items_in_batch": count},))
+            liger_hf.apply(base)
+            base.set_attn_implementation("over_all_keys")
+            whole = {
+                **batch,
+                "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:],
+                "position_ids": torch.arange(12).expand(2, 12),
+            }
+            local = {name: value[:, 6 * rank : 6 * rank + 6] for name, value in whole.items()}
+            with no_logits():
+                got = exact(base, ({**local, "num_items_in_batch": count},))
+            for value in got.values():
+                dist.all_reduce(value)
+            compare(f"labels ignored from {ignored_from}", got, expected)
