@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from conformance.cases import Case, implementations, pattern_names, takes_minutes
+from conformance.cases import Case, implementations, sample_names, takes_minutes
 from conformance.running import Trial, run
 
+# For each dimension of the mesh, the placement of every argument on it.
 Placements = dict[str, Placement]
 
 
@@ -38,7 +40,7 @@ def placements_of(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Placement
 class Placed:
     """Calls an op with DTensors, as part of what autograd sees: plain tensors go in and come out, the same on all ranks."""
 
-    def __init__(self, case: Case, mesh: DeviceMesh, placements: Placements) -> None:
+    def __init__(self, case: Case, mesh: DeviceMesh, placements: tuple[Placements, ...]) -> None:
         self.case, self.mesh, self.placements = case, mesh, placements
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
@@ -47,44 +49,59 @@ class Placed:
         return tuple(map(self.whole, results)) if isinstance(results, tuple) else self.whole(results)
 
     def spread(self, name: str, value: Tensor) -> Any:
-        placement = self.placements[name]
-        if placement.is_partial():
-            # The ranks have parts that are exactly the value between them.
-            part = value / 2 if self.mesh.size() == 2 else value if self.mesh.get_local_rank() == 0 else value * 0
-            return DTensor.from_local(_Whole.apply(part, value), self.mesh, [placement], run_check=False)
-        return DTensor.from_local(value, self.mesh, [Replicate()], run_check=False).redistribute(placements=[placement])
+        placements = [on_dimension[name] for on_dimension in self.placements]
+        if any(p.is_partial() for p in placements):
+            # Parts that are exactly the value between them.
+            ranks = math.prod(self.mesh.size(i) for i, p in enumerate(placements) if p.is_partial())
+            value = _Part.apply(value, ranks)
+        start = [p if p.is_partial() else Replicate() for p in placements]
+        return DTensor.from_local(value, self.mesh, start, run_check=False).redistribute(placements=placements)
 
     def whole(self, value: Any) -> Tensor:
         assert isinstance(value, DTensor), type(value)
         return value.full_tensor()
 
 
-class _Whole(torch.autograd.Function):
-    """A part of a sum, with the gradient of the sum."""
+class _Part(torch.autograd.Function):
+    """One of so many equal parts of a sum (a power of two), with the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, value: Tensor) -> Tensor:
-        return part.clone()
+    def forward(ctx: Any, value: Tensor, parts: int) -> Tensor:
+        return value / parts
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, grad
+        return grad, None
+
+
+def kind_of(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What calls have in common that placements treat alike: arguments, and which of their dimensions are empty, of one index, or longer."""
+    shapes = {name: tuple(min(size, 2) for size in value.shape) for name, value in arguments.items() if isinstance(value, Tensor)}
+    return tuple((name, shapes.get(name, value if isinstance(value, str | bool) else None)) for name, value in arguments.items())
 
 
 def accuracy(device: torch.device, backend: str, dtype: torch.dtype) -> list[str]:
     """What is further from float64 than the op on one process may be, for every op that takes DTensors."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (2,) * (dist.get_world_size() // 2))
     found, checked = [], 0
     for op, name, _ in implementations(device, backend):
         if op.layout is None or name != backend:
             continue
-        for case in (Case(op, backend, dtype, sample, device) for sample in pattern_names(op, device)):
+        kinds = set()
+        for case in (Case(op, backend, dtype, sample, device) for sample in sample_names(op, device, dtype)):
             if takes_minutes(case):
                 continue
             torch.manual_seed(0)
             trial = Trial(case)
-            for how, placements in placements_of(trial.arguments):
-                got = run(Placed(case, mesh, placements), trial.arguments, trial.names, trial.cotangents)
+            if (kind := kind_of(trial.arguments)) in kinds:
+                continue
+            kinds.add(kind)
+            ways = list(placements_of(trial.arguments))
+            # On a mesh of two dimensions each has another placement than the other.
+            for several in zip(*(ways[i:] + ways[:i] for i in range(mesh.ndim)), strict=True):
+                how = " and ".join(words for words, _ in several)
+                placed = Placed(case, mesh, tuple(placements for _, placements in several))
+                got = run(placed, trial.arguments, trial.names, trial.cotangents)
                 found += [f"{case.id}, {how}: {complaint} – this sample is for: {trial.why}" for complaint in trial.complaints(got)]
                 checked += 1
     assert checked, f"no op of {backend} takes DTensors"

@@ -11,7 +11,7 @@ from conformance.sharded import judge_samples
 from forks import on_ranks
 
 
-@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize("ranks", [2, 4], ids=["mesh_of_2", "mesh_of_2_by_2"])
 def test_ops_on_dtensors_are_as_accurate_as_on_one_process(ranks: int, device: torch.device, pytestconfig: pytest.Config) -> None:
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")

@@ -11,6 +11,7 @@ import json
 import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,29 @@ def logits_that_are_read(rank: int) -> None:
         assert torch.equal(*generated)
 
 
+def log_probabilities(rank: int) -> None:
+    """Of a head as a module, whether its model is patched or not: no logits are gathered, and gradients are those of one process."""
+    with ranks(2) as mesh, pytest.MonkeyPatch.context() as patch:
+        hidden, target = torch.randn(2, 7, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3)), tokens()["labels"][:, 2:9]
+        cotangent = torch.linspace(-1, 1, target.numel(), dtype=torch.float64).reshape(target.shape)
+
+        def run(model: Any) -> dict[str, Tensor]:
+            x = hidden.clone().requires_grad_()
+            log_prob, entropy = liger_hf.head_log_prob(model.lm_head, x, target, return_entropy=True)
+            (log_prob * cotangent + 0.3 * entropy).sum().backward()
+            gradients = {"hidden": x.grad, "weight": _whole(model.lm_head.weight.grad)}
+            return {"log_prob": log_prob.detach(), "entropy": entropy.detach(), **gradients}
+
+        base = make(dtype=torch.float64).train()
+        expected = run(twin(base))
+        for patched in (False, True):
+            model = distributed(twin(base), mesh)
+            if patched:
+                liger_hf.apply(model)
+            patch.setattr("liger_hf.rules.head.log_prob._in_chunks", lambda *args: pytest.fail("the head made its logits"))
+            compare(f"patched={patched}", run(model), expected)
+
+
 def memory_of_a_step(rank: int) -> None:
     """No result of any operation in a step is as large as the logits, or as the whole weight."""
     with ranks(2) as mesh:
@@ -241,7 +265,7 @@ def sharded_twice(rank: int) -> None:
     """Four ranks: two shards of the vocabulary, and over them FSDP2, one of whose ranks has no token that counts."""
     with ranks(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        for patch_last in (True, False):
+        for patch_last, alone in product((True, False), (False, True)):
             base = make(dtype=torch.float64).train()
             batches = [{**batch, "num_items_in_batch": 11} for batch in (tokens(), ignored(2))]
             expected = exact(twin(base), batches)
@@ -250,7 +274,10 @@ def sharded_twice(rank: int) -> None:
                 liger_hf.apply(model)
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh["dp"])
-            fully_shard([model.model.norm, model.lm_head], mesh=mesh["dp"], reshard_after_forward=False)
+            if alone:
+                fully_shard(model.lm_head, mesh=mesh["dp"])
+            else:
+                fully_shard([model.model.norm, model.lm_head], mesh=mesh["dp"], reshard_after_forward=False)
             fully_shard(model, mesh=mesh["dp"])
             if patch_last:
                 liger_hf.apply(model)
@@ -260,7 +287,7 @@ def sharded_twice(rank: int) -> None:
             dist.all_reduce(got["loss"])
             # Both ranks of tp have the loss; FSDP takes the mean of gradients.
             got = {name: value / 2 if name == "loss" else value * 2 for name, value in got.items()}
-            compare(f"patch_last={patch_last}, rank {rank}", got, expected)
+            compare(f"patch_last={patch_last}, head alone={alone}, rank {rank}", got, expected)
 
 
 def sequence_parallel(rank: int) -> None:
@@ -331,3 +358,45 @@ def trainer_run(rank: int, folder: str, out: str, tp: int, patched: bool) -> Non
             trainer.train()
         steps = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
         Path(out, f"{tp}_{rank}.json").write_text(json.dumps(steps))
+
+
+def context_parallel(rank: int) -> None:
+    """Half of each sequence, with attention over all keys; the last rank may have no label that counts."""
+    from torch.distributed.nn.functional import all_reduce
+    from transformers import AttentionInterface
+
+    def everywhere(local: Tensor) -> Tensor:
+        length = local.shape[2]
+        return all_reduce(nn.functional.pad(local, (0, 0, rank * length, (1 - rank) * length)))
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
+    ) -> tuple[Tensor, None]:
+        length = query.shape[2]
+        keys = torch.arange(2 * length)
+        seen = keys <= (rank * length + torch.arange(length))[:, None]
+        whole = (everywhere(key), everywhere(value))
+        found = nn.functional.scaled_dot_product_attention(query, *whole, attn_mask=seen, scale=scaling, enable_gqa=True)
+        return found.transpose(1, 2), None
+
+    AttentionInterface.register("over_all_keys", attention)
+    with ranks(2):
+        for ignored_from in (12, 6):
+            batch = tokens(length=12)
+            batch["labels"][:, ignored_from:] = -100
+            count = int((batch["labels"][:, 1:] != -100).sum())
+            base = make(dtype=torch.float64).train()
+            expected = exact(twin(base), ({**batch, "num_items_in_batch": count},))
+            liger_hf.apply(base)
+            base.set_attn_implementation("over_all_keys")
+            whole = {
+                **batch,
+                "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:],
+                "position_ids": torch.arange(12).expand(2, 12),
+            }
+            local = {name: value[:, 6 * rank : 6 * rank + 6] for name, value in whole.items()}
+            with no_logits():
+                got = exact(base, ({**local, "num_items_in_batch": count},))
+            for value in got.values():
+                dist.all_reduce(value)
+            compare(f"labels ignored from {ignored_from}", got, expected)

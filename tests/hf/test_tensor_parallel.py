@@ -33,6 +33,10 @@ def test_logits_are_gathered_when_they_are_read() -> None:
     on_ranks(2, tensor_ranks.logits_that_are_read)
 
 
+def test_log_probabilities_of_a_head_are_those_of_one_process() -> None:
+    on_ranks(2, tensor_ranks.log_probabilities)
+
+
 def test_no_rank_holds_the_logits_of_all_classes() -> None:
     on_ranks(2, tensor_ranks.memory_of_a_step)
 
@@ -72,3 +76,8 @@ def test_the_trainer_has_the_losses_and_gradient_norms_of_one_process(tmp_path: 
     assert expected.shape == (4, 2)
     for of_rank in got:
         torch.testing.assert_close(of_rank, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_with_parts_of_the_sequences_have_parts_of_the_loss() -> None:
+    """Context parallelism, as the Trainer calls a model: shifted labels, and the number of labels on all ranks."""
+    on_ranks(2, tensor_ranks.context_parallel)

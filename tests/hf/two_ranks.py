@@ -39,12 +39,14 @@ def batch(rank: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def sharded(model: Any, head: dict[str, Any] | None = None, **options: Any) -> Any:
+def sharded(model: Any, head: dict[str, Any] | None = None, together: bool = False, **options: Any) -> Any:
     mesh, inner = init_device_mesh(tiny_models.DEVICE.type, (2,)), inside_peft(model)
     for layer in inner.model.layers:
         fully_shard(layer, mesh=mesh)
     if head is not None:
         fully_shard(inner.lm_head, mesh=mesh, **head)
+    if together:
+        fully_shard([inner.model.norm, inner.lm_head], mesh=mesh, reshard_after_forward=False)
     return fully_shard(model, mesh=mesh, **options)
 
 
@@ -59,6 +61,8 @@ WAYS: dict[str, Callable[[Any], nn.Module]] = {
     "fsdp2": sharded,
     "fsdp2_root_resharded": lambda model: sharded(model, reshard_after_forward=True),
     "fsdp2_head_alone": lambda model: sharded(model, head={}),
+    # As the plans of Transformers shard a model.
+    "fsdp2_norm_with_head": lambda model: sharded(model, together=True),
     "fsdp2_head_kept": lambda model: sharded(model, head={"reshard_after_forward": False}),
 }
 

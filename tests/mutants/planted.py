@@ -955,4 +955,38 @@ MUTANTS = (
         ("tests/losses/test_distillation.py",),
         "test_topk_distillation_is_the_divergence_of_its_buckets",
     ),
+    Mutant(
+        "ranks: a weight of sharded rows keeps the gradient of its own rank",
+        f"{CORE}/layout.py",
+        "Partial() if s is not None and p.is_replicate() else p",
+        "p",
+        ("tests/ops/test_dtensor.py",),
+        "test_a_replicated_weight_of_sharded_rows_has_a_partial_gradient",
+    ),
+    Mutant(
+        "ranks: a table with one index for all is split like the rows",
+        f"{CORE}/layout.py",
+        "placements[name] = [Replicate() if one else p",
+        "placements[name] = [p if one else p",
+        ("tests/conformance/test_placements.py",),
+        "test_ops_on_dtensors_are_as_accurate",
+    ),
+    Mutant(
+        "ranks: the loss gathers the logits of a sharded head a chunk at a time",
+        f"{HF}/rules/head/causal_loss.py",
+        "(type(head.weight) in PLAIN_WEIGHTS or over_classes(head))",
+        "(type(head.weight) in PLAIN_WEIGHTS)",
+        ("tests/hf/test_tensor_parallel.py", "-k", "holds_the_logits"),
+        "test_no_rank_holds_the_logits_of_all_classes",
+    ),
+    Mutant(
+        "ranks: the hidden states keep the gradient of one shard of the classes",
+        f"{CORE}/ops/_vocabulary.py",
+        """        _c10d.all_reduce_(part, "sum", vocab.group)
+""",
+        """        _c10d.all_reduce_(part.clone(), "sum", vocab.group)
+""",
+        ("tests/hf/test_tensor_parallel.py", "-k", "losses_and_gradients_are"),
+        "test_losses_and_gradients_are_those_of_one_process",
+    ),
 )

@@ -91,7 +91,6 @@ def takes_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **options: Any) -> Any:
     from torch.distributed.tensor import DTensor, Partial, Replicate
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     op, mesh, placed = function.__name__, weight.device_mesh, weight.placements
     over = [i for i, p in enumerate(placed) if p.is_shard(0)]
@@ -136,11 +135,11 @@ def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **optio
         sentence = "reduction='mean' needs a normalizer where rows are distributed: the number of tokens on all ranks; got None"
         checks.fail(OptionError, op, sentence)
     given = {name: local(name, value) for name, value in options.items()}
-    start = 0
     if over:
-        shape, offset = compute_local_shape_and_global_offset(weight.shape, mesh, placed)
-        start = offset[0] if shape[0] else weight.shape[0]
-        given["vocab"] = VocabShard(mesh.get_group(over[0]), start, weight.shape[0])
+        # As DTensor shards: all ranks have the same number of rows, until there are no more. In plain numbers, which a compiler can trace.
+        classes, most = weight.shape[0], -(-weight.shape[0] // mesh.size(over[0]))
+        start = min(most * mesh.get_local_rank(over[0]), classes)
+        given["vocab"] = VocabShard(mesh.get_group(over[0]), start, classes)
     results = function(hidden_rows(hidden, mesh, rows) if spread else hidden, local("weight", weight), **given)
     if not spread:
         return results

@@ -223,6 +223,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         target            (...)      int64 class indices, or ignore_index: no loss, no gradient
         bias              (V,)       dtype of hidden
         class_weight      (V,)       class weights w; 1 by default
+        logit_scale       factor of the logits, before the softcap
         token_weight      (...)      a constant factor for each token's loss
         reduction         "mean" divides the sum by the summed class weights of the counted targets (0 if none is counted), or by normalizer
         normalizer        number or scalar tensor on the device, for instance the tokens of all accumulation steps
@@ -231,7 +232,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
         budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A small one sums the
                           gradient of weight in its own dtype, with one more rounding a chunk
-        pack              leave rows of ignored targets out of the products. On a GPU this waits once for their number where the products
+        pack              leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number where the matmuls
                           are large enough to pay for it, never while a CUDA graph is captured
         main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
         return_metrics    also return `LossMetrics`

@@ -74,6 +74,9 @@ def mark(head: nn.Module) -> Patch:
 
 def over_classes(head: nn.Module) -> bool:
     """The weight here is that of some classes and of these whole: FSDP, where it shards a head further, has gathered its part."""
-    return SHARDED in head.__dict__ and all(
+    if not all(
         hasattr(p, "placements") and [q.is_shard(0) for q in p.placements if not q.is_replicate()] == [True] for p in head.parameters()
-    )
+    ):
+        return False
+    # A replaced forward hides the one that Transformers put there.
+    return SHARDED in head.__dict__ or isinstance(gathering(head), Gathering)
