@@ -288,7 +288,7 @@ def test_a_hook_that_is_there_when_apply_comes_is_a_reason() -> None:
 
 
 def test_a_model_that_norms_no_sum_says_so() -> None:
-    with pytest.raises(liger_hf.ModelError, match="no forward adds two tensors and passes the sum straight to a norm"):
+    with pytest.raises(liger_hf.ModelError, match="no forward adds two tensors and passes the sum straight to an RMSNorm"):
         liger_hf.apply(make("gpt2", n_embd=64, n_head=4, n_layer=2), only=["add_rms_norm"])
 
 

@@ -914,7 +914,7 @@ MUTANTS = (
     loss(
         "the upstream gradient of an ignored row counts",
         "_divergence_loop.py",
-        "factor = torch.where(pair.target != options.ignore_index, grad_loss, 0.0)",
+        "factor = torch.where(counted, grad_loss, 0.0)",
         "factor = grad_loss + 0.0",
         "tests/ops/test_linear_divergence.py::test_an_ignored_row_has_nothing_whatever_arrives",
         "test_an_ignored_row_has_nothing_whatever_arrives",

@@ -33,10 +33,10 @@ SPREAD: dict[str, tuple[Tensor, ...]] = {
 HEADS: dict[str, tuple[Tensor, ...]] = {
     "linear_cross_entropy": (HIDDEN, HEAD, TARGET),
     "linear_log_prob": (HIDDEN, HEAD, TARGET),
+    "linear_divergence": (HIDDEN, HEAD, HIDDEN, HEAD),
 }
 PLAIN: dict[str, tuple[Tensor, ...]] = {
     "cross_entropy": (LOGITS, TARGET),
-    "linear_divergence": (HIDDEN, HEAD, HIDDEN, HEAD),
     "kl_div": (LOGITS, LOGITS),
     "jsd": (LOGITS, LOGITS),
     "total_variation": (LOGITS, LOGITS),

@@ -282,7 +282,7 @@ class Shard(NamedTuple):
 
     local    targets as the passes take them
     counted  which of the rows count
-    invalid  which of them have a target that is no class at all
+    invalid  which of them have a target outside the vocabulary
     """
 
     pair: HeadPair
