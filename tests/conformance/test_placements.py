@@ -16,4 +16,6 @@ def test_ops_on_dtensors_are_as_accurate_as_on_one_process(ranks: int, device: t
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     backend = pytestconfig.getoption("--backend") or "reference"
+    if backend != "reference" and device.type == "cpu" and ranks > 2:
+        pytest.skip("placements do not depend on the backend; the reference has this mesh")
     on_ranks(ranks, judge_samples, device.type, accuracy, backend, torch.float32)

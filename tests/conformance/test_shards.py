@@ -11,8 +11,7 @@ from conformance.sharded import accuracy, judge_samples
 from forks import on_ranks
 
 
-@pytest.mark.parametrize("sharding", ["even", "uneven"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "sharding"), [(2, "even"), (2, "uneven"), (4, "uneven")])
 def test_a_sharded_vocabulary_is_as_accurate_as_a_whole_one(
     sharded_op: str, ranks: int, sharding: str, device: torch.device, pytestconfig: pytest.Config
 ) -> None:
