@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -27,3 +28,15 @@ def test_a_planted_bug_is_python(mutant: Mutant) -> None:
     (source,) = ROOT.glob(f"packages/*/src/{mutant.file}")
 
     compile(source.read_text().replace(mutant.old, mutant.new), mutant.file, "exec")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_what_selects_the_tests_of_a_planted_bug_names_something(mutant: Mutant) -> None:
+    """A test that was renamed would otherwise be found missing by the mutation check alone, minutes later."""
+    files, _, selected = " ".join(mutant.tests).partition(" -k ")
+    texts = [(ROOT / file.partition("::")[0]).read_text() for file in files.split() if file.endswith(".py") or "::" in file]
+    # Ops and samples name the parameters of tests.
+    texts += [path.read_text() for path in (ROOT / "packages/liger-core/src/liger_core/ops").glob("*.py")]
+    unknown = [word for word in re.findall(r"[a-z]+_[a-z]+_[a-z_]+", selected) if not any(word in text for text in texts)]
+
+    assert unknown == []

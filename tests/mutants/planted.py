@@ -383,7 +383,7 @@ MUTANTS = (
         f"{HF}/rules/gated_mlp/ownership.py",
         "if _holders(tensor) not in known:",
         "if not known:",
-        ("tests/hf/test_ownership.py", "-k", "written_over"),
+        ("tests/hf/test_ownership.py", "-k", "overwritten_only_where"),
         "test_gradients_are_right_and_gate_and_up_are_overwritten_only_where_nothing_reads_them",
     ),
     Mutant(
@@ -423,7 +423,7 @@ MUTANTS = (
         f"{HF}/rules/activation/rule.py",
         "return torch.equal(forward(replica(module), x.clone()), x.clamp(min=0).square())",
         "return forward(replica(module), x.clone()) is not None",
-        ("tests/hf/test_rules.py", "-k", "no_business_of_squared"),
+        ("tests/hf/test_rules.py", "-k", "does_not_concern_the_rule_of_squared"),
         "test_an_activation_of_another_kind_does_not_concern_the_rule_of_squared_relus",
     ),
     # The Triton backend.
@@ -662,7 +662,7 @@ MUTANTS = (
         f"{TRITON}/_gated.py",
         "t.new_empty(t.shape) if need and t is not None",
         "t.new_empty(t.shape) if t is not None",
-        (ACCURACY, "--backend", "triton", "-k", "nobody_asked_for and (swiglu or layer_norm)"),
+        (ACCURACY, "--backend", "triton", "-k", "not_requested and (swiglu or layer_norm)"),
         "grad_up must be None where nobody asked for it",
         interpreted=True,
     ),
@@ -671,7 +671,7 @@ MUTANTS = (
         f"{CORE}/kernels.py",
         "[given[first] or given[last] for first, last in targets]",
         "[True for _ in targets]",
-        (ACCURACY, "--backend", "triton", "-k", "nobody_asked_for and (swiglu or layer_norm)"),
+        (ACCURACY, "--backend", "triton", "-k", "not_requested and (swiglu or layer_norm)"),
         "one gradient must be asked for",
         interpreted=True,
     ),
@@ -720,7 +720,6 @@ MUTANTS = (
         "weighted.sum(0)",
         "cross_entropy",
     ),
-    shard("shards: the gradient of hidden is a part", "_vocabulary.py", '_c10d.all_reduce_(part, "sum", vocab.group)', "part.add_(0)"),
     shard("shards: targets counted from 0", "_vocabulary.py", "return index - self.start if self.start else index", "return index"),
     shard(
         "shards: divergences between the softmax of parts of the vocabulary",
