@@ -17,9 +17,10 @@ import torch
 
 from bench.commands import START, Finished, InProcess, run_liger
 from liger_bench.distributed.job import IDENTITY, IMPLEMENTATIONS, LIGER, PLAIN, REORDERED, Job, Row, row_of, together
-from liger_bench.distributed.run import _answers, measured
+from liger_bench.distributed.run import measured
 from liger_bench.distributed.strategies import STRATEGIES, Strategy
 from liger_bench.process import DONE, FAILED, Answer
+from liger_bench.ranks import answers_of
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 
@@ -120,18 +121,18 @@ class Silent:
 def test_one_rank_that_fails_is_not_waited_for_by_the_others() -> None:
     ranks: list[Any] = [Silent([]), Silent([(FAILED, {"reason": "broken"})])]
     start = time.monotonic()
-    assert _answers(ranks, 300) == [(FAILED, {"reason": "broken"})]
+    assert answers_of(ranks, 300) == [(FAILED, {"reason": "broken"})]
     assert time.monotonic() - start < 30
 
 
 def test_ranks_that_do_not_answer_are_given_up() -> None:
     ranks: list[Any] = [Silent([(DONE, {})]), Silent([])]
-    assert _answers(ranks, 0) == [(FAILED, {"reason": "1 of 2 ranks gave no answer in 0 s", "failed": True})]
+    assert answers_of(ranks, 0) == [(FAILED, {"reason": "1 of 2 ranks gave no answer in 0 s", "failed": True})]
 
 
 def test_answers_come_in_the_order_of_the_ranks() -> None:
     ranks: list[Any] = [Silent([(DONE, {"rank": rank})]) for rank in range(3)]
-    assert [results["rank"] for _, results in _answers(ranks, 300)] == [0, 1, 2]
+    assert [results["rank"] for _, results in answers_of(ranks, 300)] == [0, 1, 2]
 
 
 def of_rank(losses: list[float], seconds: list[float], peak: int | None = None) -> dict[str, Any]:

@@ -5,21 +5,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from liger_bench.distributed.job import LIGER, REORDERED, WARM_UP, Job
 from liger_bench.process import DONE, Answer, failure
-
-# A rank that waits for one that failed gives up, instead of half an hour later.
-TIMEOUT = timedelta(minutes=10)
+from liger_bench.ranks import joined
 
 
 @dataclass(frozen=True)
@@ -34,27 +28,13 @@ class Share:
 def answer(share: Share, connection: Connection) -> Answer:
     """Send the figures of each job when it is done; the last answer is empty, unless something failed."""
     try:
-        with _joined(share) as device:
+        first = share.jobs[0]
+        with joined(first.device, share.rank, first.ranks, share.meeting_point) as device:
             for job in share.jobs:
                 connection.send((DONE, _figures(job, share.rank, device)))
         return DONE, {}
     except Exception as error:
         return failure(error)
-
-
-@contextmanager
-def _joined(share: Share) -> Iterator[torch.device]:
-    first = share.jobs[0]
-    on_gpu = first.device == "cuda"
-    device = torch.device("cuda", share.rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // first.ranks))
-    method, backend = f"file://{share.meeting_point}", "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, init_method=method, rank=share.rank, world_size=first.ranks, timeout=TIMEOUT)
-    yield device
-    dist.destroy_process_group()
 
 
 def _figures(job: Job, rank: int, device: torch.device) -> dict[str, Any]:

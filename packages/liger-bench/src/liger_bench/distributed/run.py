@@ -8,14 +8,13 @@ import uuid
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 from liger_bench.distributed.job import Job, Row, row_of, together
 from liger_bench.distributed.rank import Share, answer
 from liger_bench.distributed.strategies import STRATEGIES
-from liger_bench.process import FAILED, Answer, Process
+from liger_bench.process import FAILED, Process
+from liger_bench.ranks import answers_of
 
 Phase = Callable[[Job], object]
 
@@ -59,7 +58,7 @@ def _until_one_fails(
             ranks.append(Process(share, folder / f"{name}-{rank}.log", patience, answer))
         for job in jobs:
             phase(job)
-            answers = _answers(ranks, patience)
+            answers = answers_of(ranks, patience)
             failed = next((results for state, results in answers if state == FAILED), None)
             if failed is not None:
                 yield Measured(row_of(job, where, failed), "\n".join(process.written() for process in ranks))
@@ -72,19 +71,3 @@ def _until_one_fails(
     finally:
         for process in ranks:
             process.kill()
-
-
-def _answers(ranks: Sequence[Process], patience: float) -> list[Answer]:
-    """The next answer of every rank, or up to the first one that failed: the others then wait for it in vain."""
-    open_ones: dict[Any, Process] = {process.connection: process for process in ranks}
-    found: dict[Process, Answer] = {}
-    while open_ones:
-        ready = wait(list(open_ones), timeout=patience)
-        if not ready:
-            return [(FAILED, {"reason": f"{len(open_ones)} of {len(ranks)} ranks gave no answer in {patience:.0f} s", "failed": True})]
-        for connection in ready:
-            process = open_ones.pop(connection)
-            found[process] = process.wait()
-            if found[process][0] == FAILED:
-                return [found[process]]
-    return [found[process] for process in ranks]

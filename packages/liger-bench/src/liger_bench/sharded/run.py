@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import groupby
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_bench.process import DONE, FAILED, Answer, Process, failure
+from liger_bench.ranks import answers_of, joined
 from liger_bench.sharded.heads import LIGER, Loss, loss_of
 from liger_bench.sharded.job import Job, Row, row_of, together
 
-TIMEOUT = timedelta(minutes=10)
 # Calls before the first that counts: kernels are compiled, and NCCL connects the ranks.
 WARM_UP = 2
 
@@ -79,9 +78,10 @@ def _answers(jobs: tuple[Job, ...], repetitions: int, patience: float, folder: P
         for rank in range(jobs[0].ranks)
     ]
     try:
-        answers = [process.wait() for process in ranks]
-        for process in ranks:
-            process.end()
+        answers = answers_of(ranks, patience)
+        if all(state == DONE for state, _ in answers):
+            for process in ranks:
+                process.end()
         return answers, "\n".join(process.written() for process in ranks)
     finally:
         for process in ranks:
@@ -91,18 +91,9 @@ def _answers(jobs: tuple[Job, ...], repetitions: int, patience: float, folder: P
 def answer(share: Share, connection: Connection) -> Answer:
     """The figures of every implementation, by name."""
     first = share.jobs[0]
-    on_gpu = first.device == "cuda"
-    device = torch.device("cuda", share.rank) if on_gpu else torch.device("cpu")
     try:
-        if on_gpu:
-            torch.cuda.set_device(device)
-        else:
-            torch.set_num_threads(max(1, torch.get_num_threads() // first.ranks))
-        method = f"file://{share.meeting_point}"
-        dist.init_process_group("nccl" if on_gpu else "gloo", init_method=method, rank=share.rank, world_size=first.ranks, timeout=TIMEOUT)
-        figures = _figures(share, device)
-        dist.destroy_process_group()
-        return DONE, figures
+        with joined(first.device, share.rank, first.ranks, share.meeting_point) as device:
+            return DONE, _figures(share, device)
     except Exception as error:
         return failure(error)
 

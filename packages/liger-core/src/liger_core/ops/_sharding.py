@@ -140,7 +140,9 @@ def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **optio
         classes, most = weight.shape[0], -(-weight.shape[0] // mesh.size(over[0]))
         start = min(most * mesh.get_local_rank(over[0]), classes)
         given["vocab"] = VocabShard(mesh.get_group(over[0]), start, classes)
-    results = function(hidden_rows(hidden, mesh, rows) if spread else hidden, local("weight", weight), **given)
+    # Every rank of the vocabulary has all these rows, and all of their gradient.
+    x = hidden.redistribute(mesh, rows).to_local(grad_placements=rows) if spread else hidden
+    results = function(x, local("weight", weight), **given)
     if not spread:
         return results
     summed = [Partial() if i in split else Replicate() for i in range(mesh.ndim)]
@@ -151,9 +153,3 @@ def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **optio
         return DTensor.from_local(value, mesh, rows if value.dim() else summed, run_check=False)
 
     return back(results)
-
-
-def hidden_rows(hidden: Any, mesh: Any, rows: list[Any]) -> Tensor:
-    """The local rows, of which every rank of the vocabulary has all, and all of their gradient."""
-    local: Tensor = hidden.redistribute(mesh, rows).to_local(grad_placements=rows)
-    return local

@@ -71,7 +71,8 @@ class Exchange(NamedTuple):
         if single:
             selected.copy_(every[:, :, -1 - (prediction is not None)].sum(0)[:, None])
         else:
-            _c10d.wait_tensor(_c10d.all_reduce_(selected, "sum", self.vocab.group))
+            start_sum(selected, self.vocab)
+            end_sum(selected, self.vocab)
         top, total, distance, weighted, squares, anchor = every[:, :, :MOMENTS].unbind(-1)
         highest = top.amax(0)
         step = top - highest

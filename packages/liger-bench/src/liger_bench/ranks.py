@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several ranks of one measurement: each joins the others, and the process that started them collects their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from liger_bench.process import FAILED, Answer, Process
+
+# A rank that waits for one that failed gives up, instead of half an hour later.
+TIMEOUT = timedelta(minutes=10)
+
+
+@contextmanager
+def joined(device_type: str, rank: int, ranks: int, meeting_point: str) -> Iterator[torch.device]:
+    """The device of a rank within the process group of all; they find each other by a file."""
+    on_gpu = device_type == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting_point}", rank=rank, world_size=ranks, timeout=TIMEOUT)
+    yield device
+    dist.destroy_process_group()
+
+
+def answers_of(ranks: Sequence[Process], patience: float) -> list[Answer]:
+    """The next answer of every rank, or up to the first one that failed: the others then wait for it in vain."""
+    open_ones: dict[Any, Process] = {process.connection: process for process in ranks}
+    found: dict[Process, Answer] = {}
+    while open_ones:
+        ready = wait(list(open_ones), timeout=patience)
+        if not ready:
+            return [(FAILED, {"reason": f"{len(open_ones)} of {len(ranks)} ranks gave no answer in {patience:.0f} s", "failed": True})]
+        for connection in ready:
+            process = open_ones.pop(connection)
+            found[process] = process.wait()
+            if found[process][0] == FAILED:
+                return [found[process]]
+    return [found[process] for process in ranks]
