@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,8 @@ pytest.importorskip("triton")
 
 import triton
 
+import liger_triton
+import sanitize
 from liger_triton.launch import KNOWN_RELEASES, Launcher
 
 X, Y = torch.zeros(8), torch.zeros(8)
@@ -165,3 +169,8 @@ def test_the_store_of_kernels_does_not_grow_for_ever(kernel: Kernel, monkeypatch
     for width in range(16):
         call(launch, width=width)
     assert len(launch.compiled) <= 4
+
+
+def test_the_sanitizer_checks_every_kernel() -> None:
+    sources = "\n".join(path.read_text() for path in Path(liger_triton.__file__).parent.glob("*.py"))
+    assert sanitize.kernels() == sorted(set(re.findall(r"@triton\.jit\ndef (\w+_kernel)\(", sources)))
