@@ -117,6 +117,23 @@ def test_liger_kernel_is_asked_for_the_divergence_of_the_op(op: Op[..., Any], op
     assert errors.worst_gradient < 1e-5
 
 
+OF_TRL: list[tuple[Op[..., Any], dict[str, Any]]] = [(linear_log_prob, {}), (linear_log_prob, {"temperature": 0.5})]
+OF_TRL += [(linear_divergence, {"kind": kind, "temperature": 2.0}) for kind in ("forward_kl", "reverse_kl", "jsd")]
+
+
+@pytest.mark.parametrize(("op", "options"), OF_TRL, ids=[f"{op.name} {options}" for op, options in OF_TRL])
+def test_trl_is_asked_for_what_the_op_computes(op: Op[..., Any], options: dict[str, Any]) -> None:
+    pytest.importorskip("trl")
+    (variant,) = peers.peers("trl")
+    case = quick_case(op)
+    case.arguments.update(options)
+    case.set_exact()
+    errors = case.errors(Run(case, peer(op, variant)).full())
+    assert errors is not None
+    assert errors.worst_output < 1e-5
+    assert errors.worst_gradient < 1e-5
+
+
 @pytest.mark.parametrize(("op", "options"), [(kl_div, {"reverse": True}), (linear_divergence, {"kind": "total_variation"})])
 def test_liger_kernel_lacks_some_divergences(op: Op[..., Any], options: dict[str, Any]) -> None:
     case = quick_case(op)

@@ -22,6 +22,7 @@ FILES = {
     "liger-kernel": "liger_kernel",
     "cut-cross-entropy": "cut_cross_entropy",
     "quack": "quack",
+    "trl": "trl",
 }
 
 

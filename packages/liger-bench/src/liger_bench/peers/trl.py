@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL 1.16: the log-probabilities and divergences of its trainers, computed in tiles of tokens and of the vocabulary."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_bench.peers import Peer, by_name, missing
+from liger_core.errors import Unsupported
+
+# The classes of a tile by default in its trainers.
+CLASSES = 32768
+
+
+def unavailable(device: torch.device) -> str | None:
+    return missing("trl", "trl==1.16.0")
+
+
+def peers() -> list[Peer]:
+    tokens = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    divergences = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+
+    def linear_log_prob(
+        hidden: Tensor, weight: Tensor, target: Tensor, return_entropy: bool = False, temperature: float = 1.0, softcap: float | None = None
+    ) -> Any:
+        if target.dim() == hidden.dim():
+            raise Unsupported("it has one target per token only")
+        asked = ("log_probs", "entropy") if return_entropy else ("log_probs",)
+        log_prob, entropy, *_ = tokens.apply(hidden, weight, None, target, temperature, CLASSES, softcap, 1.0, asked)
+        return (log_prob, entropy) if return_entropy else log_prob
+
+    def linear_divergence(
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        kind: str = "forward_kl",
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        reduction: str = "mean",
+    ) -> Any:
+        share = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": beta}.get(kind)
+        if share is None:
+            raise Unsupported("it has the forward and the reverse KL and the JSD only")
+        loss, _ = divergences.apply(hidden, weight, None, teacher_hidden, teacher_weight, None, share, temperature)
+        return loss if reduction == "none" else loss.mean()
+
+    return [Peer("trl", by_name(linear_log_prob, linear_divergence))]
