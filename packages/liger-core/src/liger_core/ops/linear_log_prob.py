@@ -204,6 +204,7 @@ def workloads() -> Iterator[Workload]:
     yield head_workload(512, 128, 8192, quick=True)
     for rows, width in ((8192, 2048), (8192, 4096), (32768, 4096)):
         yield head_workload(rows, width, 128256)
+    yield head_workload(8192, 4096, 151936)
     yield head_workload(8192, 4096, 128256, mode="half_ignored")
     yield head_workload(8192, 4096, 128256, mode="return_entropy", return_entropy=True)
     yield head_workload(8192, 4096, 128256, mode="lean", budget=300 << 20)
