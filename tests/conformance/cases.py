@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.variations import LAYOUTS, OFFSETS, SCALES, Change, shifted
+from conformance.variations import INPUT_LAYOUTS, LAYOUTS, OFFSETS, SCALES, Change, shifted
 from liger_core import BackendError, Op, Sample, Unsupported, use
 from liger_core.plugins import registry
 
@@ -197,19 +197,19 @@ def layout_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case,
                 yield case, name
 
 
-def magnitude_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
-    """Other magnitudes of the inputs: scaled, one sample per form; with a common offset, every input of an op's first sample."""
+def variation_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
+    """Other strides and magnitudes of the inputs, one sample per form; with a common offset, every input of an op's first sample."""
     for case in cases(device, only, "form"):
-        yield from ((case, name) for name in SCALES)
+        yield from ((case, name) for name in (*INPUT_LAYOUTS, *SCALES))
         if case.name == form_names(case.op, device)[0]:
             yield from ((case, f"{name}_{direction}") for name in _differentiable_of(case) for direction in OFFSETS)
 
 
-def change_of(magnitude: str) -> Change:
-    """What a magnitude's name stands for."""
-    if magnitude in SCALES:
-        return SCALES[magnitude]
-    name, _, direction = magnitude.rpartition("_")
+def change_of(variation: str) -> Change:
+    """What a variation's name stands for."""
+    if variation in INPUT_LAYOUTS or variation in SCALES:
+        return {**INPUT_LAYOUTS, **SCALES}[variation]
+    name, _, direction = variation.rpartition("_")
     return shifted(name, OFFSETS[direction])
 
 

@@ -16,7 +16,7 @@ from conformance.cases import (
     implementations,
     layout_cases,
     lone_cases,
-    magnitude_cases,
+    variation_cases,
     output_cases,
     takes_minutes,
 )
@@ -41,7 +41,7 @@ PAIRS = {
     "lone_case": lone_cases,
     "output_case": output_cases,
     "layout_case": layout_cases,
-    "magnitude_case": magnitude_cases,
+    "variation_case": variation_cases,
 }
 
 

@@ -26,9 +26,9 @@ def test_upstream_gradients_are_read_through_their_strides(layout_case: tuple[Ca
 
 
 @pytest.mark.usefixtures("guarded_memory")
-def test_small_large_and_shifted_inputs_keep_the_accuracy(magnitude_case: tuple[Case, str]) -> None:
-    case, magnitude = magnitude_case
-    trial = Trial(case, change=change_of(magnitude))
+def test_strided_small_large_and_shifted_inputs_keep_the_accuracy(variation_case: tuple[Case, str]) -> None:
+    case, variation = variation_case
+    trial = Trial(case, change=change_of(variation))
     trial.expect(trial.complaints(trial.run()))
 
 

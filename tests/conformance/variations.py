@@ -40,9 +40,10 @@ def sliced(dense: Tensor, output: int) -> Tensor:
 
     Outputs get row strides of their own, so that none can be read with another's. The first value is not aligned to 16 bytes.
     """
+    beside = torch.nan if dense.is_floating_point() else dense.dtype != torch.bool and -7_777
     if dense.dim() == 1:
-        return torch.stack((torch.full_like(dense, torch.nan), dense), dim=-1)[:, 1]
-    left, right = (dense.new_full((*dense.shape[:-1], size), torch.nan) for size in (1, 2 + output))
+        return torch.stack((torch.full_like(dense, beside), dense), dim=-1)[:, 1]
+    left, right = (dense.new_full((*dense.shape[:-1], size), beside) for size in (1, 2 + output))
     return torch.cat((left, dense, right), dim=-1)[..., 1 : -2 - output]
 
 
@@ -84,6 +85,17 @@ def shifted(name: str, offset: float) -> Change:
     return change
 
 
+def laid(layout: str) -> Change:
+    """Give every input these strides, targets and masks too; its values stay."""
+
+    def change(arguments: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+        return {n: LAYOUTS[layout](v.detach(), i) if isinstance(v, Tensor) and v.dim() else v for i, (n, v) in enumerate(arguments.items())}
+
+    return change
+
+
+# Strides that keep all values.
+INPUT_LAYOUTS = {"inputs_transposed": laid("transposed"), "inputs_sliced": laid("sliced")}
 # Small enough to show what cancels near 0, large enough to saturate an exponential.
 SCALES = {"small": scaled(1e-3), "large": scaled(30.0)}
 # Beyond the range of exp in float32, on either side.

@@ -681,7 +681,16 @@ MUTANTS = (
         "sigmoid = tl.sigmoid(gate)",
         "sigmoid = tl.exp(gate) / (1.0 + tl.exp(gate))",
         (ACCURACY, "--backend", "triton", "-k", "shifted and swiglu and raised"),
-        "test_small_large_and_shifted_inputs_keep_the_accuracy",
+        "test_strided_small_large_and_shifted_inputs_keep_the_accuracy",
+        interpreted=True,
+    ),
+    Mutant(
+        "triton: several targets are read as if they were contiguous",
+        f"{TRITON}/_token_passes.py",
+        "slopes.classes.contiguous(), slopes.gradient.contiguous()",
+        "slopes.classes, slopes.gradient",
+        (ACCURACY, "--backend", "triton", "-k", "inputs_transposed and linear_log_prob"),
+        "test_strided_small_large_and_shifted_inputs_keep_the_accuracy",
         interpreted=True,
     ),
     kernel(

@@ -51,11 +51,12 @@ class TritonTokenPasses:
         logits, weight = rows_of(logits), contiguous(options.class_weight)
         common = (options.inverse_temperature, weight, slopes.moments, slopes.terms)
         scalars = (width, options.logit_scale, options.softcap or 1.0)
+        classes, gradient = slopes.classes.contiguous(), slopes.gradient.contiguous()
         # What is written at the chosen classes is made of logits that the gradient of all others may overwrite.
-        values, classes = torch.empty_like(slopes.gradient), slopes.classes
+        values = torch.empty_like(gradient)
         entries, block = classes.numel(), min(CHOSEN_BLOCK, power_of_two(classes.numel()))
         chosen_launch(
-            (cdiv(entries, block),), logits, classes, slopes.gradient, *common, values, logits.stride(0), first, classes.shape[1], entries,
+            (cdiv(entries, block),), logits, classes, gradient, *common, values, logits.stride(0), first, classes.shape[1], entries,
             *scalars, HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
         )  # fmt: skip
         columns = min(GRADIENT.block, power_of_two(width))
