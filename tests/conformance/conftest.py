@@ -16,9 +16,9 @@ from conformance.cases import (
     implementations,
     layout_cases,
     lone_cases,
-    variation_cases,
     output_cases,
     takes_minutes,
+    variation_cases,
 )
 from conformance.guarding import GuardedMemory
 from conformance.running import KernelCall
