@@ -194,7 +194,7 @@ def _odd_predictions(op: Op[..., Any], arguments: dict[str, Any], outputs: Tenso
     ulp = limits.eps * (spread + limits.smallest_normal * abs(arguments.get("logit_scale", 1.0)))
     # Logits beyond the range of the dtype are all infinite.
     coldest = float(torch.as_tensor(arguments.get("temperature", 1.0)).min()) if got.numel() else 1.0
-    infinite = largest > min(limits.max * abs(arguments.get("logit_scale", 1.0)), torch.finfo(torch.float32).max * min(1.0, coldest))
+    infinite = largest.abs() > min(limits.max * abs(arguments.get("logit_scale", 1.0)), torch.finfo(torch.float32).max * min(1.0, coldest))
     near = infinite | (chosen >= largest - 8 * ulp * rows.shape[1] ** 0.5)
     wrong = int((torch.where(counted.reshape(-1), ~near, got.reshape(-1) != -1)).sum())
     exact["output.1.prediction"] = got
@@ -209,7 +209,8 @@ def _verdict(value: Tensor, plain: Tensor, exact: Tensor, first: torch.dtype) ->
     """The faults of one output or gradient, given the results of plain PyTorch and float64; `first` is the dtype of the first input."""
     if value.shape == exact.shape and value.is_floating_point():
         finite = exact.isfinite()
-        if wrong := int((~finite & (value.double() != exact)).sum()):
+        differs = (value.double() != exact) & ~(value.isnan() & exact.isnan())
+        if wrong := int((~finite & differs).sum()):
             return f"{wrong} elements must be {exact[~finite].unique().tolist()}, got {value[~finite].tolist()[:4]}"
         # A truth beyond the largest number of the dtype is infinite once it is rounded, and the largest number may be either.
         judged = finite & plain.isfinite() & (exact.abs() < torch.finfo(value.dtype).max)

@@ -35,3 +35,11 @@ def disagreements(call: Callable[..., Any], formula: Callable[..., Any], **argum
 def leaf(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
     """Normally distributed values that require a gradient."""
     return (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_()
+
+
+def products(run: Callable[[], Tensor], width: int) -> tuple[Tensor, list[Any]]:
+    """The result, and the shapes of the matmuls whose operands share this dimension."""
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        result = run()
+    shapes = [event.input_shapes for event in profiler.events() if event.name == "aten::mm"]
+    return result, [(a, b) for a, b, *_ in shapes if a[1] == b[0] == width]

@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_core import GradientError, OptionError, jsd, kl_div, linear_cross_entropy, linear_divergence, total_variation
 from liger_core.ops import _divergence_loop
 from liger_core.ops._divergence import KINDS, REFERENCE_BLOCK
-from ops.agreement import disagreements, leaf
+from ops.agreement import disagreements, leaf, products
 from ops.allocations import allocations
 from ops.test_cross_entropy import some_targets
 
@@ -113,6 +113,12 @@ def test_a_student_close_to_its_teacher_has_a_divergence_of_all_digits(kind: Any
     torch.testing.assert_close(call(student, teacher).double(), exact, rtol=tolerance, atol=0)
 
 
+def test_a_mixture_with_little_of_the_student_keeps_the_digits_of_classes_that_it_has_alone(device: torch.device) -> None:
+    student, teacher = torch.tensor([1.54, -0.29], device=device), torch.tensor([46.2, -8.8], device=device)
+    exact = divergence(student.double(), teacher.double(), "jsd", 0.999)
+    torch.testing.assert_close(jsd(student, teacher, beta=0.999, reduction="none").double(), exact, rtol=1e-6, atol=0)
+
+
 def of_logits(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
     """The op on logits for a kind, row by row."""
     op, options = {
@@ -204,6 +210,15 @@ def test_kept_and_recomputed_logits_give_the_same_gradients(kind: Any, reduction
     ]
     torch.testing.assert_close(found[1], found[0])
     torch.testing.assert_close(found[2], found[0])
+
+
+def test_recomputed_logits_come_from_matmuls_of_the_same_sizes(device: torch.device) -> None:
+    """Others round otherwise, and p would not fit the moments of the forward pass."""
+    given = heads(device)
+    loss, forward = products(lambda: linear_divergence(**given, reduction="none", chunk=4), 20)
+    _, backward = products(lambda: torch.autograd.grad(loss.sum(), (given["hidden"], given["weight"]))[0], 20)
+    assert len(backward) > 1
+    assert forward == backward
 
 
 def test_main_grad_gets_what_weight_would(device: torch.device) -> None:

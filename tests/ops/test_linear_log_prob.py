@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_core import GradientError, TokenStatistics, explain, linear_cross_entropy, linear_log_prob
 from liger_core.ops._token_loop import Tiling, tiling
 from liger_core.plugins import registry
-from ops.agreement import disagreements, leaf
+from ops.agreement import disagreements, leaf, products
 from ops.allocations import allocations
 from ops.test_cross_entropy import some_targets
 from ops.test_linear_cross_entropy import CHUNKS, head
@@ -405,17 +405,10 @@ def step(hidden: Tensor, weight: Tensor, **options: Any) -> None:
 @pytest.mark.parametrize("options", [{"budget": 200}, {"budget": 90}, {"chunk": 3}], ids=str)
 def test_recomputed_logits_come_from_matmuls_of_the_same_sizes(options: dict[str, int], device: torch.device) -> None:
     """Others round otherwise, and p would not fit the statistics of the forward pass."""
-    hidden, weight, width = leaf(7, 4, device=device), leaf(11, 4, device=device), 4
-
-    def products(run: Callable[[], Tensor]) -> tuple[Tensor, list[Any]]:
-        with torch.profiler.profile(record_shapes=True) as profiler:
-            result = run()
-        shapes = [event.input_shapes for event in profiler.events() if event.name == "aten::mm"]
-        return result, [(a, b) for a, b, *_ in shapes if a[1] == b[0] == width]
-
+    hidden, weight = leaf(7, 4, device=device), leaf(11, 4, device=device)
     target = torch.zeros(7, dtype=torch.int64, device=device)
-    log_prob, forward = products(lambda: linear_log_prob(hidden, weight, target, **options))
-    _, backward = products(lambda: torch.autograd.grad(log_prob.sum(), (hidden, weight))[0])
+    log_prob, forward = products(lambda: linear_log_prob(hidden, weight, target, **options), 4)
+    _, backward = products(lambda: torch.autograd.grad(log_prob.sum(), (hidden, weight))[0], 4)
     # What the forward pass alone computes is kept.
     assert len(backward) > 1
     assert forward[-len(backward) :] == backward

@@ -121,6 +121,13 @@ def log_series(t):
 
 
 @triton.jit
+def log_ratio(a, b):
+    """log(a / b), exact to the last digits also where it is nearly 0: there the hardware's logarithm has absolute errors only."""
+    difference = (a - b) / b
+    return tl.where(tl.abs(difference) < 0.25, difference - log_series(difference), tl.log2(a / b) * 0.6931471805599453)
+
+
+@triton.jit
 def mixed(share, step, smaller):
     """(t - log(1 + t), log(1 + t), 1 + t) where 1 + t = share + (1 - share) · smaller."""
     t = (share - 1.0) * step
@@ -180,9 +187,12 @@ def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, of_
     elif FORMULA == KIND_MIXTURE:
         share = tl.where(ahead, beta, 1.0 - beta)
         rest, log, mixture = mixed(share, step, smaller)
-        # The smaller side's KL in units of larger; by its own series where M is close to it, as it is for a share of nearly 0.
-        ratio = share * step / smaller
-        of_other = tl.where(ratio < 0.25, smaller * log_series(ratio), under + rest + step * log)
+        # The smaller side's KL in units of larger, M - s + s · log(s / M); by its own series where M is close to s.
+        above = share * step
+        ratio = above / smaller
+        # e^-800 is 0, so that the cut changes nothing but 0 · ∞.
+        distant = above - smaller * (log + tl.where(far > 800.0, 800.0, far))
+        of_other = tl.where(ratio < 0.25, smaller * log_series(ratio), distant)
         of_larger = tl.where(ahead, of_teacher, of_student)
         of_smaller = tl.where(ahead, of_student, of_teacher)
         value = larger * (of_larger * rest + of_smaller * of_other)
@@ -277,7 +287,7 @@ def divergence_kernel(
     inverse = 1.0 / exp_sum
     their_inverse = 1.0 / their_sum
     sharp_inverse = 1.0 / sharp_sum
-    apart = tl.log2(exp_sum / their_sum) * 0.6931471805599453
+    apart = log_ratio(exp_sum, their_sum)
     their_first = tl.max(tl.where(m == top, their_first, float("-inf")), 0)
     first = (their_first - their_top) + apart
     h = first_slope(first, beta, of_teacher, of_student, FORMULA)
@@ -372,7 +382,7 @@ def gradient_kernel(
     moments += 7 * row
     exp_sum = tl.load(moments + 1)
     their_sum = tl.load(moments + 3)
-    apart = tl.log2(exp_sum / their_sum) * 0.6931471805599453
+    apart = log_ratio(exp_sum, their_sum)
     x = capped(tl.load(student + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     y = capped(tl.load(teacher + row * their_stride + column, mask=mask, other=0.0), their_scale, their_softcap, TEACHER_SOFTCAP)
     # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
@@ -419,7 +429,7 @@ def sums_kernel(
     exp_sum = tl.load(moments + 1)
     their_top = tl.load(moments + 2)
     their_sum = tl.load(moments + 3)
-    apart = tl.log2(exp_sum / their_sum) * 0.6931471805599453
+    apart = log_ratio(exp_sum, their_sum)
     first = (tl.load(moments + 4) - their_top) + apart
     h = first_slope(first, beta, of_teacher, of_student, FORMULA)
     values = tl.zeros((BLOCK,), dtype=tl.float32)

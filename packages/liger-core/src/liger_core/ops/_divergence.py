@@ -216,7 +216,7 @@ def _compared(x: Tensor, theirs: Tensor, moments: Tensor, options: DivergenceOpt
     top, total, their_top, their_total, their_first = moments[:, :5].split(1, -1)
     below, beneath = x - top, theirs - their_top
     q, p = below.exp() / total, beneath.exp() / their_total
-    offset = (total / their_total).log()
+    offset = _log_ratio(total, their_total)
     apart = torch.where((below == -torch.inf) & (beneath == -torch.inf), 0.0, (beneath - below) + offset)
     # That of the student's largest x, whose own distance is 0.
     first = (their_first - their_top) + offset
@@ -235,12 +235,19 @@ def _compared(x: Tensor, theirs: Tensor, moments: Tensor, options: DivergenceOpt
     rest, log, _ = _mixed(share, step, smaller)
     of_larger = _either(ahead, options.of_teacher, options.of_student, far)
     of_smaller = _either(ahead, options.of_student, options.of_teacher, far)
-    # The smaller side's KL in units of larger; by its own series where M is close to it, as it is for a share of nearly 0.
-    ratio = share * step / smaller
-    of_other = torch.where(ratio < 0.5 * NEAR, smaller * _log_series(ratio), under + rest + step * log)
+    # The smaller side's KL in units of larger, M - s + s · log(s / M); by its own series where M is close to s.
+    above = share * step
+    ratio = above / smaller
+    of_other = torch.where(ratio < 0.5 * NEAR, smaller * _log_series(ratio), above - smaller * (log + far.clamp(max=FAR)))
     value = larger * (of_larger * rest + of_smaller * of_other)
     behind = first < BEHIND
     return value, _slope(apart, behind, options) - _slope(first, behind, options), q
+
+
+def _log_ratio(a: Tensor, b: Tensor) -> Tensor:
+    """log(a / b), exact to the last digits also where it is nearly 0, which decides which of two probabilities is larger."""
+    difference = (a - b) / b
+    return torch.where(difference.abs() < 0.5 * NEAR, difference.log1p(), (a / b).log())
 
 
 def _either(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:

@@ -189,8 +189,9 @@ class DivergenceLoop:
         chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
         whole, cut = DivergenceResults(loss, moments), _cut(pair, chunks, vocab)
-        cut = cut._replace(rows=cut.theirs)
-        if kept is not None:
+        if not any(needs):
+            cut = cut._replace(rows=cut.theirs)
+        elif kept is not None:
             cut = cut._replace(rows=max(1, pair.hidden.shape[0]), theirs=_keeps(pair, chunks, vocab))
         packed, shard, known = _packed(pair, options, chunks, vocab)
         number.fill_(known)

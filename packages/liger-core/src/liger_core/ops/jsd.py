@@ -49,6 +49,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("beta", (n(5, 101), n(5, 101)), {"beta": 0.1}, why="the student has most of the mixture", frozen=("teacher",))
     options = {"beta": 0.9, "reduction": "none", "temperature": 0.5}
     yield Sample("beta_none", (n(5, 101), n(5, 101)), options, why="the teacher has most of the mixture", frozen=("teacher",))
+    far, tiny = (n(5, 4), 30.0 * n(5, 4)), {"beta": 0.999}
+    yield Sample("beta_far", far, tiny, why="classes that only the student has, by a share of nearly 0", frozen=("teacher",))
     student, teacher = n(4, 60), n(4, 60)
     student[:, 40:], teacher[:, :20] = -torch.inf, -torch.inf
     yield Sample("impossible_classes", (student, teacher), why="a class that one side rules out is finite", frozen=("teacher",))
