@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from bench.commands import Finished, InProcess
 from liger_bench.bench.rows import HEADER
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import COLUMNS
-from liger_bench.records import MODEL_IDENTITY, OP_IDENTITY, read, sizes_of
+from liger_bench.records import MODEL_IDENTITY, OP_IDENTITY, SHARDED_IDENTITY, read, sizes_of
 from liger_bench.report.page import page
 from liger_bench.report.pictures import COLORS, LABEL_GAP, _spread, styles
+from liger_bench.sharded.job import Row
 from liger_bench.targets import Target, Verdict, judged, read_reasons, read_targets
 from liger_core import OptionError
 from liger_core.builtin import CATALOGUE
@@ -86,6 +87,7 @@ def test_the_last_measurement_of_the_same_thing_counts(tmp_path: Path) -> None:
 def test_rows_are_identified_by_columns_that_exist() -> None:
     assert set(OP_IDENTITY) <= set(HEADER)
     assert set(MODEL_IDENTITY) <= set(COLUMNS)
+    assert set(SHARDED_IDENTITY) <= {field.name for field in fields(Row)}
 
 
 def test_rows_along_a_size_are_kept_out_of_the_tables(tmp_path: Path) -> None:
@@ -132,8 +134,27 @@ def test_a_model_that_does_not_fit_is_reported_as_out_of_memory(tmp_path: Path) 
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"must hold results\.json or model\.json"):
+    with pytest.raises(OptionError, match=r"must hold results\.json, model\.json or sharded\.json"):
         read(tmp_path)
+
+
+def test_heads_on_several_ranks_have_a_table(tmp_path: Path) -> None:
+    same = {"op": "linear_cross_entropy", "rows": 8, "width": 4, "classes": 50, "device": "cuda", "dtype": "bfloat16", "reason": ""}
+    same |= {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
+    liger = same | {"implementation": "liger", "ranks": 2, "seconds": 0.01912, "efficiency": 1.0119, "peak_bytes": 3 << 20}
+    failed = same | {
+        "implementation": "gathered",
+        "ranks": 2,
+        "seconds": None,
+        "efficiency": None,
+        "peak_bytes": None,
+        "reason": "out of memory",
+    }
+    (tmp_path / "sharded.json").write_text(json.dumps([liger, failed]))
+    text = text_of(tmp_path)
+    assert "## Sharded vocabulary" in text
+    assert cells(text, "**Liger**") == ["linear_cross_entropy", "8 × 4 × 50", "2", "**Liger**", "19.12", "1.012", "3"]
+    assert cells(text, "gathered")[-3:] == ["out of memory", "–", "–"]
 
 
 def test_results_of_two_dtypes_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ IMAGES = Path("images", "bench")
 
 
 def report(
-    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="Folder with the results.json and model.json of liger bench --out.")],
+    results: Annotated[
+        Path, typer.Argument(metavar="RESULTS", help="Folder with the results.json, model.json or sharded.json of liger bench --out.")
+    ],
+    heading: Annotated[str, typer.Option(help="Title of the page.")] = "Benchmarks",
     docs: Annotated[Path, typer.Option(help="The page to write; the pictures go to images/bench beside it.")] = Path("docs/benchmarks.md"),
     targets: Annotated[Path | None, typer.Option(help=f"Targets for the figures. Default: {TARGETS}, if it exists.")] = None,
     reasons: Annotated[Path | None, typer.Option(help=f"Why targets are missed. Default: {REASONS}, if it exists.")] = None,
@@ -34,7 +37,7 @@ def report(
     verdicts = _verdicts(records, targets, reasons)
     drawn = _drawn(records, docs.parent / IMAGES)
     named = {key: Path(os.path.relpath(path, docs.parent)) for key, path in drawn.items()}
-    docs.write_text(page(records, verdicts, named, f"liger bench report {results.as_posix()}"), encoding="utf-8")
+    docs.write_text(page(records, verdicts, named, f"liger bench report {results.as_posix()}", heading), encoding="utf-8")
     counts = Counter(verdict.word for verdict in verdicts)
     judgement = f"; targets: {', '.join(f'{count} {word}' for word, count in counts.items())}" if verdicts else ""
     Console(highlight=False).print(f"{docs}, {len(drawn)} pictures in {docs.parent / IMAGES}{judgement}", soft_wrap=True)

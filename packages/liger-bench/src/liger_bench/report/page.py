@@ -41,14 +41,15 @@ NAMES = {
 }
 
 
-def page(records: Records, verdicts: Sequence[Verdict], pictures: dict[str, Path], command: str) -> str:
+def page(records: Records, verdicts: Sequence[Verdict], pictures: dict[str, Path], command: str, heading: str = "Benchmarks") -> str:
     """`pictures`: key → path as the page links to it; keys are ops, `<op> scaling` and `models`."""
     parts = [
-        "# Benchmarks",
+        f"# {heading}",
         markdown.generated(command),
         markdown.where(records.all)[0] + " [Versions and commits](#how-it-was-measured) are below.",
         _models_compared(records.models, pictures),
         _ops_compared(records.ops),
+        _sharded(records.sharded),
         _models(records.models),
         "## Ops in detail\n\n" + ABOUT if records.ops or records.scaling else "",
         *(_op(name, records, pictures) for name in distinct([*records.ops, *records.scaling], "op")),
@@ -184,6 +185,31 @@ def _missed(verdict: Verdict) -> bool:
 
 def _word(verdict: Verdict) -> str:
     return f"**{verdict.word}**" if _missed(verdict) else verdict.word
+
+
+SHARDED_ABOUT = """
+The vocabulary of the head is divided over the ranks, one GPU each. Forward and backward; the time is that of the slowest rank, *efficiency* the
+time of one rank divided by ranks × time, and *peak* the most memory that a rank holds beyond hidden states and weight, gradients included.
+*Gathered* collects the logits of all ranks on each, as `tp_plan="auto"` does; *loss-parallel* is PyTorch's loss parallelism on all logits.
+""".strip()
+
+
+def _sharded(rows: Sequence[Record]) -> str:
+    """Heads whose vocabulary is divided over ranks."""
+    if not rows:
+        return ""
+    names = {"liger": "**Liger**", "gathered": "gathered", "loss-parallel": "loss-parallel"}
+    table = []
+    for row in rows:
+        shape, done = f"{row['rows']} × {row['width']} × {row['classes']}", row["seconds"] is not None
+        figures = (
+            [f"{1e3 * row['seconds']:.2f}", f"{row['efficiency']:.3f}", f"{row['peak_bytes'] / MIB:,.0f}"]
+            if done
+            else [row["reason"], "–", "–"]
+        )
+        table.append([row["op"], shape, str(row["ranks"]), names.get(row["implementation"], row["implementation"]), *figures])
+    head = ("op", "rows × width × classes", "ranks", "implementation", "ms", "efficiency", "peak MiB")
+    return "\n\n".join(("## Sharded vocabulary", SHARDED_ABOUT, markdown.table(head, table, right=(2, 4, 5, 6))))
 
 
 def _models(rows: Sequence[Record]) -> str:
