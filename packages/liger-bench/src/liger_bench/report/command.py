@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -17,16 +18,19 @@ from liger_bench.writable import check_file
 from liger_core.errors import OptionError
 
 IMAGES = Path("images", "bench")
+HEADING = "Benchmarks"
 
 
 def report(
     results: Annotated[
         Path, typer.Argument(metavar="RESULTS", help="Folder with the results.json, model.json or sharded.json of liger bench --out.")
     ],
-    heading: Annotated[str, typer.Option(help="Title of the page.")] = "Benchmarks",
+    heading: Annotated[str, typer.Option(help="Title of the page.")] = HEADING,
     docs: Annotated[Path, typer.Option(help="The page to write; the pictures go to images/bench beside it.")] = Path("docs/benchmarks.md"),
     targets: Annotated[Path | None, typer.Option(help=f"Targets for the figures. Default: {TARGETS}, if it exists.")] = None,
-    reasons: Annotated[Path | None, typer.Option(help=f"Why targets are missed. Default: {REASONS}, if it exists.")] = None,
+    reasons: Annotated[
+        Path | None, typer.Option(help=f"Why targets are missed. Default: {REASONS.name} beside the targets, if it exists.")
+    ] = None,
 ) -> None:
     """Draw pictures and write one page from results; every figure in them comes from the results."""
     # These bring matplotlib, which the other commands do without.
@@ -37,17 +41,26 @@ def report(
     verdicts = _verdicts(records, targets, reasons)
     drawn = _drawn(records, docs.parent / IMAGES)
     named = {key: Path(os.path.relpath(path, docs.parent)) for key, path in drawn.items()}
-    docs.write_text(page(records, verdicts, named, f"liger bench report {results.as_posix()}", heading), encoding="utf-8")
+    docs.write_text(page(records, verdicts, named, _repeated(results, heading, targets), heading), encoding="utf-8")
     counts = Counter(verdict.word for verdict in verdicts)
     judgement = f"; targets: {', '.join(f'{count} {word}' for word, count in counts.items())}" if verdicts else ""
     Console(highlight=False).print(f"{docs}, {len(drawn)} pictures in {docs.parent / IMAGES}{judgement}", soft_wrap=True)
 
 
+def _repeated(results: Path, heading: str, targets: Path | None) -> str:
+    """The command that writes this page again."""
+    words = ["liger", "bench", "report", results.as_posix()]
+    words += ["--heading", heading] if heading != HEADING else []
+    words += ["--targets", targets.as_posix()] if targets is not None else []
+    return shlex.join(words)
+
+
 def _verdicts(records: Records, targets: Path | None, reasons: Path | None) -> list[Verdict]:
     targets = targets or (TARGETS if TARGETS.exists() else None)
-    reasons = reasons or (REASONS if REASONS.exists() else None)
     if targets is None:
         return []
+    beside = targets.with_name(targets.stem.replace(TARGETS.stem, REASONS.stem) + REASONS.suffix)
+    reasons = reasons or (beside if beside.exists() else None)
     wanted, known = read_targets(targets), read_reasons(reasons) if reasons else {}
     unknown = sorted(known.keys() - {target.id for target in wanted})
     if unknown:
