@@ -21,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", default=None, help="device of the tests; cuda if there is one, else cpu")
     group.addoption("--backend", default=None, help="test only this backend, and select it for the tests of single ops")
     group.addoption("--seed", type=int, default=0, help="seed of every test")
+    group.addoption("--share", default="1/1", help="i/n: of the tests marked as a matrix, every n-th case of each, beginning with the i-th")
     group.addoption("--examples", type=int, default=None, help="random calls of each op and backend in tests/fuzz")
 
 
@@ -51,6 +52,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if device.type not in found[name].device_types:
         kinds = " and ".join(found[name].device_types)
         raise pytest.UsageError(f"--backend {name}: it runs on {kinds} tensors, got --device {device}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test of a matrix take the share that is asked for; another share takes other cases."""
+    number, of = map(int, config.getoption("--share").split("/"))
+    seen: Counter[str] = Counter()
+    kept, left = [], []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        seen[name] += item.get_closest_marker("matrix") is not None
+        (kept if not seen[name] or (seen[name] - number) % of == 0 else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
 
 
 def pytest_collection_finish() -> None:

@@ -11,6 +11,8 @@ from conformance.running import KernelCall, Trial, differences, different_bits, 
 from conformance.variations import LAYOUTS
 from liger_core import use
 
+pytestmark = pytest.mark.matrix
+
 
 @pytest.mark.usefixtures("guarded_memory")
 def test_outputs_and_gradients_are_as_accurate_as_the_reference(case: Case) -> None:

@@ -10,6 +10,8 @@ from conformance.cases import LOW
 from conformance.sharded import accuracy, judge_samples
 from forks import on_ranks
 
+pytestmark = pytest.mark.matrix
+
 
 @pytest.mark.parametrize(("ranks", "sharding"), [(2, "even"), (2, "uneven"), (4, "uneven")])
 def test_a_sharded_vocabulary_is_as_accurate_as_a_whole_one(

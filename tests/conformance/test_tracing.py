@@ -24,6 +24,8 @@ from liger_core.errors import GradientError
 from liger_core.kernels import Kernel, differentiable
 from liger_core.plugins import registry
 
+pytestmark = pytest.mark.matrix
+
 
 class Recorder(TorchDispatchMode):
     """Keeps every call of a custom op of ours, with detached arguments."""

@@ -15,6 +15,8 @@ from conformance.cases import Case, leaves, with_gradients
 from conformance.running import Trial
 from liger_core import BackendError, GradientError, Unsupported
 
+pytestmark = pytest.mark.matrix
+
 
 def _derivative(trial: Trial, call: Callable[..., Any]) -> list[Tensor | None]:
     """The tangents of all outputs along one random direction."""

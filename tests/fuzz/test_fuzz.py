@@ -28,6 +28,8 @@ from fuzz.judging import Declined, complaints
 from liger_core import Op
 from liger_core.builtin import CATALOGUE
 
+pytestmark = pytest.mark.matrix
+
 # Op → how its calls are drawn.
 STRATEGIES = {op.name: vars(calls)[op.name] for op in CATALOGUE if op.name in vars(calls)}
 

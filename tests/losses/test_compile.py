@@ -14,6 +14,8 @@ from liger_core.losses import Averaging, Head, grpo
 from losses.cases import CASES, Case, Given
 from losses.test_papers import head_batch, in_dtype, random_batch
 
+pytestmark = pytest.mark.matrix
+
 EACH = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

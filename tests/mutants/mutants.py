@@ -45,9 +45,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only the mutants with one of these words in their names")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--share", default="1/1", help="i/n: every n-th mutant, beginning with the i-th")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     chosen = [m for m in MUTANTS if not options.words or any(word in m.name for word in options.words)]
+    number, of = map(int, options.share.split("/"))
+    chosen = chosen[number - 1 :: of]
     runs: dict[Mutant, tuple[Run, str]] = {}
     # Triton is interpreted or not from its import on, so that the two kinds are not forks of one process.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:

@@ -14,7 +14,7 @@ from liger_core import OptionError
 from liger_train.plan.step import predict
 from liger_train.setup import Setup
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu]
+pytestmark = [pytest.mark.slow, pytest.mark.cpu, pytest.mark.matrix]
 
 NO_CHECKPOINTING = r"^train: --checkpoint must be none, since \w+ does not support it, got 'full'$"
 READS_VALUES = (
