@@ -92,7 +92,7 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
 
 
 def _has_near_ties(op: Op[..., Any], arguments: dict[str, Any]) -> bool:
-    """Whether the gradient hangs on which of two probabilities is larger, of some that float32 cannot tell apart but float64 can."""
+    """Whether the gradient hangs on which of two probabilities is larger, of some that only float64 can distinguish."""
     given = in_float64(arguments)
     if op.name == "total_variation":
         student, teacher, magnitude = given["student"], given["teacher"], 1.0

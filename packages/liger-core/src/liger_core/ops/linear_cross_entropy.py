@@ -131,8 +131,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         why="hidden is a transposed view",
     )
     weight = torch.eye(20, 24, device=device).to(dtype) * 6
-    target = torch.tensor([3, 4, -100, 1, 19, 2], device=device)
-    hidden = weight[torch.tensor([3, 7, 5, 1, 19, 2], device=device)] / 6 + normal(device, dtype, 6, 24, scale=0.05)
+    nearest = torch.arange(48, device=device) % 20
+    hidden, target = weight[nearest] / 6 + normal(device, dtype, 48, 24, scale=0.05), nearest.clone()
+    target[1::5], target[2::7] = (nearest[1::5] + 1) % 20, -100
     metrics = {"return_metrics": True, "z_loss": 1e-3, "chunk": 4}
     yield sample("metrics", (hidden, weight, target), metrics, why="z-loss, accuracy, arg-max and entropy of the tokens")
     yield sample("metrics_none", (hidden, weight, target), {**metrics, "reduction": "none"}, why="the metrics of each token")
