@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from liger_core import OptionError
+from liger_hf import implementations
 from liger_hf.application import Names, survey
 from liger_hf.configs import config_of
 from liger_hf.errors import ModelError
@@ -42,11 +43,12 @@ def inspect(
         model = config_of(model)
     if isinstance(model, PretrainedConfig):
         model = _built(model, dtype)
-    if not isinstance(model, nn.Module) or not _without_weights(model):
-        return survey(model, "liger_hf.inspect", only, exclude, verify, verdict=REPLACEABLE)[0]
-    place = _device(device)
+    place = _device(device) if isinstance(model, nn.Module) and _without_weights(model) else None
     report, _ = survey(model, "liger_hf.inspect", only, exclude, verify, place, REPLACEABLE)
-    report.notes.append(f"No weights were loaded: small random ones were checked, on {place}, and backends are those for {place.type}.")
+    assert isinstance(model, nn.Module)
+    report.notes.extend(implementations.notes(model))
+    if place is not None:
+        report.notes.append(f"No weights were loaded: small random ones were checked, on {place}, and backends are those for {place.type}.")
     return report
 
 

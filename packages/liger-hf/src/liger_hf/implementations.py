@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementations a model runs where Transformers has several, and what would be faster."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+from torch import nn
+
+# What Transformers decorates a function with that a package has a fast kernel for: (name of the kernel, package).
+FALLBACK = "use_kernel_func_from_hub_with_fallback"
+DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+
+
+def notes(model: nn.Module) -> list[str]:
+    """A sentence for each part of which Transformers has several implementations, with what to do where a faster one is not used."""
+    return [*_attention(model), *_experts(model), *_fallbacks(model)]
+
+
+def _chosen(model: nn.Module, belongs: Callable[[nn.Module], bool], attribute: str) -> str | None:
+    """The implementation in the config of the first module that it is for."""
+    module = next((module for module in model.modules() if belongs(module)), None)
+    name: str | None = getattr(getattr(module, "config", getattr(model, "config", None)), attribute, None) if module is not None else None
+    return name
+
+
+def _attention(model: nn.Module) -> Iterator[str]:
+    name = _chosen(model, lambda module: type(module).__name__.endswith("Attention"), "_attn_implementation")
+    if name == "eager":
+        yield "Attention runs by eager PyTorch, which holds all scores; load the model with attn_implementation='sdpa' if its type supports it."
+    elif name:
+        yield f"Attention runs by {name}."
+
+
+def _experts(model: nn.Module) -> Iterator[str]:
+    name = _chosen(model, lambda module: hasattr(module, "is_concatenated"), "_experts_implementation")
+    if name == "eager":
+        yield "Experts run one after the other in a loop; load the model with experts_implementation='grouped_mm'."
+    elif name:
+        yield f"Experts run by {name} where Liger does not replace them."
+
+
+def _fallbacks(model: nn.Module) -> Iterator[str]:
+    """The kernels that are missing, package by package."""
+    files = dict.fromkeys(sys.modules[type(module).__module__] for module in model.modules() if type(module).__module__ in sys.modules)
+    missing: dict[str, list[str]] = {}
+    for file in files:
+        for function, package in _kernels(file):
+            if find_spec(package) is None and function not in missing.setdefault(package, []):
+                missing[package].append(function)
+    for package, functions in missing.items():
+        if functions:
+            yield (
+                f"{', '.join(functions)}: a slow fallback in PyTorch, since {package} is not installed; "
+                f"pip install {DISTRIBUTIONS.get(package, package)} (CUDA only)."
+            )
+
+
+@cache
+def _kernels(file: ModuleType) -> tuple[tuple[str, str], ...]:
+    """(kernel, package) of the functions in a file for which Transformers looks for a kernel in a package."""
+    if not file.__name__.startswith("transformers."):
+        return ()
+    try:
+        tree = ast.parse(inspect.getsource(file))
+    except (OSError, TypeError, SyntaxError):
+        return ()
+    calls = [d for node in tree.body if isinstance(node, ast.FunctionDef) for d in node.decorator_list if isinstance(d, ast.Call)]
+    found = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == FALLBACK]
+    return tuple((str(a.value), str(b.value)) for a, b, *_ in found if isinstance(a, ast.Constant) and isinstance(b, ast.Constant))
