@@ -251,8 +251,8 @@ MUTANTS = (
     ),
     Mutant(
         "check forgotten",
-        f"{CORE}/ops/rope.py",
-        '    checks.same_dtype("rope", "q", q, k=k)\n',
+        f"{CORE}/ops/_rotary.py",
+        '    checks.same_dtype(op, "q", q, k=k)\n',
         "",
         (DEFINITION, "-k", "wrong_call and rope"),
         "test_a_wrong_call_raises_its_sentence",
