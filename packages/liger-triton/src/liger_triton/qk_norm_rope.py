@@ -18,8 +18,8 @@ from liger_triton.rope import rows_at, table_strides
 
 # A head is one row of a tile.
 WIDEST_HEAD = 1024
-# Columns of a tile (tokens × heads × width), and programs per multiprocessor that walk tiles in the backward pass.
-FORWARD_TILE, BACKWARD_TILE, PROGRAMS = 4096, 2048, 4
+# Columns of a tile (tokens × heads × width). In the backward pass: programs per multiprocessor that walk tiles, and tiles on their way.
+FORWARD_TILE, BACKWARD_TILE, PROGRAMS, STAGES = 4096, 2048, 4, 2
 
 
 def qk_norm_rope(
@@ -57,12 +57,12 @@ def _launch(
 ) -> None:  # fmt: skip
     q, k, cos, sin = (_columns(t) for t in (q, k, cos, sin))
     q_tile, k_tile, options = _shape(q, k, cos, interleaved, FORWARD_TILE)
-    programs = q_tile.count + k_tile.count
+    programs = q_tile.number + k_tile.number
     if programs:
         forward_launch(
             (programs,), q, k, out_q, out_k, inverse_q, inverse_k, q_weight.contiguous(), k_weight.contiguous(), cos, sin,
             *q.stride()[:3], *k.stride()[:3], *out_q.stride()[:3], *out_k.stride()[:3], *_tables(cos, sin, q.shape[0]),
-            q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3], q_tile.count, eps, weight_offset,
+            q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3], q_tile.number, eps, weight_offset,
             CAST_INPUT=cast_input, **options,
         )  # fmt: skip
 
@@ -90,8 +90,8 @@ def _launch_backward(
     above_q, above_k = (x if grad is None else _columns(grad) for grad, x in ((grad_out_q, q), (grad_out_k, k)))
     into_q, into_k = (x if grad is None else grad for grad, x in ((grad_q, q), (grad_k, k)))
     q_tile, k_tile, options = _shape(q, k, cos, interleaved, BACKWARD_TILE)
-    q_count = q_tile.count if grad_q is not None or grad_q_weight is not None else 0
-    k_count = k_tile.count if grad_k is not None or grad_k_weight is not None else 0
+    q_count = q_tile.number if grad_q is not None or grad_q_weight is not None else 0
+    k_count = k_tile.number if grad_k is not None or grad_k_weight is not None else 0
     sums = (grad_q_weight is not None) + (grad_k_weight is not None)
     programs = min(q_count + k_count, PROGRAMS * processors(q.device))
     if not programs:
@@ -106,7 +106,7 @@ def _launch_backward(
         *above_q.stride()[:3], *above_k.stride()[:3], *q.stride()[:3], *k.stride()[:3], *into_q.stride()[:3], *into_k.stride()[:3],
         *_tables(cos, sin, q.shape[0]),
         q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3], q_count, k_count, programs,
-        weight_offset, STAGES=2, **options,
+        weight_offset, STAGES=STAGES, **options,
     )  # fmt: skip
     if part is not None:
         width = q.shape[3]
@@ -118,7 +118,7 @@ class Tile(NamedTuple):
 
     tokens: int
     heads: int
-    count: int
+    number: int
 
 
 def _shape(q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, columns: int) -> tuple[Tile, Tile, dict[str, object]]:
@@ -128,7 +128,7 @@ def _shape(q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, columns: int) -
     pairs, block = power_of_two(half), power_of_two(rest) if rest else 0
     rows = max(1, columns // power_of_two(2 * pairs + block))
     q_tile, k_tile = (_tile(x.shape[0] * x.shape[2], x.shape[1], rows) for x in (q, k))
-    options = {
+    options: dict[str, object] = {
         "INTERLEAVED": interleaved, "REST": bool(rest), "HALF": pairs, "BLOCK": max(1, block),
         "Q_TOKENS": q_tile.tokens, "Q_HEADS": q_tile.heads, "K_TOKENS": k_tile.tokens, "K_HEADS": k_tile.heads, "num_warps": 4,
     }  # fmt: skip
@@ -350,7 +350,7 @@ def backward_kernel(
             INTERLEAVED, REST, HALF, BLOCK, Q_TOKENS, Q_HEADS, STAGES,
         )  # fmt: skip
     if grad_q_weight is not None:
-        part_row += programs.to(tl.int64) * width
+        part_row += programs * width
     if grad_k is not None or grad_k_weight is not None:
         # The programs that had one tile of q less begin.
         backward_tiles(

@@ -171,7 +171,5 @@ def qk_norm_rope(
     Raises ShapeError for shapes that do not match, DtypeError for integers or if q and k differ, OptionError for eps ≤ 0.
     Dehghani et al. 2023, arXiv:2302.05442 (normalized queries and keys); Su et al. 2021, arXiv:2104.09864 (rotary embedding).
     """
-    normed = [
-        rms_norm.reference(x, weight, eps, weight_offset=weight_offset, cast=cast) for x, weight in ((q, q_weight), (k, k_weight))
-    ]
+    normed = [rms_norm.reference(x, weight, eps, weight_offset=weight_offset, cast=cast) for x, weight in ((q, q_weight), (k, k_weight))]
     return rope.reference(normed[0], normed[1], cos, sin, interleaved=interleaved)
