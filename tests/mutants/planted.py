@@ -324,7 +324,7 @@ MUTANTS = (
     ),
     Mutant(
         "residual: a norm is passed over in spite of its hooks",
-        f"{HF}/rules/residual/rule.py",
+        f"{HF}/rules/norm/within.py",
         "    if _hooked(child) or global_hooks._has_any_global_hook():",
         "    if global_hooks._has_any_global_hook():",
         ("tests/hf/test_residual.py", "-k", "hooks_on_the_norm"),
@@ -332,7 +332,7 @@ MUTANTS = (
     ),
     Mutant(
         "residual: a source is believed that is not that of the code",
-        f"{HF}/rules/residual/source.py",
+        f"{HF}/source.py",
         "return definition if _alike(_compiled(function, definition, ()), function.__code__) else None",
         "return definition",
         ("tests/hf/test_residual.py", "-k", "not_believed"),
