@@ -22,7 +22,7 @@ from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
 from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
-from liger_hf.rule import Found, Rule
+from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.verification import Decision, decide
 
 Names = Iterable[Op[..., Any] | str] | None
@@ -93,19 +93,22 @@ def survey(
     decisions: dict[Any, Decision] = {}
     rows: dict[tuple[str, ...], int] = {}
     patches: list[Patch] = []
-    taken: dict[tuple[int, str], str] = {}
+    taken: dict[tuple[int, str], Candidate] = {}
     for name, module, rule, found in looked:
         decision = _decision(decisions, rule, _placed(found, device, home), wanted, verify)
         op, backend, outcome = found.op, "", LEFT
         made = decision.candidate.install(module) if decision.candidate is not None else ()
         places = [(id(patch.owner), patch.attribute) for patch in made]
         earlier = next((taken[place] for place in places if place in taken), None)
-        if earlier is not None:
-            decision = Decision(None, f"what it would replace is already replaced for {earlier}")
+        if earlier is not None and decision.candidate is not None and decision.candidate.op in earlier.covers:
+            op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
+            decision = Decision(None, f"within {earlier.op.name}")
+        elif earlier is not None:
+            decision = Decision(None, f"what it would replace is already replaced for {earlier.op.name}")
         elif decision.candidate is not None:
             op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
             patches.extend(made)
-            taken |= dict.fromkeys(places, op)
+            taken |= dict.fromkeys(places, decision.candidate)
         key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
         rows[key] = rows.get(key, 0) + 1
     report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]

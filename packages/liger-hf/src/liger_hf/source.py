@@ -7,7 +7,9 @@ import __future__
 import ast
 import copy
 import inspect
+import linecache
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import CellType, CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -68,10 +70,31 @@ def _compiled(function: FunctionType, definition: ast.FunctionDef, free: tuple[s
     assert isinstance(outer, ast.FunctionDef)
     outer.body = [definition]
     flags = function.__code__.co_flags & __future__.annotations.compiler_flag
-    code = compile(ast.Module([outer], []), function.__code__.co_filename, "exec", flags, dont_inherit=True)
+    body = [
+        *([ast.Import([ast.alias(name) for name in imported])] if (imported := _imported(function.__code__.co_filename)) else []),
+        outer,
+    ]
+    code = compile(ast.fix_missing_locations(ast.Module(body, [])), function.__code__.co_filename, "exec", flags, dont_inherit=True)
     for name in ("outer", definition.name):
         code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
     return code
+
+
+@cache
+def _imported(filename: str) -> tuple[str, ...]:
+    """The names that a file imports: methods of what they name are called by other instructions than those of other names."""
+    names: list[str] = []
+    try:
+        inside: list[ast.AST] = [*ast.parse("".join(linecache.getlines(filename))).body]
+    except SyntaxError:
+        return ()
+    while inside:
+        node = inside.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names += [(alias.asname or alias.name).partition(".")[0] for alias in node.names if alias.name != "*"]
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            inside += [child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.ExceptHandler))]
+    return tuple(dict.fromkeys(names))
 
 
 def _alike(one: CodeType, other: CodeType) -> bool:
