@@ -117,7 +117,7 @@ def _candidates(original: Any, step: Step, child: nn.Module) -> Iterator[Candida
                 yield _candidate(original, step, child, form, tried, {"weight_offset": offset, "cast": cast})
 
 
-def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: Tried, options: dict[str, Any]) -> Candidate:
+def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: Tried, options: Any) -> Candidate:
     eps, forward = norms.eps_of(child), type(child).forward
     assert eps is not None
     rotated_alone = with_rope(step.signature, form, step.function, tried)
@@ -133,9 +133,10 @@ def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: T
         call = read(step.signature, form, tried, args, named) if held else None
         if call is not None and _fit(children, eps, call[0]):
             states, cos, sin, transposed = call
-            both = states if len(states) == 2 else (states[0], states[0][:, :0])
+            # The op has keys, too: none where a function takes one tensor.
+            q, k = states if len(states) == 2 else (states[0], states[0][:, :0])
             weights = children[0].weight, children[-1].weight
-            done = qk_norm_rope(*both, *weights, cos, sin, getattr(children[0], eps), interleaved=form.interleaved, **options)
+            done = qk_norm_rope(q, k, *weights, cos, sin, getattr(children[0], eps), interleaved=form.interleaved, **options)
             return returned(done[: len(states)], transposed)
         if held:
             args = (*catch_up(held, children, *args[: len(children)]), *args[len(children) :])
@@ -147,7 +148,7 @@ def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: T
     def install(module: nn.Module) -> list[Patch]:
         # One function for all the layers of a model: torch.compile then compiles it once.
         if not made:
-            helpers = {MAY: may, NORM: norm, ROTATE: rotate, CATCH_UP: catch_up}
+            helpers: dict[str, Callable[..., Any]] = {MAY: may, NORM: norm, ROTATE: rotate, CATCH_UP: catch_up}
             places = {(step.name, names) for names in step.places}
             held = with_held_norms(original, PREFIX, lambda function, names: (function, names) in places, helpers)
             made.append(rebound(held, {step.name: rotated_alone}))

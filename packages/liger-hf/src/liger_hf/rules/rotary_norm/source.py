@@ -50,7 +50,7 @@ class Site:
 
     @property
     def function(self) -> str:
-        return self.rotary.func.id  # type: ignore[attr-defined, no-any-return]
+        return self.rotary.func.id  # type: ignore[attr-defined]
 
 
 def norms_before_rotary(function: Any, prefix: str) -> list[tuple[str, tuple[str, ...]]]:
