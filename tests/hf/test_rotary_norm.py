@@ -81,6 +81,12 @@ def test_the_rope_row_says_where_rope_is() -> None:
     assert (rows["rope"].verdict, rows["rope"].reason, rows["rope"].count) == ("replaced", "within qk_norm_rope", LAYERS)
 
 
+def test_without_rope_there_is_no_qk_norm_rope() -> None:
+    report = liger_hf.apply(make("qwen3"), exclude=["rope"])
+    assert not {"rope", "qk_norm_rope"} & report.replaced.keys()
+    assert {row.reason for row in report.rows if row.op == "qk_norm_rope"} == {"it has rope as a part, which was excluded"}
+
+
 def test_rope_alone_is_put_in_where_qk_norm_rope_is_excluded(calls: Any) -> None:
     model, inputs = make("qwen3").train(), tokens()
     report = applied(model, calls, exclude=["qk_norm_rope"])
@@ -447,9 +453,8 @@ class HalfInABranch(Attention):
         q, k = self.qkv(x), x
         q = self.q_norm(q).transpose(1, 2)
         if self.normalizes:
-            k = self.k_norm(k).transpose(1, 2)
-        else:
-            k = k.transpose(1, 2)
+            k = self.k_norm(k)
+        k = k.transpose(1, 2)
         q, k = apply_rotary(q, k, cos, sin)
         return q, k
 

@@ -37,7 +37,7 @@ def apply(
 ) -> Report:
     """Replace what Liger's ops can compute in a model, in place, and return the report, which can undo it.
 
-    only, exclude  ops or their names; all that have a rule by default
+    only, exclude  ops or their names; all that have a rule by default. Without rope there is no qk_norm_rope
     verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients are as
                    accurate as the module's own. Without it candidates are compared by their outputs on the CPU only
 
@@ -77,7 +77,8 @@ def survey(
         raise ModelError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
     # At the caller of `apply` or `inspect`.
     warn_if_untested("liger-hf", stacklevel=3)
-    wanted = _names(caller, "only", only, replaceable_ops()) - _names(caller, "exclude", exclude, ())
+    excluded = _names(caller, "exclude", exclude, ())
+    wanted = _names(caller, "only", only, replaceable_ops()) - excluded
     report = Report(type(model).__name__, notes=_notes(model))
     looked = [
         (name, module, rule, found)
@@ -96,6 +97,8 @@ def survey(
     taken: dict[tuple[int, str], Candidate] = {}
     for name, module, rule, found in looked:
         decision = _decision(decisions, rule, _placed(found, device, home), wanted, verify)
+        if decision.candidate is not None and (parts := {part.name for part in decision.candidate.covers} & excluded):
+            decision = Decision(None, f"it has {', '.join(parts)} as a part, which was excluded")
         op, backend, outcome = found.op, "", LEFT
         made = decision.candidate.install(module) if decision.candidate is not None else ()
         places = [(id(patch.owner), patch.attribute) for patch in made]

@@ -110,8 +110,7 @@ def _applier(show: Callable[[Report], Any] | None) -> Callable[..., None]:
 def _excluded(config: dict[str, Any]) -> list[str]:
     if any(not isinstance(value, bool) for value in config.values()):
         raise OptionError(f"liger_kernel_config: every value must be True or False, got {config}")
-    # liger-kernel has one op for norms and one for rotary embedding: leaving one out also leaves out what has it as a part.
-    norm, rope = config.get("rms_norm", True), config.get("rope", True)
-    given = {"add_rms_norm": norm, "qk_norm_rope": norm and rope, **config}
+    # liger-kernel has one op for norms: leaving it out also leaves out those that do more.
+    given = {**dict.fromkeys(("add_rms_norm", "qk_norm_rope"), config.get("rms_norm", True)), **config}
     names = ((OTHER_KEYS.get(key, key if key in replaceable_ops() else None), value) for key, value in given.items())
     return [name for name, value in names if name is not None and not value]
