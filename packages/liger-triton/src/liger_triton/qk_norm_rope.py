@@ -13,13 +13,23 @@ from torch import Tensor
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
 from liger_triton._norm_sum import column_sum_launch
-from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported
+from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, fuses, power_of_two, processors, supported
 from liger_triton.rope import rows_at, table_strides
 
 # A head is one row of a tile.
 WIDEST_HEAD = 1024
-# Columns of a tile (tokens × heads × width). In the backward pass: programs per multiprocessor that walk tiles, and tiles on their way.
-FORWARD_TILE, BACKWARD_TILE, PROGRAMS, STAGES = 4096, 2048, 4, 2
+
+
+class Shape(NamedTuple):
+    """Columns of a tile (tokens × heads × width), programs per multiprocessor that walk tiles, tiles on their way, and warps."""
+
+    columns: int
+    programs: int
+    stages: int
+    warps: int
+
+
+FORWARD, BACKWARD = Shape(4096, 4, 3, 4), Shape(4096, 2, 3, 4)
 
 
 def qk_norm_rope(
@@ -56,14 +66,14 @@ def _launch(
     cos: Tensor, sin: Tensor, eps: float, weight_offset: float, cast_input: bool, interleaved: bool,
 ) -> None:  # fmt: skip
     q, k, cos, sin = (_columns(t) for t in (q, k, cos, sin))
-    q_tile, k_tile, options = _shape(q, k, cos, interleaved, FORWARD_TILE)
-    programs = q_tile.number + k_tile.number
+    q_tile, k_tile, options = _tiles(q, k, cos, interleaved, FORWARD)
+    programs = min(q_tile.number + k_tile.number, FORWARD.programs * processors(q.device))
     if programs:
         forward_launch(
             (programs,), q, k, out_q, out_k, inverse_q, inverse_k, q_weight.contiguous(), k_weight.contiguous(), cos, sin,
             *q.stride()[:3], *k.stride()[:3], *out_q.stride()[:3], *out_k.stride()[:3], *_tables(cos, sin, q.shape[0]),
-            q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3], q_tile.number, eps, weight_offset,
-            CAST_INPUT=cast_input, **options,
+            q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3], q_tile.number, k_tile.number,
+            programs, eps, weight_offset, CAST_INPUT=cast_input, **options,
         )  # fmt: skip
 
 
@@ -89,11 +99,11 @@ def _launch_backward(
     # Rows without a gradient are not walked; any tensor stands for what is then not read.
     above_q, above_k = (x if grad is None else _columns(grad) for grad, x in ((grad_out_q, q), (grad_out_k, k)))
     into_q, into_k = (x if grad is None else grad for grad, x in ((grad_q, q), (grad_k, k)))
-    q_tile, k_tile, options = _shape(q, k, cos, interleaved, BACKWARD_TILE)
+    q_tile, k_tile, options = _tiles(q, k, cos, interleaved, BACKWARD)
     q_count = q_tile.number if grad_q is not None or grad_q_weight is not None else 0
     k_count = k_tile.number if grad_k is not None or grad_k_weight is not None else 0
     sums = (grad_q_weight is not None) + (grad_k_weight is not None)
-    programs = min(q_count + k_count, PROGRAMS * processors(q.device))
+    programs = min(q_count + k_count, BACKWARD.programs * processors(q.device))
     if not programs:
         for grad in (grad_q_weight, grad_k_weight):
             if grad is not None:
@@ -106,7 +116,7 @@ def _launch_backward(
         *above_q.stride()[:3], *above_k.stride()[:3], *q.stride()[:3], *k.stride()[:3], *into_q.stride()[:3], *into_k.stride()[:3],
         *_tables(cos, sin, q.shape[0]),
         q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3], q_count, k_count, programs,
-        weight_offset, STAGES=STAGES, **options,
+        weight_offset, **options,
     )  # fmt: skip
     if part is not None:
         width = q.shape[3]
@@ -121,16 +131,19 @@ class Tile(NamedTuple):
     number: int
 
 
-def _shape(q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, columns: int) -> tuple[Tile, Tile, dict[str, object]]:
+def _tiles(q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, shape: Shape) -> tuple[Tile, Tile, dict[str, object]]:
     """The tiles of q and of k, and the compile-time arguments that both kernels have."""
-    width, half = q.shape[3], cos.shape[-1] // 2
-    rest = width - 2 * half
-    pairs, block = power_of_two(half), power_of_two(rest) if rest else 0
-    rows = max(1, columns // power_of_two(2 * pairs + block))
+    width, rotary = q.shape[3], cos.shape[-1]
+    # Whole heads in halves: no column is read twice.
+    pairs = rotary == width and not interleaved
+    rows = max(1, shape.columns // power_of_two(width))
     q_tile, k_tile = (_tile(x.shape[0] * x.shape[2], x.shape[1], rows) for x in (q, k))
     options: dict[str, object] = {
-        "INTERLEAVED": interleaved, "REST": bool(rest), "HALF": pairs, "BLOCK": max(1, block),
-        "Q_TOKENS": q_tile.tokens, "Q_HEADS": q_tile.heads, "K_TOKENS": k_tile.tokens, "K_HEADS": k_tile.heads, "num_warps": 4,
+        "INTERLEAVED": interleaved, "PAIRS": pairs, "LANES": power_of_two(width // 2 if pairs else width),
+        "Q_TOKENS": q_tile.tokens, "Q_HEADS": q_tile.heads, "K_TOKENS": k_tile.tokens, "K_HEADS": k_tile.heads,
+        "STAGES": shape.stages, "num_warps": shape.warps,
+        # A sum of pairs has no product that another thread could fuse into it otherwise (`fuses`).
+        "enable_fp_fusion": pairs or fuses(width),
     }  # fmt: skip
     return q_tile, k_tile, options
 
@@ -156,80 +169,99 @@ def _tables(cos: Tensor, sin: Tensor, batch: int) -> tuple[int, ...]:
 
 @triton.jit
 def place(tile, rows, tokens, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """The batch and token of each of a tile's tokens, the heads, and which of them are there."""
+    """The batch and token of each of a tile's tokens, the heads, which tokens and which heads of them are there, and their scales."""
     tiles = tl.cdiv(heads, HEADS)
-    index = (tile // tiles).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    # In 32 bits: a 64-bit division takes more instructions than the rest of a small tile.
+    index = (tile // tiles) * TOKENS + tl.arange(0, TOKENS)
     head = (tile % tiles) * HEADS + tl.arange(0, HEADS)
-    return index, index // tokens, index % tokens, head, (index < rows)[:, None, None] & (head < heads)[None, :, None]
+    there = (index < rows)[:, None, None] & (head < heads)[None, :, None]
+    scales = (index.to(tl.int64) * heads)[:, None, None] + head[None, :, None]
+    return (index // tokens).to(tl.int64), (index % tokens).to(tl.int64), head, index < rows, there, scales
 
 
 @triton.jit
-def pair(half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
-    """The columns that are rotated together, and which of them are there."""
-    lane = tl.arange(0, HALF)
-    if INTERLEAVED:
-        return 2 * lane, 2 * lane + 1, lane < half
+def columns(half, width, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr):
+    """The columns of a tile and their partners in the rotation, which lanes hold a column and which are rotated, and whose sine is negative.
+
+    PAIRS: the second column of each pair is only a partner. Else every column is in the tile, and those of pairs are partners, too.
+    """
+    lane = tl.arange(0, LANES)
+    if PAIRS:
+        return lane, lane + half, lane < half, lane < half, lane < half
+    elif INTERLEAVED:
+        first = lane % 2 == 0
+        return lane, lane + tl.where(first, 1, -1), lane < width, lane < 2 * half, first
     else:
-        return lane, lane + half, lane < half
+        first = lane < half
+        return lane, lane + tl.where(first, half, -half), lane < width, lane < 2 * half, first
 
 
 @triton.jit
-def angles_at(table, batch, token, table_batch, table_token, column, inside, index, rows):
-    """A column of each pair of cos or sin, for a tile's tokens."""
-    mask = (index < rows)[:, None] & inside[None, :]
-    return tl.load(table + (batch * table_batch + token * table_token)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)[
-        :, None, :
-    ]
+def partners(
+    value, row, partner, there, turned, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """What the partners of a tile's columns hold: neighbors are in the tile already, columns of the other half are read."""
+    if INTERLEAVED:
+        even, odd = tl.split(tl.reshape(value, (TOKENS, HEADS, LANES // 2, 2)))
+        return tl.where(turned[None, None, :], tl.reshape(tl.join(odd, even), (TOKENS, HEADS, LANES)), 0.0)
+    else:
+        return tl.load(row + partner[None, None, :], mask=there & turned[None, None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def factor_at(weight, column, mask, offset):
+def table(pointer, batch, token, of_batch, of_token, column, token_mask, mask, otherwise):
+    """The columns of cos or sin of a tile's tokens."""
+    row = pointer + (batch * of_batch + token * of_token)[:, None] + column[None, :]
+    return tl.load(row, mask=token_mask[:, None] & mask[None, :], other=otherwise).to(tl.float32)[:, None, :]
+
+
+@triton.jit
+def factor(weight, column, mask, offset):
     """What a normalized row is multiplied by."""
     return (tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + offset)[None, None, :]
 
 
 @triton.jit
-def normalized(value, scale, out, CAST_INPUT: tl.constexpr):
+def normalized(value, scale, weight, out, CAST_INPUT: tl.constexpr):
     value = value * scale
     if CAST_INPUT:
         value = value.to(out.dtype.element_ty).to(tl.float32)
-    return value
+    return value * weight
 
 
 @triton.jit
-def forward_tile(
-    tile, x, out, inverse, weight, cos, sin, x_batch, x_head, x_token, out_batch, out_head, out_token,
+def forward_tiles(
+    start, count, programs, x, out, inverse, weight, cos, sin, x_batch, x_head, x_token, out_batch, out_head, out_token,
     cos_batch, cos_token, sin_batch, sin_token, rows, tokens, heads, half, width, eps, offset,
-    CAST_INPUT: tl.constexpr, INTERLEAVED: tl.constexpr, REST: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    CAST_INPUT: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y1 = m1·cos1 - m2·sin1,  y2 = m2·cos2 + m1·sin2,  where m = x · inverse · (weight + offset) and inverse = 1 / sqrt(mean(x²) + eps)."""
-    index, batch, token, head, mask = place(tile, rows, tokens, heads, TOKENS, HEADS)
-    first, second, inside = pair(half, INTERLEAVED, HALF)
-    row = rows_at(x, batch, token, head, x_batch, x_head, x_token)
-    out_row = rows_at(out, batch, token, head, out_batch, out_head, out_token)
-    pair_mask = mask & inside[None, None, :]
-    a = tl.load(row + first[None, None, :], mask=pair_mask, other=0.0).to(tl.float32)
-    b = tl.load(row + second[None, None, :], mask=pair_mask, other=0.0).to(tl.float32)
-    squares = tl.sum(a * a + b * b, 2)
-    if REST:
-        column = 2 * half + tl.arange(0, BLOCK)
-        rest_mask = mask & (column < width)[None, None, :]
-        c = tl.load(row + column[None, None, :], mask=rest_mask, other=0.0).to(tl.float32)
-        squares += tl.sum(c * c, 2)
-    scale = tl.rsqrt(squares / width + eps)[:, :, None]
-    tl.store(inverse + (index * heads)[:, None, None] + head[None, :, None], scale, mask=mask)
-    a = normalized(a, scale, out, CAST_INPUT) * factor_at(weight, first, inside, offset)
-    b = normalized(b, scale, out, CAST_INPUT) * factor_at(weight, second, inside, offset)
-    cos1 = angles_at(cos, batch, token, cos_batch, cos_token, first, inside, index, rows)
-    sin1 = angles_at(sin, batch, token, sin_batch, sin_token, first, inside, index, rows)
-    tl.store(out_row + first[None, None, :], (a * cos1 - b * sin1).to(out.dtype.element_ty), mask=pair_mask)
-    cos2 = angles_at(cos, batch, token, cos_batch, cos_token, second, inside, index, rows)
-    sin2 = angles_at(sin, batch, token, sin_batch, sin_token, second, inside, index, rows)
-    tl.store(out_row + second[None, None, :], (b * cos2 + a * sin2).to(out.dtype.element_ty), mask=pair_mask)
-    if REST:
-        c = normalized(c, scale, out, CAST_INPUT) * factor_at(weight, column, column < width, offset)
-        tl.store(out_row + column[None, None, :], c.to(out.dtype.element_ty), mask=rest_mask)
+    """Walk the tiles start, start + programs, ….
+
+    y1 = m1·cos1 - m2·sin1,  y2 = m2·cos2 + m1·sin2,  where m = x · inverse · (weight + offset) and inverse = 1 / sqrt(mean(x²) + eps).
+    """
+    column, partner, inside, turned, negative = columns(half, width, INTERLEAVED, PAIRS, LANES)
+    weight1 = factor(weight, column, inside, offset)
+    weight2 = factor(weight, partner, turned, offset)
+    for tile in tl.range(start, count, programs, num_stages=STAGES):
+        batch, token, head, token_mask, there, scales = place(tile, rows, tokens, heads, TOKENS, HEADS)
+        row = rows_at(x, batch, token, head, x_batch, x_head, x_token)
+        a = tl.load(row + column[None, None, :], mask=there & inside[None, None, :], other=0.0).to(tl.float32)
+        b = partners(a, row, partner, there, turned, INTERLEAVED, TOKENS, HEADS, LANES)
+        cos1 = table(cos, batch, token, cos_batch, cos_token, column, token_mask, turned, 1.0)
+        sin1 = table(sin, batch, token, sin_batch, sin_token, column, token_mask, turned, 0.0)
+        squares = tl.sum(a * a + b * b, 2) if PAIRS else tl.sum(a * a, 2)
+        scale = tl.rsqrt(squares / width + eps)[:, :, None]
+        tl.store(inverse + scales, scale, mask=there)
+        a = normalized(a, scale, weight1, out, CAST_INPUT)
+        b = normalized(b, scale, weight2, out, CAST_INPUT)
+        out_row = rows_at(out, batch, token, head, out_batch, out_head, out_token)
+        sin1 = tl.where(negative[None, None, :], -sin1, sin1)
+        tl.store(out_row + column[None, None, :], (a * cos1 + b * sin1).to(out.dtype.element_ty), mask=there & inside[None, None, :])
+        if PAIRS:
+            cos2 = table(cos, batch, token, cos_batch, cos_token, partner, token_mask, turned, 1.0)
+            sin2 = table(sin, batch, token, sin_batch, sin_token, partner, token_mask, turned, 0.0)
+            tl.store(out_row + partner[None, None, :], (b * cos2 + a * sin2).to(out.dtype.element_ty), mask=there & turned[None, None, :])
 
 
 @triton.jit
@@ -238,24 +270,24 @@ def forward_kernel(
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     out_q_batch, out_q_head, out_q_token, out_k_batch, out_k_head, out_k_token,
     cos_batch, cos_token, sin_batch, sin_token,
-    rows, tokens, q_heads, k_heads, half, width, q_tiles, eps, offset,
-    CAST_INPUT: tl.constexpr, INTERLEAVED: tl.constexpr, REST: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr,
+    rows, tokens, q_heads, k_heads, half, width, q_tiles, k_tiles, programs, eps, offset,
+    CAST_INPUT: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr,
+    Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program computes one tile (tokens, heads) of q or of k."""
+    """Every program walks its share of the tiles (tokens, heads) of q, then of k."""
     program = tl.program_id(0)
-    if program < q_tiles:
-        forward_tile(
-            program, q, out_q, inverse_q, q_weight, cos, sin, q_batch, q_head, q_token, out_q_batch, out_q_head, out_q_token,
-            cos_batch, cos_token, sin_batch, sin_token, rows, tokens, q_heads, half, width, eps, offset,
-            CAST_INPUT, INTERLEAVED, REST, HALF, BLOCK, Q_TOKENS, Q_HEADS,
-        )  # fmt: skip
-    else:
-        forward_tile(
-            program - q_tiles, k, out_k, inverse_k, k_weight, cos, sin, k_batch, k_head, k_token, out_k_batch, out_k_head, out_k_token,
-            cos_batch, cos_token, sin_batch, sin_token, rows, tokens, k_heads, half, width, eps, offset,
-            CAST_INPUT, INTERLEAVED, REST, HALF, BLOCK, K_TOKENS, K_HEADS,
-        )  # fmt: skip
+    forward_tiles(
+        program, q_tiles, programs, q, out_q, inverse_q, q_weight, cos, sin, q_batch, q_head, q_token, out_q_batch, out_q_head, out_q_token,
+        cos_batch, cos_token, sin_batch, sin_token, rows, tokens, q_heads, half, width, eps, offset,
+        CAST_INPUT, INTERLEAVED, PAIRS, LANES, Q_TOKENS, Q_HEADS, STAGES,
+    )  # fmt: skip
+    # The programs that had one tile of q less begin.
+    forward_tiles(
+        (program + programs - q_tiles % programs) % programs, k_tiles, programs, k, out_k, inverse_k, k_weight, cos, sin,
+        k_batch, k_head, k_token, out_k_batch, out_k_head, out_k_token,
+        cos_batch, cos_token, sin_batch, sin_token, rows, tokens, k_heads, half, width, eps, offset,
+        CAST_INPUT, INTERLEAVED, PAIRS, LANES, K_TOKENS, K_HEADS, STAGES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -263,67 +295,59 @@ def backward_tiles(
     start, count, programs, above, x, grad, inverse, weight, cos, sin, part_row, wanted,
     above_batch, above_head, above_token, x_batch, x_head, x_token, grad_batch, grad_head, grad_token,
     cos_batch, cos_token, sin_batch, sin_token, rows, tokens, heads, half, width, offset,
-    INTERLEAVED: tl.constexpr, REST: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk the tiles start, start + programs, …, and store the columns sums for the weight gradient, if it is wanted, in part_row.
+    """Walk the tiles start, start + programs, …, and store the column sums for the weight gradient, if it is wanted, in part_row.
 
     With n = x · inverse and the gradient d of n · (weight + offset), which is the upstream one rotated back,
     d1 = g1·cos1 + g2·sin2,  d2 = g2·cos2 - g1·sin1,  and h = d · (weight + offset):
     grad_weight = Σ d · n,  grad_x = inverse · (h - n · mean(h · n)).
     """
-    first, second, inside = pair(half, INTERLEAVED, HALF)
-    column = 2 * half + tl.arange(0, BLOCK)
-    factor1 = factor_at(weight, first, inside, offset)
-    factor2 = factor_at(weight, second, inside, offset)
+    column, partner, inside, turned, negative = columns(half, width, INTERLEAVED, PAIRS, LANES)
+    weight1 = factor(weight, column, inside, offset)
+    if PAIRS:
+        weight2 = factor(weight, partner, turned, offset)
     # Tiles, added up once at the end: all threads that know a sum of a column know the same bits.
-    sum1 = tl.zeros((TOKENS, HEADS, HALF), dtype=tl.float32)
-    sum2 = tl.zeros((TOKENS, HEADS, HALF), dtype=tl.float32)
-    sum3 = tl.zeros((TOKENS, HEADS, BLOCK), dtype=tl.float32)
+    sum1 = tl.zeros((TOKENS, HEADS, LANES), dtype=tl.float32)
+    sum2 = tl.zeros((TOKENS, HEADS, LANES), dtype=tl.float32)
     for tile in tl.range(start, count, programs, num_stages=STAGES):
-        index, batch, token, head, mask = place(tile, rows, tokens, heads, TOKENS, HEADS)
+        batch, token, head, token_mask, there, scales = place(tile, rows, tokens, heads, TOKENS, HEADS)
         above_row = rows_at(above, batch, token, head, above_batch, above_head, above_token)
         row = rows_at(x, batch, token, head, x_batch, x_head, x_token)
-        pair_mask = mask & inside[None, None, :]
-        g1 = tl.load(above_row + first[None, None, :], mask=pair_mask, other=0.0).to(tl.float32)
-        g2 = tl.load(above_row + second[None, None, :], mask=pair_mask, other=0.0).to(tl.float32)
-        n1 = tl.load(row + first[None, None, :], mask=pair_mask, other=0.0).to(tl.float32)
-        n2 = tl.load(row + second[None, None, :], mask=pair_mask, other=0.0).to(tl.float32)
-        scale = tl.load(inverse + (index * heads)[:, None, None] + head[None, :, None], mask=mask, other=0.0)
-        cos1 = angles_at(cos, batch, token, cos_batch, cos_token, first, inside, index, rows)
-        sin2 = angles_at(sin, batch, token, sin_batch, sin_token, second, inside, index, rows)
-        d1 = g1 * cos1 + g2 * sin2
-        cos2 = angles_at(cos, batch, token, cos_batch, cos_token, second, inside, index, rows)
-        sin1 = angles_at(sin, batch, token, sin_batch, sin_token, first, inside, index, rows)
-        d2 = g2 * cos2 - g1 * sin1
+        g1 = tl.load(above_row + column[None, None, :], mask=there & inside[None, None, :], other=0.0).to(tl.float32)
+        g2 = partners(g1, above_row, partner, there, turned, INTERLEAVED, TOKENS, HEADS, LANES)
+        n1 = tl.load(row + column[None, None, :], mask=there & inside[None, None, :], other=0.0).to(tl.float32)
+        scale = tl.load(inverse + scales, mask=there, other=0.0)
+        cos1 = table(cos, batch, token, cos_batch, cos_token, column, token_mask, turned, 1.0)
+        sin2 = table(sin, batch, token, sin_batch, sin_token, partner, token_mask, turned, 0.0)
+        d1 = g1 * cos1 + g2 * tl.where(negative[None, None, :], sin2, -sin2)
         n1 = n1 * scale
-        n2 = n2 * scale
+        h1 = d1 * weight1
+        if PAIRS:
+            n2 = tl.load(row + partner[None, None, :], mask=there & turned[None, None, :], other=0.0).to(tl.float32) * scale
+            cos2 = table(cos, batch, token, cos_batch, cos_token, partner, token_mask, turned, 1.0)
+            sin1 = table(sin, batch, token, sin_batch, sin_token, column, token_mask, turned, 0.0)
+            d2 = g2 * cos2 - g1 * sin1
+            h2 = d2 * weight2
+            products = tl.sum(h1 * n1 + h2 * n2, 2)
+        else:
+            products = tl.sum(h1 * n1, 2)
         if wanted is not None:
             sum1 += d1 * n1
-            sum2 += d2 * n2
-        d1 = d1 * factor1
-        d2 = d2 * factor2
-        products = tl.sum(d1 * n1 + d2 * n2, 2)
-        if REST:
-            rest_mask = mask & (column < width)[None, None, :]
-            d3 = tl.load(above_row + column[None, None, :], mask=rest_mask, other=0.0).to(tl.float32)
-            n3 = tl.load(row + column[None, None, :], mask=rest_mask, other=0.0).to(tl.float32) * scale
-            if wanted is not None:
-                sum3 += d3 * n3
-            d3 = d3 * factor_at(weight, column, column < width, offset)
-            products += tl.sum(d3 * n3, 2)
+            if PAIRS:
+                sum2 += d2 * n2
         if grad is not None:
             average = (products / width)[:, :, None]
             grad_row = rows_at(grad, batch, token, head, grad_batch, grad_head, grad_token)
-            tl.store(grad_row + first[None, None, :], ((d1 - n1 * average) * scale).to(grad.dtype.element_ty), mask=pair_mask)
-            tl.store(grad_row + second[None, None, :], ((d2 - n2 * average) * scale).to(grad.dtype.element_ty), mask=pair_mask)
-            if REST:
-                tl.store(grad_row + column[None, None, :], ((d3 - n3 * average) * scale).to(grad.dtype.element_ty), mask=rest_mask)
+            result = ((h1 - n1 * average) * scale).to(grad.dtype.element_ty)
+            tl.store(grad_row + column[None, None, :], result, mask=there & inside[None, None, :])
+            if PAIRS:
+                result = ((h2 - n2 * average) * scale).to(grad.dtype.element_ty)
+                tl.store(grad_row + partner[None, None, :], result, mask=there & turned[None, None, :])
     if wanted is not None:
-        tl.store(part_row + first, tl.sum(tl.sum(sum1, 0), 0), mask=inside)
-        tl.store(part_row + second, tl.sum(tl.sum(sum2, 0), 0), mask=inside)
-        if REST:
-            tl.store(part_row + column, tl.sum(tl.sum(sum3, 0), 0), mask=column < width)
+        tl.store(part_row + column, tl.sum(tl.sum(sum1, 0), 0), mask=inside)
+        if PAIRS:
+            tl.store(part_row + partner, tl.sum(tl.sum(sum2, 0), 0), mask=turned)
 
 
 @triton.jit
@@ -334,7 +358,7 @@ def backward_kernel(
     grad_q_batch, grad_q_head, grad_q_token, grad_k_batch, grad_k_head, grad_k_token,
     cos_batch, cos_token, sin_batch, sin_token,
     rows, tokens, q_heads, k_heads, half, width, q_tiles, k_tiles, programs, offset,
-    INTERLEAVED: tl.constexpr, REST: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr,
     Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every program walks its share of the tiles of q, then of k. Its sums go to its row of part (sums, programs, width)."""
@@ -347,7 +371,7 @@ def backward_kernel(
             program, q_tiles, programs, above_q, q, grad_q, inverse_q, q_weight, cos, sin, part_row, grad_q_weight,
             above_q_batch, above_q_head, above_q_token, q_batch, q_head, q_token, grad_q_batch, grad_q_head, grad_q_token,
             cos_batch, cos_token, sin_batch, sin_token, rows, tokens, q_heads, half, width, offset,
-            INTERLEAVED, REST, HALF, BLOCK, Q_TOKENS, Q_HEADS, STAGES,
+            INTERLEAVED, PAIRS, LANES, Q_TOKENS, Q_HEADS, STAGES,
         )  # fmt: skip
     if grad_q_weight is not None:
         part_row += programs * width
@@ -358,7 +382,7 @@ def backward_kernel(
             part_row, grad_k_weight,
             above_k_batch, above_k_head, above_k_token, k_batch, k_head, k_token, grad_k_batch, grad_k_head, grad_k_token,
             cos_batch, cos_token, sin_batch, sin_token, rows, tokens, k_heads, half, width, offset,
-            INTERLEAVED, REST, HALF, BLOCK, K_TOKENS, K_HEADS, STAGES,
+            INTERLEAVED, PAIRS, LANES, K_TOKENS, K_HEADS, STAGES,
         )  # fmt: skip
 
 
