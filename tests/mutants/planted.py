@@ -549,15 +549,15 @@ MUTANTS = (
     kernel(
         "triton: gradient of normalized heads without its projection",
         "qk_norm_rope.py",
-        "((d1 - n1 * average) * scale)",
-        "(d1 * scale)",
+        "((h1 - n1 * average) * scale)",
+        "(h1 * scale)",
         "qk_norm_rope and float32 and one_block",
     ),
     kernel(
-        "triton: columns that are not rotated have no part in the mean square",
+        "triton: second columns of pairs are rotated forward in the backward pass",
         "qk_norm_rope.py",
-        "        squares += tl.sum(c * c, 2)\n",
-        "",
+        "tl.where(negative[None, None, :], sin2, -sin2)",
+        "sin2",
         "qk_norm_rope and float32 and partial",
     ),
     kernel(
@@ -570,8 +570,8 @@ MUTANTS = (
     kernel(
         "triton: tiles of keys that programs walk are counted from the first",
         "qk_norm_rope.py",
-        "(program + programs - q_tiles % programs) % programs, k_tiles",
-        "program + 1, k_tiles",
+        "(program + programs - q_tiles % programs) % programs, k_tiles, programs, above_k",
+        "program + 1, k_tiles, programs, above_k",
         "qk_norm_rope and float32 and many_tokens",
     ),
     kernel(
