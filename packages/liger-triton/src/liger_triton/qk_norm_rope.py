@@ -256,7 +256,7 @@ def forward_tiles(
         a = normalized(a, scale, weight1, out, CAST_INPUT)
         b = normalized(b, scale, weight2, out, CAST_INPUT)
         out_row = rows_at(out, batch, token, head, out_batch, out_head, out_token)
-        sin1 = tl.where(negative[None, None, :], -sin1, sin1)
+        sin1 = -sin1 if PAIRS else tl.where(negative[None, None, :], -sin1, sin1)
         tl.store(out_row + column[None, None, :], (a * cos1 + b * sin1).to(out.dtype.element_ty), mask=there & inside[None, None, :])
         if PAIRS:
             cos2 = table(cos, batch, token, cos_batch, cos_token, partner, token_mask, turned, 1.0)
@@ -320,7 +320,7 @@ def backward_tiles(
         scale = tl.load(inverse + scales, mask=there, other=0.0)
         cos1 = table(cos, batch, token, cos_batch, cos_token, column, token_mask, turned, 1.0)
         sin2 = table(sin, batch, token, sin_batch, sin_token, partner, token_mask, turned, 0.0)
-        d1 = g1 * cos1 + g2 * tl.where(negative[None, None, :], sin2, -sin2)
+        d1 = g1 * cos1 + g2 * (sin2 if PAIRS else tl.where(negative[None, None, :], sin2, -sin2))
         n1 = n1 * scale
         h1 = d1 * weight1
         if PAIRS:
