@@ -49,6 +49,7 @@ PUBLIC = {
         "explain",
         "hookimpl",
         "losses",
+        "nn",
         "op",
         "use",
     ],

@@ -38,7 +38,13 @@ from liger_core.ops._head import head_workload
 
 CPU = torch.device("cpu")
 WHERE = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
-PLAIN = [(variant, op) for name in ("eager", "torch") for variant in peers.peers(name) for op in CATALOGUE if op.name in variant.calls]
+PLAIN = [
+    (variant, op)
+    for name in ("eager", "separate", "torch")
+    for variant in peers.peers(name)
+    for op in CATALOGUE
+    if op.name in variant.calls
+]
 
 
 def quick_case(op: Op[..., Any]) -> Case:

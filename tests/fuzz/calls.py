@@ -134,6 +134,19 @@ def rope(draw: Draw, limits: Limits) -> Example:
     return example(draw, arguments, ("q", "k", *(("cos", "sin") if not inplace and draw(weighted((5, (False,)), (1, (True,)))) else ())))
 
 
+def qk_norm_rope(draw: Draw, limits: Limits) -> Example:
+    turned = rope(draw, limits)
+    arguments: dict[str, Any] = {name: turned.arguments[name] for name in ("q", "k", "cos", "sin", "interleaved")}
+    width = arguments["q"].shape[-1]
+    arguments |= {f"{name}_weight": moderate(draw, (width,), draw(st.sampled_from(limits.dtypes))) for name in ("q", "k")}
+    arguments |= {
+        "eps": draw(EPS),
+        "cast": draw(st.sampled_from(("input", "float32"))),
+        "weight_offset": draw(st.sampled_from((0.0, 1.0, 0.5))),
+    }
+    return example(draw, arguments, ("q", "k", "q_weight", "k_weight"))
+
+
 def cross_entropy(draw: Draw, limits: Limits) -> Example:
     dtype, classes = draw(st.sampled_from(limits.dtypes)), _classes(draw, limits)
     shape = leading(draw, min(limits.rows, max(1, limits.elements // classes)))

@@ -90,6 +90,14 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
     return turned(q), turned(k)
 
 
+def qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, *,
+    weight_offset: float = 0.0, cast: str = "input", interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    normed = (rms_norm(x, weight, eps, weight_offset=weight_offset, cast=cast) for x, weight in ((q, q_weight), (k, k_weight)))
+    return rope(*normed, cos, sin, interleaved=interleaved)
+
+
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

@@ -41,6 +41,7 @@ COLUMNS = {
     "residual": ("add_rms_norm",),
     "MLP": ("swiglu", "geglu", "relu_squared"),
     "rope": ("rope",),
+    "q/k norm + rope": ("qk_norm_rope",),
     "head": ("linear_cross_entropy",),
 }
 # What people call the models, and their model types.

@@ -23,7 +23,8 @@ def test_every_part_of_the_model_is_replaced(architecture: str) -> None:
     report = liger_hf.apply(make(architecture))
     norms = NORMS.get(architecture, 2 * LAYERS + 1)
     in_layers = dict.fromkeys(("add_rms_norm", "rope", GATE.get(architecture, "swiglu")), LAYERS)
-    assert report.replaced == {"rms_norm": norms, **in_layers, "linear_cross_entropy": 1}
+    normalized = {"qk_norm_rope": LAYERS} if architecture == "qwen3" else {}
+    assert report.replaced == {"rms_norm": norms, **in_layers, **normalized, "linear_cross_entropy": 1}
     assert {row.verdict for row in report.rows} == {"replaced"}
 
 

@@ -29,6 +29,7 @@ SPREAD: dict[str, tuple[Tensor, ...]] = {
     "geglu": (X, X),
     "relu_squared": (X,),
     "rope": (QUERY, QUERY, TABLE, TABLE),
+    "qk_norm_rope": (QUERY, QUERY, WEIGHT, WEIGHT, TABLE, TABLE),
 }
 HEADS: dict[str, tuple[Tensor, ...]] = {
     "linear_cross_entropy": (HIDDEN, HEAD, TARGET),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_core import rope
-from liger_core.ops.rope import angles
+from liger_core.ops._rotary import angles
 from ops.agreement import disagreements, leaf
 
 LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])

@@ -31,7 +31,7 @@ from liger_core.ops.linear_log_prob import TokenStatistics
 from liger_core.selection import use
 
 if TYPE_CHECKING:
-    from liger_core import losses
+    from liger_core import losses, nn
 
 __version__ = "0.1.0"
 
@@ -39,9 +39,9 @@ plugins.offer(builtin)
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import the losses on first use: most programs that import this package need none."""
-    if name == "losses":
-        return importlib.import_module("liger_core.losses")
+    """Import losses and modules on first use: most programs that import this package need none."""
+    if name in ("losses", "nn"):
+        return importlib.import_module(f"liger_core.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -71,6 +71,7 @@ __all__ = [
     "explain",
     "hookimpl",
     "losses",
+    "nn",
     "op",
     "use",
 ]

@@ -22,7 +22,7 @@ from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
 from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
-from liger_hf.rule import Found, Rule
+from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.verification import Decision, decide
 
 Names = Iterable[Op[..., Any] | str] | None
@@ -37,7 +37,7 @@ def apply(
 ) -> Report:
     """Replace what Liger's ops can compute in a model, in place, and return the report, which can undo it.
 
-    only, exclude  ops or their names; all that have a rule by default
+    only, exclude  ops or their names; all that have a rule by default. Without rope there is no qk_norm_rope
     verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients are as
                    accurate as the module's own. Without it candidates are compared by their outputs on the CPU only
 
@@ -77,7 +77,8 @@ def survey(
         raise ModelError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
     # At the caller of `apply` or `inspect`.
     warn_if_untested("liger-hf", stacklevel=3)
-    wanted = _names(caller, "only", only, replaceable_ops()) - _names(caller, "exclude", exclude, ())
+    excluded = _names(caller, "exclude", exclude, ())
+    wanted = _names(caller, "only", only, replaceable_ops()) - excluded
     report = Report(type(model).__name__, notes=_notes(model))
     looked = [
         (name, module, rule, found)
@@ -93,19 +94,24 @@ def survey(
     decisions: dict[Any, Decision] = {}
     rows: dict[tuple[str, ...], int] = {}
     patches: list[Patch] = []
-    taken: dict[tuple[int, str], str] = {}
+    taken: dict[tuple[int, str], Candidate] = {}
     for name, module, rule, found in looked:
         decision = _decision(decisions, rule, _placed(found, device, home), wanted, verify)
+        if decision.candidate is not None and (parts := {part.name for part in decision.candidate.covers} & excluded):
+            decision = Decision(None, f"it has {', '.join(parts)} as a part, which was excluded")
         op, backend, outcome = found.op, "", LEFT
         made = decision.candidate.install(module) if decision.candidate is not None else ()
         places = [(id(patch.owner), patch.attribute) for patch in made]
         earlier = next((taken[place] for place in places if place in taken), None)
-        if earlier is not None:
-            decision = Decision(None, f"what it would replace is already replaced for {earlier}")
+        if earlier is not None and decision.candidate is not None and decision.candidate.op in earlier.covers:
+            op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
+            decision = Decision(None, f"within {earlier.op.name}")
+        elif earlier is not None:
+            decision = Decision(None, f"what it would replace is already replaced for {earlier.op.name}")
         elif decision.candidate is not None:
             op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
             patches.extend(made)
-            taken |= dict.fromkeys(places, op)
+            taken |= dict.fromkeys(places, decision.candidate)
         key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
         rows[key] = rows.get(key, 0) + 1
     report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]

@@ -22,12 +22,14 @@ class Candidate:
 
     function  what the check compares with the original: it takes the place of that module's forward, or of a function it calls
     install   the patches that put it into one instance; they are not yet installed
+    covers    ops of other rules that it also puts into the module
     """
 
     op: Op[..., Any]
     detail: str
     function: Callable[..., Any]
     install: Callable[[nn.Module], Sequence[Patch]]
+    covers: tuple[Op[..., Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -111,14 +111,14 @@ def _turn(
     rope_launch(
         grid, x1, x2, out1, out2, cos, sin,
         *x1.stride()[:3], *x2.stride()[:3], *out1.stride(), *out2.stride(),
-        *_table_strides(cos, batch), *_table_strides(sin, batch),
+        *table_strides(cos, batch), *table_strides(sin, batch),
         batch * tokens, tokens, x1.shape[1], x2.shape[1], rotary // 2, width,
         INTERLEAVED=interleaved, BACKWARD=backward, BOTH=len(pairs) == 2, REST=width > rotary and x1 is not out1,
         TOKENS=per_program, HEADS=heads, HALF=half, BLOCK=power_of_two(max(1, width - rotary)), num_warps=4,
     )  # fmt: skip
 
 
-def _table_strides(table: Tensor, batch: int) -> tuple[int, int]:
+def table_strides(table: Tensor, batch: int) -> tuple[int, int]:
     """Strides over batch and tokens; 0 for a shared batch."""
     if table.dim() == 2 or table.shape[0] == 1:
         return 0, table.stride(-2)

@@ -20,6 +20,7 @@ HANDED_OVER = {
     "add_rms_norm": SMALL,
     "layer_norm": SMALL,
     "rope": SMALL,
+    "qk_norm_rope": SMALL,
     "swiglu": 4 * SMALL,
     "geglu": 4 * SMALL,
     "relu_squared": 4 * SMALL,

@@ -17,6 +17,7 @@ import torch
 # Name on the command line → file.
 FILES = {
     "eager": "eager",
+    "separate": "separate",
     "torch": "torch_fused",
     "compile": "torch_compile",
     "liger-kernel": "liger_kernel",

@@ -63,6 +63,13 @@ def _half_turned(x: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
+def qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, weight_offset: float = 0.0,
+    cast: str = "input",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return rope(rms_norm(q, q_weight, eps, weight_offset, cast), rms_norm(k, k_weight, eps, weight_offset, cast), cos, sin)
+
+
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
@@ -229,6 +236,6 @@ def _divergence(
 
 # Where Transformers writes an op otherwise than its reference does.
 CALLS = by_name(
-    *(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob),
+    *(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob),
     *(linear_divergence, kl_div, jsd, total_variation),
 )

@@ -23,6 +23,7 @@ from liger_core.errors import Unsupported
 # Forward passes of rope and cross_entropy, backward passes of the gated activations; rope's backward pass also turns what arrives in place.
 OVERWRITES = {
     "rope": ("q", "k", "gradients"),
+    "qk_norm_rope": ("gradients",),
     "swiglu": ("gate", "up"),
     "geglu": ("gate", "up"),
     "cross_entropy": ("logits",),
@@ -69,6 +70,15 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
     def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         return package.liger_rope(q, k, cos, sin)
 
+    def qk_norm_rope(
+        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, weight_offset: float = 0.0,
+        cast: str = "input",
+    ) -> Any:  # fmt: skip
+        # Normalized before heads and tokens change places, as its modules are in a model.
+        pairs = ((q, q_weight), (k, k_weight))
+        q, k = (rms_norm(x.transpose(1, 2), weight, eps, weight_offset, cast).transpose(1, 2) for x, weight in pairs)
+        return rope(q, k, cos, sin)
+
     def swiglu(gate: Tensor, up: Tensor) -> Any:
         return package.liger_swiglu(gate, up)
 
@@ -81,7 +91,7 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         return package.liger_cross_entropy(logits, target, **options)
 
     losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear}
-    return by_name(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu) | losses | _divergences(package)
+    return by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu) | losses | _divergences(package)
 
 
 def _divergences(package: Any) -> dict[str, Callable[..., Any]]:

@@ -29,6 +29,7 @@ COLORS = {
     "reference": "#9ca3af",
     "eager": "#4b5563",
     "hf": "#4b5563",
+    "separate": "#f0e442",
     "torch": "#56b4e9",
     "compile": "#0072b2",
     "liger-kernel": "#009e73",

@@ -14,29 +14,11 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import ROWS, accumulator, misuses_of, normal
+from liger_core.ops._rotary import HEADS, TABLE, angles, check_rotary
 
 
 def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> None:
-    checks.floating("rope", 4, q=q, k=k, cos=cos, sin=sin)
-    for name, tensor in (("q", q), ("k", k)):
-        if tensor.dim() != 4:
-            checks.fail(ShapeError, "rope", f"{name} must have shape (batch, heads, tokens, width), got {checks.shape(tensor)}")
-    batch, _, tokens, width = q.shape
-    of_batch, _, of_tokens, of_width = k.shape
-    if of_batch != batch or of_tokens != tokens or of_width != width:
-        wanted = f"({batch}, heads, {tokens}, {width})"
-        checks.fail(ShapeError, "rope", f"k must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(k)}")
-    dimensions = cos.dim()
-    rotary = cos.size(-1) if dimensions else 0
-    if dimensions not in (2, 3) or cos.size(-2) != tokens or (dimensions == 3 and cos.size(0) not in (1, batch)):
-        wanted = f"({tokens}, rotary), (1, {tokens}, rotary) or ({batch}, {tokens}, rotary)"
-        checks.fail(ShapeError, "rope", f"cos must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(cos)}")
-    if rotary % 2 or rotary > width or rotary == 0:
-        checks.fail(ShapeError, "rope", f"the rotary width of cos must be even and at most {width}, the width of q, got {rotary}")
-    if sin.shape != cos.shape:
-        checks.fail(ShapeError, "rope", f"sin must have the shape of cos {checks.shape(cos)}, got {checks.shape(sin)}")
-    checks.same_dtype("rope", "q", q, k=k)
-    checks.same_dtype("rope", "cos", cos, sin=sin)
+    check_rotary("rope", q, k, cos, sin)
     if inplace:
         for name, tensor in (("q", q), ("k", k)):
             checks.without_overlap("rope", name, tensor)
@@ -46,14 +28,6 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
                     "rope",
                     f"inplace=True must not overwrite a leaf that requires a gradient, got such a {name}; pass inplace=False",
                 )
-
-
-def angles(device: torch.device, dtype: torch.dtype, tokens: int, rotary: int, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """cos and sin (tokens, rotary) of the usual frequencies; each angle appears twice."""
-    frequency = 10000.0 ** (-torch.arange(0, rotary, 2, device=device, dtype=torch.float32) / rotary)
-    angle = torch.arange(tokens, device=device, dtype=torch.float32)[:, None] * frequency
-    angle = angle.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angle, angle), dim=-1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -148,9 +122,6 @@ def workloads() -> Iterator[Workload]:
 def work(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> Work:
     size = 2 * (q.numel() + k.numel()) * q.element_size()
     return Work(size, 2 * size)
-
-
-HEADS, TABLE = "batch heads tokens (width)", "batch tokens (width)"
 
 
 @op(

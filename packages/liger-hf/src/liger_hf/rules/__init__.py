@@ -8,12 +8,15 @@ from liger_hf.rules.head.rule import RULE as HEAD
 from liger_hf.rules.norm.rule import RULE as NORM
 from liger_hf.rules.residual.rule import RULE as RESIDUAL
 from liger_hf.rules.rotary.rule import RULE as ROTARY
+from liger_hf.rules.rotary_norm.rule import RULE as ROTARY_NORM
 
 RULES = (
     NORM,
     GATED_MLP,
     EXPERTS,
     ACTIVATION,
+    # Before the rule for the rotary embedding alone.
+    ROTARY_NORM,
     ROTARY,
     RESIDUAL,
     HEAD,

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 
 from liger_core import add_rms_norm
-from liger_hf.patch import MARK, Patch, forward_of, replacement
+from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rebinding import unwrapped
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm import rule as norms
+from liger_hf.rules.norm.within import norm_in, refusal, untouched
 from liger_hf.rules.residual.source import norms_of_sums, with_one_call
 from liger_hf.stand_in import Case, Run, device_of, replica, trial
 
@@ -28,7 +28,7 @@ NOTHING = (
 
 
 def look(module: nn.Module) -> Found | None:
-    children = {name: found for name, child in module._modules.items() if child is not None and (found := _norm(child)) is not None}
+    children = {name: found for name, child in module._modules.items() if child is not None and (found := norm_in(child)) is not None}
     if not children:
         return None
     original = forward_of(module)
@@ -38,7 +38,7 @@ def look(module: nn.Module) -> Found | None:
     if isinstance(original, str):
         return Found("add_rms_norm", refusal=original)
     after = {name: getattr(module, name) for name in names}
-    refusals = [reason for name, child in after.items() if (reason := children[name].refusal or _refusal(child)) is not None]
+    refusals = [reason for name, child in after.items() if (reason := children[name].refusal or refusal(child)) is not None]
     if refusals:
         return Found("add_rms_norm", refusal=f"the norm after its sum must be one that it may pass over: {refusals[0]}")
     if len({type(child) for child in after.values()}) > 1:
@@ -54,21 +54,6 @@ def look(module: nn.Module) -> Found | None:
         device=lambda: device_of(first),
         dtype=children[names[0]].dtype,
     )
-
-
-def _norm(child: nn.Module) -> Found | None:
-    """What the rule for norms finds for it, if it were unchanged from its class."""
-    if norms.eps_of(child) is None:
-        return None
-    found = norms.look(replica(child))
-    return found if found is not None and found.op == "rms_norm" else None
-
-
-def _refusal(child: nn.Module) -> str | None:
-    if "_hf_hook" in child.__dict__ or _hooked(child):
-        return "hooks on it have to run"
-    own = forward_of(child)
-    return own if isinstance(own, str) and not hasattr(getattr(child.forward, "__func__", None), MARK) else None
 
 
 def _plain(forward: Callable[..., Any], child: nn.Module, left: Any, right: Any) -> tuple[Any, Any]:
@@ -95,7 +80,7 @@ def _candidate(original: Any, names: tuple[str, ...], forward: Callable[..., Any
         return add_rms_norm(left, right, weight, getattr(child, eps), weight_offset=0.0 if weight is None else offset, cast=cast)
 
     def add_norm(child: Any, left: Any, right: Any) -> tuple[Any, Any]:
-        if _untouched(child, forward) and _fit(getattr(child, "weight", None), left, right):
+        if untouched(child, forward) and _fit(getattr(child, "weight", None), left, right):
             return step(child, left, right)
         return _plain(nn.Module.__call__, child, left, right)
 
@@ -106,18 +91,6 @@ def _candidate(original: Any, names: tuple[str, ...], forward: Callable[..., Any
         return [replacement(module, made[0], original)]
 
     return Candidate(add_rms_norm, f"weight_offset={offset:g}, cast={cast!r}", step, install)
-
-
-def _untouched(child: Any, forward: Callable[..., Any]) -> bool:
-    """Calling the module would run its class's forward, or what stands for that, and nothing else."""
-    if _hooked(child) or global_hooks._has_any_global_hook():
-        return False
-    own = getattr(child.forward, "__func__", None)
-    return own is forward or (hasattr(own, MARK) and getattr(own, "__wrapped__", None) is forward)
-
-
-def _hooked(child: nn.Module) -> bool:
-    return bool(child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks)
 
 
 def _fit(weight: Any, left: Any, right: Any) -> bool:

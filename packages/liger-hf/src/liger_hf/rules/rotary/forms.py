@@ -8,7 +8,7 @@ angles. Its form is found by trial; the forms below are those in Transformers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,22 +98,38 @@ class Tried:
         return part in self.parts or (len(self.parts) > 1 and part < max(self.parts))
 
 
+# What is rotated, (batch, heads, tokens, width), with cos and sin, as `rope` takes it; and whether the function has heads on axis 2.
+Call = tuple[list[Tensor], Tensor, Tensor, bool]
+
+
 def with_rope(found: Signature, form: Form, original: Callable[..., Any], tried: Tried) -> Callable[..., Any]:
     """A function to be called like the original; for calls that `rope` cannot take it calls the original."""
 
     def apply_rotary(*args: Any, **options: Any) -> Any:
-        given = dict(zip(found.names, args, strict=False)) | options
-        states = [given.get(name) for name in found.rotated]
-        tables = [given.get(name) for name in found.tables]
-        axis = given.get("unsqueeze_dim", form.heads)
-        if given.get("position_ids") is not None or not _takes(states, tables, axis, tried, form):
+        call = read(found, form, tried, args, options)
+        if call is None:
             return original(*args, **options)
-        rotated = _rotated([s.transpose(1, 2) if axis == 2 else s for s in states], *form.tables(*tables), form)  # type: ignore[union-attr]
-        if axis == 2:
-            rotated = [r.transpose(1, 2) for r in rotated]
-        return tuple(rotated) if len(rotated) == 2 else rotated[0]
+        states, cos, sin, transposed = call
+        return returned(_rotated(states, cos, sin, form), transposed)
 
     return apply_rotary
+
+
+def read(found: Signature, form: Form, tried: Tried, args: tuple[Any, ...], options: dict[str, Any]) -> Call | None:
+    """A call of the function; None if `rope` cannot take it."""
+    given = dict(zip(found.names, args, strict=False)) | options
+    states = [given.get(name) for name in found.rotated]
+    tables = [given.get(name) for name in found.tables]
+    axis = given.get("unsqueeze_dim", form.heads)
+    if given.get("position_ids") is not None or not _takes(states, tables, axis, tried, form):
+        return None
+    return [s.transpose(1, 2) if axis == 2 else s for s in states], *form.tables(*tables), axis == 2  # type: ignore[misc, union-attr]
+
+
+def returned(rotated: Sequence[Tensor], transposed: bool) -> Any:
+    """The results of `rope` as the function returns them."""
+    rotated = [r.transpose(1, 2) for r in rotated] if transposed else rotated
+    return tuple(rotated) if len(rotated) == 2 else rotated[0]
 
 
 def _takes(states: list[Any], tables: list[Any], axis: Any, tried: Tried, form: Form) -> bool:

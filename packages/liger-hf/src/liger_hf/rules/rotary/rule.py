@@ -31,8 +31,8 @@ def look(module: nn.Module) -> Found | None:
     original = forward_of(module)
     if isinstance(original, str):
         inside = getattr(type(module), "forward", None)
-        return Found("rope", refusal=original) if inside is not None and _called(inside) else None
-    functions = _called(original)
+        return Found("rope", refusal=original) if inside is not None and rotary_functions(inside) else None
+    functions = rotary_functions(original)
     if not functions:
         return None
     readable = {name: found for name, function in functions.items() if (found := signature(function)) is not None}
@@ -55,7 +55,7 @@ def look(module: nn.Module) -> Found | None:
     )
 
 
-def _called(function: Any) -> Functions:
+def rotary_functions(function: Any) -> Functions:
     """The rotary functions that a forward calls."""
     return called(function, lambda name, _: name.startswith(PREFIX))
 
@@ -67,28 +67,28 @@ def _candidates(
     original: Callable[..., Any], functions: Functions, readable: Mapping[str, Signature], width: int
 ) -> Callable[[], Iterator[Candidate]]:
     def candidates() -> Iterator[Candidate]:
-        fitting = {name: _fitting(functions[name], readable[name], width) for name in functions}
+        fitting = {name: fitting_forms(functions[name], readable[name], width) for name in functions}
         fitting = {name: found for name, found in fitting.items() if found}
         for chosen in product(*fitting.values()) if fitting else ():
-            yield _candidate(original, functions, dict(zip(fitting, chosen, strict=True)))
+            yield _candidate(original, functions, readable, dict(zip(fitting, chosen, strict=True)))
 
     return candidates
 
 
-def _fitting(function: Callable[..., Any], found: Signature, width: int) -> list[tuple[Form, Callable[..., Any]]]:
+def fitting_forms(function: Callable[..., Any], found: Signature, width: int) -> list[tuple[Form, Tried]]:
     """The candidate forms: those that roughly agree with the function, in float32 on the CPU."""
     device, fitting = torch.device("cpu"), []
     with undisturbed(device), torch.no_grad():
-        trials = [(given, function(**given)) for given in _calls(function, found, width, device)]
+        trials = [(given, function(**given)) for given in calls(function, found, width, device)]
         if not trials:
             return []
         parts = frozenset(given[found.tables[0]].shape[-1] / width for given, _ in trials)
-        tried = Tried(parts, _keeps_dtype(function, trials[0][0]))
+        tried = Tried(parts, keeps_dtype(function, trials[0][0]))
         for form in forms(found):
             # Without the original behind it: a form that takes none of the calls would agree with it on all.
             alone = with_rope(found, form, _declined, tried)
             if all(_same(alone, given, result) for given, result in trials):
-                fitting.append((form, with_rope(found, form, function, tried)))
+                fitting.append((form, tried))
     return fitting
 
 
@@ -96,13 +96,13 @@ def _declined(*args: Any, **options: Any) -> Any:
     raise Unsupported("the form does not take the call")
 
 
-def _keeps_dtype(function: Callable[..., Any], given: dict[str, Any]) -> bool:
+def keeps_dtype(function: Callable[..., Any], given: dict[str, Any]) -> bool:
     """The result has the dtype of what is rotated although the tables are wider."""
     low = {
         name: value.bfloat16() if name not in ("cos", "sin", "freqs_cis") and isinstance(value, Tensor) else value
         for name, value in given.items()
     }
-    return all(r.dtype == torch.bfloat16 for r in _results(function(**low)))
+    return all(r.dtype == torch.bfloat16 for r in results_of(function(**low)))
 
 
 def _same(candidate: Callable[..., Any], given: dict[str, Any], result: Any) -> bool:
@@ -110,12 +110,14 @@ def _same(candidate: Callable[..., Any], given: dict[str, Any], result: Any) -> 
         got = candidate(**given)
     except Exception:
         return False
-    pairs = list(zip(_results(got), _results(result), strict=False))
+    pairs = list(zip(results_of(got), results_of(result), strict=False))
     return all(a.shape == b.shape and error(a, b).frobenius < 0.1 for a, b in pairs)
 
 
-def _candidate(original: Callable[..., Any], functions: Functions, chosen: Mapping[str, tuple[Form, Callable[..., Any]]]) -> Candidate:
-    replaced = {name: function for name, (_, function) in chosen.items()}
+def _candidate(
+    original: Callable[..., Any], functions: Functions, readable: Mapping[str, Signature], chosen: Mapping[str, tuple[Form, Tried]]
+) -> Candidate:
+    replaced = {name: with_rope(readable[name], form, functions[name], tried) for name, (form, tried) in chosen.items()}
     forward: list[Callable[..., Any]] = []
 
     def function(name: str, *args: Any, **options: Any) -> Any:
@@ -135,7 +137,7 @@ def _candidate(original: Callable[..., Any], functions: Functions, chosen: Mappi
 # -- cases
 
 
-def _calls(function: Callable[..., Any], found: Signature, width: int, device: torch.device, length: int = 5) -> Iterator[dict[str, Any]]:
+def calls(function: Callable[..., Any], found: Signature, width: int, device: torch.device, length: int = 5) -> Iterator[dict[str, Any]]:
     """Random arguments that the function takes: whole tables and parts, shared by the batch or not, both axes of the heads."""
     draw = Draw(device)
     for batch, rotary in product((2, 1), (width, width // 2, width // 4)):
@@ -155,7 +157,7 @@ def _calls(function: Callable[..., Any], found: Signature, width: int, device: t
 
 def _runs(function: Callable[..., Any], given: dict[str, Any]) -> bool:
     try:
-        results = _results(function(**given))
+        results = results_of(function(**given))
     except Exception:
         return False
     # Tables that were broadcast against another axis do not hold one row per position.
@@ -163,7 +165,7 @@ def _runs(function: Callable[..., Any], given: dict[str, Any]) -> bool:
     return [r.shape for r in results] == [s.shape for s in states]
 
 
-def _results(value: Any) -> tuple[Tensor, ...]:
+def results_of(value: Any) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -171,21 +173,21 @@ def _cases(
     functions: Functions, readable: Mapping[str, Signature], width: int, device: torch.device, dtypes: Iterable[torch.dtype]
 ) -> Iterator[Case]:
     for name, function in functions.items():
-        for number, given in enumerate(_calls(function, readable[name], width, device)):
+        for number, given in enumerate(calls(function, readable[name], width, device)):
             for dtype in dtypes:
                 for table_dtype in dict.fromkeys((dtype, torch.float32)):
-                    chosen = _cast(given, readable[name], dtype, table_dtype)
-                    if table_dtype == dtype or _keeps_dtype(function, chosen):
+                    chosen = cast_call(given, readable[name], dtype, table_dtype)
+                    if table_dtype == dtype or keeps_dtype(function, chosen):
                         tables = next(given[t] for t in readable[name].tables)
                         words = f"{tables.shape[-1]} table columns for {width}, tables of batch {tables.shape[0]}"
                         label = f"{str(dtype).removeprefix('torch.')}, {name}, {words}{', float32 tables' if table_dtype != dtype else ''}"
                         yield Case(f"{label}, call {number + 1}", dtype, _run(name, chosen, readable[name]))
         for length in LENGTHS:
-            for given in islice(_calls(function, readable[name], width, device, length), 1):
+            for given in islice(calls(function, readable[name], width, device, length), 1):
                 yield Case(f"float32, {name}, length {length}", torch.float32, _run(name, given, readable[name]))
 
 
-def _cast(given: dict[str, Any], found: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
+def cast_call(given: dict[str, Any], found: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
     """Complex angles stay unchanged."""
     changed = {name: given[name].to(dtype) for name in found.rotated}
     return {**given, **changed, **{name: given[name].to(tables) for name in found.tables if not given[name].is_complex()}}
@@ -198,7 +200,7 @@ def _run(name: str, given: dict[str, Any], found: Signature) -> Run:
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
         tables = {table: cast(given[table]) for table in found.tables}
-        return dict(zip(upstream, _results(function(name, **{**given, **tables, **inputs})), strict=True))
+        return dict(zip(upstream, results_of(function(name, **{**given, **tables, **inputs})), strict=True))
 
     return trial(call, {key: given[key] for key in found.rotated}, upstream)
 

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops and losses as modules, for models of your own.
+
+Their options go to the constructor, their tensors to the call. Parameters have the initial values and the names in a `state_dict` that
+they have in torch and in Transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import losses, ops
+from liger_core.errors import OptionError, nearest
+from liger_core.layout import Layout
+from liger_core.op import Op
+
+# What a parameter of an op must be annotated with to belong to the call alone.
+_TENSORS = ("Tensor", "Tensor | None")
+_GATES: dict[str, Callable[..., Tensor]] = {"silu": ops.swiglu, "gelu_tanh": ops.geglu, "gelu": partial(ops.geglu, approximate="none")}
+
+
+class FunctionModule(nn.Module):
+    """A function without weights as a module: `module(tensors)` is `function(tensors, **options)`.
+
+    An option that may be a tensor, as normalizer, may also be passed in the call.
+    """
+
+    function: ClassVar[Callable[..., Any]]
+    tensors: ClassVar[tuple[str, ...]]
+    known: ClassVar[Mapping[str, Any]]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        _check(type(self).__name__, options, self.known)
+        self.options = options
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if len(inputs) > len(self.tensors):
+            raise TypeError(f"{type(self).__name__}: the call must have at most {', '.join(self.tensors)}, got {len(inputs)} values")
+        return self.function(**{**self.options, **dict(zip(self.tensors, inputs, strict=False)), **named})
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class Norm(nn.Module):
+    """An op on rows with weights of their width: `module(rows)` is `op(rows, weights, eps, **options)`.
+
+    elementwise_affine  without it there are no weights
+    bias                without it there is no bias, for an op that has one
+    """
+
+    op: ClassVar[Op[..., Any]]
+    rows: ClassVar[tuple[str, ...]]
+    weights: ClassVar[tuple[str, ...]]
+    known: ClassVar[Mapping[str, Any]]
+    weight: Any
+
+    def __init__(
+        self,
+        width: int,
+        eps: float | None = None,
+        *,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        _check(type(self).__name__, options, self.known)
+        self.width, self.eps, self.options = width, self.op.signature.parameters["eps"].default if eps is None else eps, options
+        for name in self.weights:
+            wanted = elementwise_affine and (bias or name != "bias")
+            self.register_parameter(name, nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if wanted else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Rows are scaled by 1, and no bias is added."""
+        for name, weight in self.named_parameters(recurse=False):
+            nn.init.constant_(weight, 0.0 if name == "bias" else 1.0 - self.options.get("weight_offset", 0.0))
+
+    def forward(self, *rows: Tensor) -> Any:
+        weights = {name: getattr(self, name) for name in self.weights}
+        return self.op(**dict(zip(self.rows, rows, strict=True)), **weights, eps=self.eps, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join([str(self.width), f"eps={self.eps}", *(f"{name}={value!r}" for name, value in self.options.items())])
+
+
+class QKNormRoPE(nn.Module):
+    """Queries and keys normalized by `q_norm` and `k_norm`, as Transformers calls them, and rotated; see `qk_norm_rope`."""
+
+    q_norm: Norm
+    k_norm: Norm
+
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-6,
+        *,
+        interleaved: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = (RMSNorm(width, eps, device=device, dtype=dtype, **options) for _ in range(2))
+        self.interleaved = interleaved
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        norm = self.q_norm
+        return ops.qk_norm_rope(
+            q, k, norm.weight, self.k_norm.weight, cos, sin, norm.eps, interleaved=self.interleaved, **norm.options
+        )  # fmt: skip
+
+
+class GatedMLP(nn.Module):
+    """`down_proj(act(gate_proj(x)) * up_proj(x))`, with the names of Llama, or of Phi-3 if gate and up are packed.
+
+    activation  "silu", "gelu_tanh" or "gelu"
+    packed      gate and up are one Linear, `gate_up_proj`
+    """
+
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    gate_up_proj: nn.Linear
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Literal["silu", "gelu_tanh", "gelu"] = "silu",
+        bias: bool = False,
+        packed: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in _GATES:
+            raise OptionError(f"GatedMLP: activation must be one of {', '.join(map(repr, _GATES))}, got {activation!r}")
+        self.activation, self.packed = activation, packed
+        place: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        for name in ("gate_up_proj",) if packed else ("gate_proj", "up_proj"):
+            self.add_module(name, nn.Linear(hidden_size, (2 if packed else 1) * intermediate_size, **place))
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = (self.gate_up_proj(x),) if self.packed else (self.gate_proj(x), self.up_proj(x))
+        result: Tensor = self.down_proj(_GATES[self.activation](*projected))
+        return result
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+
+class RotaryEmbedding(nn.Module):
+    """The cos and sin that `rope` takes: `module(x, position_ids)` has the dtype of x, as in Transformers, and no entry in the `state_dict`.
+
+    rotary       the number of columns that are rotated, even
+    base         of the frequencies base^(-2i / rotary)
+    interleaved  neighboring columns are a pair
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, rotary: int, base: float = 10000.0, *, interleaved: bool = False, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        if rotary % 2 or rotary <= 0:
+            raise OptionError(f"RotaryEmbedding: rotary must be even and > 0, got {rotary}")
+        self.interleaved = interleaved
+        self.register_buffer("inv_freq", base ** (-torch.arange(0, rotary, 2, device=device).float() / rotary), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        # float32: bfloat16 has no 257th position.
+        angle = position_ids[..., None].float() * self.inv_freq.float()
+        angle = angle.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angle, angle), dim=-1)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+
+def function_module(name: str, function: Any) -> type[FunctionModule]:
+    """The class of a function: parameters of the call are its tensors and what has no default."""
+    parameters = inspect.signature(function).parameters.values()
+    of_call = [p for p in parameters if p.default is p.empty or p.annotation in _TENSORS]
+    options = {p.name: p for p in parameters if p not in of_call}
+    body = {"function": function if isinstance(function, Op) else staticmethod(function), "tensors": tuple(p.name for p in of_call)}
+    return type(name, (FunctionModule,), {**_described(function, options.values()), **body, "known": options})
+
+
+def norm_module(name: str, op: Op[..., Any]) -> type[Norm]:
+    """The class of an op on rows: its layout says which arguments are rows and which are weights of their width."""
+    assert isinstance(op.layout, Layout)
+    of_width = {argument: dimensions == "(width)" for argument, dimensions in op.layout.arguments.items()}
+    options = {p.name: p for p in op.signature.parameters.values() if p.name not in of_width and p.name != "eps"}
+    body = {"op": op, "rows": tuple(a for a, own in of_width.items() if not own), "weights": tuple(a for a, own in of_width.items() if own)}
+    return type(name, (Norm,), {"__doc__": op.__doc__, "__module__": __name__, **body, "known": options})
+
+
+def _described(function: Any, options: Any) -> dict[str, Any]:
+    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in options]
+    return {"__doc__": function.__doc__, "__module__": __name__, "__signature__": inspect.Signature(keywords)}
+
+
+def _check(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    for option in options:
+        if option not in known:
+            words = f"be among {', '.join(known)}" if known else "be none"
+            raise OptionError(f"{name}: options must {words}, got {option!r}.{nearest(option, known)}")
+
+
+RMSNorm = norm_module("RMSNorm", ops.rms_norm)
+AddRMSNorm = norm_module("AddRMSNorm", ops.add_rms_norm)
+LayerNorm = norm_module("LayerNorm", ops.layer_norm)
+
+RoPE = function_module("RoPE", ops.rope)
+SwiGLU = function_module("SwiGLU", ops.swiglu)
+GeGLU = function_module("GeGLU", ops.geglu)
+ReLUSquared = function_module("ReLUSquared", ops.relu_squared)
+
+LogProb = function_module("LogProb", ops.linear_log_prob)
+CrossEntropyLoss = function_module("CrossEntropyLoss", ops.cross_entropy)
+LinearCrossEntropyLoss = function_module("LinearCrossEntropyLoss", ops.linear_cross_entropy)
+LinearDivergenceLoss = function_module("LinearDivergenceLoss", ops.linear_divergence)
+KLDivLoss = function_module("KLDivLoss", ops.kl_div)
+JSDLoss = function_module("JSDLoss", ops.jsd)
+TotalVariationLoss = function_module("TotalVariationLoss", ops.total_variation)
+
+DPOLoss = function_module("DPOLoss", losses.dpo)
+CPOLoss = function_module("CPOLoss", losses.cpo)
+SimPOLoss = function_module("SimPOLoss", losses.simpo)
+ORPOLoss = function_module("ORPOLoss", losses.orpo)
+KTOLoss = function_module("KTOLoss", losses.kto)
+GRPOLoss = function_module("GRPOLoss", losses.grpo)
+PPOLoss = function_module("PPOLoss", losses.ppo)
+DFTLoss = function_module("DFTLoss", losses.dft)
+TopKDistillationLoss = function_module("TopKDistillationLoss", losses.topk_distillation)
+CosineDistillationLoss = function_module("CosineDistillationLoss", losses.cosine_distillation)

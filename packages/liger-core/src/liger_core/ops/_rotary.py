@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rope and qk_norm_rope share: the checks of queries, keys and angles, the usual angles, and the names of dimensions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import ShapeError
+
+HEADS, TABLE = "batch heads tokens (width)", "batch tokens (width)"
+
+
+def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Queries and keys that match, and angles for their tokens."""
+    checks.floating(op, 4, q=q, k=k, cos=cos, sin=sin)
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.dim() != 4:
+            checks.fail(ShapeError, op, f"{name} must have shape (batch, heads, tokens, width), got {checks.shape(tensor)}")
+    batch, _, tokens, width = q.shape
+    of_batch, _, of_tokens, of_width = k.shape
+    if of_batch != batch or of_tokens != tokens or of_width != width:
+        wanted = f"({batch}, heads, {tokens}, {width})"
+        checks.fail(ShapeError, op, f"k must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(k)}")
+    dimensions = cos.dim()
+    rotary = cos.size(-1) if dimensions else 0
+    if dimensions not in (2, 3) or cos.size(-2) != tokens or (dimensions == 3 and cos.size(0) not in (1, batch)):
+        wanted = f"({tokens}, rotary), (1, {tokens}, rotary) or ({batch}, {tokens}, rotary)"
+        checks.fail(ShapeError, op, f"cos must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(cos)}")
+    if rotary % 2 or rotary > width or rotary == 0:
+        checks.fail(ShapeError, op, f"the rotary width of cos must be even and at most {width}, the width of q, got {rotary}")
+    if sin.shape != cos.shape:
+        checks.fail(ShapeError, op, f"sin must have the shape of cos {checks.shape(cos)}, got {checks.shape(sin)}")
+    checks.same_dtype(op, "q", q, k=k)
+    checks.same_dtype(op, "cos", cos, sin=sin)
+
+
+def angles(device: torch.device, dtype: torch.dtype, tokens: int, rotary: int, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """cos and sin (tokens, rotary) of the usual frequencies; each angle appears twice."""
+    frequency = 10000.0 ** (-torch.arange(0, rotary, 2, device=device, dtype=torch.float32) / rotary)
+    angle = torch.arange(tokens, device=device, dtype=torch.float32)[:, None] * frequency
+    angle = angle.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)

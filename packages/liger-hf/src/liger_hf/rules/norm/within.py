@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A norm that the forward of another module computes with what it does before or after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as global_hooks
+
+from liger_hf.patch import MARK, forward_of
+from liger_hf.rule import Found
+from liger_hf.rules.norm import rule as norms
+from liger_hf.stand_in import replica
+
+
+def norm_in(child: nn.Module) -> Found | None:
+    """What the rule for norms finds for a child that is an RMSNorm, if it were unchanged from its class."""
+    if norms.eps_of(child) is None:
+        return None
+    found = norms.look(replica(child))
+    return found if found is not None and found.op == "rms_norm" else None
+
+
+def refusal(child: nn.Module) -> str | None:
+    """Why it must be called as the module that it is."""
+    if "_hf_hook" in child.__dict__ or _hooked(child):
+        return "hooks on it have to run"
+    own = forward_of(child)
+    return own if isinstance(own, str) and not hasattr(getattr(child.forward, "__func__", None), MARK) else None
+
+
+def untouched(child: Any, forward: Callable[..., Any]) -> bool:
+    """Calling the module would run its class's forward, or what stands for that, and nothing else."""
+    if _hooked(child) or global_hooks._has_any_global_hook():
+        return False
+    own = getattr(child.forward, "__func__", None)
+    return own is forward or (hasattr(own, MARK) and getattr(own, "__wrapped__", None) is forward)
+
+
+def _hooked(child: nn.Module) -> bool:
+    return bool(child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks)

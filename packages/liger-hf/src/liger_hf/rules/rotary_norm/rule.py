@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm of each head of queries and keys, and the rotary function after it, in one step.
+
+An instance gets a forward rebuilt from its source (`liger_hf.rules.rotary_norm.source`). The norms are checked in every call: where
+somebody watches one by hooks, has wrapped or replaced it, as ZeRO-3, tensor parallelism and PEFT do, both are called as the modules
+that they are, and the rotary function computes `rope`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import qk_norm_rope, rope
+from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.rebinding import rebound, unwrapped
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.norm import rule as norms
+from liger_hf.rules.norm.within import norm_in, refusal, untouched
+from liger_hf.rules.rotary.forms import Form, Signature, Tried, read, returned, signature, with_rope
+from liger_hf.rules.rotary.rule import PREFIX, calls, cast_call, fitting_forms, keeps_dtype, results_of, rotary_functions
+from liger_hf.rules.rotary_norm.source import CATCH_UP, MAY, NORM, ROTATE, norms_before_rotary, with_held_norms
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, of_length, replica, trial
+
+NOTHING = (
+    "no forward normalizes queries and keys by an RMSNorm of each head and passes them straight to a function apply_rotary… "
+    "(only undecorated forwards whose source is available are read)"
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rotary function of a forward, and the norms before it: for each place their attributes."""
+
+    name: str
+    function: Callable[..., Any]
+    signature: Signature
+    places: tuple[tuple[str, ...], ...]
+
+
+def look(module: nn.Module) -> Found | None:
+    step = _step(module)
+    if step is None:
+        return None
+    children = [getattr(module, name) for names in step.places for name in names]
+    original = forward_of(module)
+    if isinstance(original, str):
+        return Found("qk_norm_rope", refusal=original)
+    reasons = [reason for child in children if (reason := _refusal(child)) is not None]
+    if reasons:
+        return Found("qk_norm_rope", refusal=f"the norms of queries and keys must be ones that it may pass over: {reasons[0]}")
+    kinds = {found.kind for child in children if (found := norm_in(child)) is not None}
+    if len(kinds) > 1:
+        return Found("qk_norm_rope", refusal="the norms of queries and keys must be of one class, width, eps and dtype")
+    first = children[0]
+    return Found(
+        "qk_norm_rope",
+        kind=(type(module), original, step, *kinds),
+        original=_separately(step.function, type(first).forward),
+        candidates=lambda: _candidates(original, step, first),
+        cases=lambda device, dtypes: _cases(step, first, device, dtypes),
+        device=lambda: device_of(first),
+        dtype=first.weight.dtype,
+    )
+
+
+def _step(module: nn.Module) -> Step | None:
+    own = unwrapped(type(module).forward)
+    heads = {name for name, child in module._modules.items() if child is not None and _is_norm(child)}
+    if not heads:
+        return None
+    found = [(function, names) for function, names in norms_before_rotary(own, PREFIX) if heads.issuperset(names)]
+    functions = rotary_functions(own)
+    names = {function for function, _ in found if function in functions}
+    if len(names) != 1:
+        return None
+    (name,) = names
+    readable = signature(functions[name])
+    places = tuple(dict.fromkeys(names for function, names in found if readable is not None and len(names) == len(readable.rotated)))
+    return Step(name, functions[name], readable, places) if readable is not None and places else None
+
+
+def _is_norm(child: nn.Module) -> bool:
+    return child._parameters.get("weight") is not None and norm_in(child) is not None
+
+
+def _refusal(child: nn.Module) -> str | None:
+    found = norm_in(child)
+    return refusal(child) or (found.refusal if found is not None else None)
+
+
+def _separately(rotary: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What a candidate's function does, done by norms and rotary function one after the other."""
+
+    def rotate(held: bool, children: tuple[nn.Module, ...], *args: Any, **options: Any) -> Any:
+        if held:
+            args = (*map(forward, children, args), *args[len(children) :])
+        return rotary(*args, **options)
+
+    return rotate
+
+
+# -- candidates
+
+
+def _candidates(original: Any, step: Step, child: nn.Module) -> Iterator[Candidate]:
+    width = child._parameters["weight"].shape[0]  # type: ignore[union-attr]
+    for form, tried in fitting_forms(step.function, step.signature, width):
+        # Columns that change their places would meet other weights.
+        if not form.gathers:
+            for cast, offset in norms.CONVENTIONS:
+                yield _candidate(original, step, child, form, tried, {"weight_offset": offset, "cast": cast})
+
+
+def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: Tried, options: Any) -> Candidate:
+    eps, forward = norms.eps_of(child), type(child).forward
+    assert eps is not None
+    rotated_alone = with_rope(step.signature, form, step.function, tried)
+    made: list[Callable[..., Any]] = []
+
+    def may(*children: Any) -> bool:
+        return all(untouched(child, forward) for child in children)
+
+    def norm(held: bool, child: Any, x: Any) -> Any:
+        return x if held else child(x)
+
+    def rotate(held: bool, children: tuple[Any, ...], *args: Any, **named: Any) -> Any:
+        call = read(step.signature, form, tried, args, named) if held else None
+        if call is not None and _fit(children, eps, call[0]):
+            states, cos, sin, transposed = call
+            # The op has keys, too: none where a function takes one tensor.
+            q, k = states if len(states) == 2 else (states[0], states[0][:, :0])
+            weights = children[0].weight, children[-1].weight
+            done = qk_norm_rope(q, k, *weights, cos, sin, getattr(children[0], eps), interleaved=form.interleaved, **options)
+            return returned(done[: len(states)], transposed)
+        if held:
+            args = (*catch_up(held, children, *args[: len(children)]), *args[len(children) :])
+        return rotated_alone(*args, **named)
+
+    def catch_up(held: bool, children: tuple[Any, ...], *states: Any) -> tuple[Any, ...]:
+        return tuple(child(x) for child, x in zip(children, states, strict=True))
+
+    def install(module: nn.Module) -> list[Patch]:
+        # One function for all the layers of a model: torch.compile then compiles it once.
+        if not made:
+            helpers: dict[str, Callable[..., Any]] = {MAY: may, NORM: norm, ROTATE: rotate, CATCH_UP: catch_up}
+            places = {(step.name, names) for names in step.places}
+            held = with_held_norms(original, PREFIX, lambda function, names: (function, names) in places, helpers)
+            made.append(rebound(held, {step.name: rotated_alone}))
+        return [replacement(module, made[0], original)]
+
+    words = [*([form.name] if form.name else []), f"weight_offset={options['weight_offset']:g}", f"cast={options['cast']!r}"]
+    return Candidate(qk_norm_rope, ", ".join(words), rotate, install, covers=(rope,))
+
+
+def _fit(children: tuple[Any, ...], eps: str, states: list[Tensor]) -> bool:
+    """The weights have the dtype and the width of the heads, and one eps is for all: the treatment of mixed dtypes differs between classes."""
+    x = states[0]
+    return getattr(children[0], eps) == getattr(children[-1], eps) and all(
+        child.weight.dtype == x.dtype and child.weight.shape[0] == x.shape[-1] for child in children
+    )
+
+
+# -- cases
+
+
+def _cases(step: Step, child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    """With the norms, and without, as for norms that are called as modules."""
+    found, width = step.signature, child._parameters["weight"].shape[0]  # type: ignore[union-attr]
+    for number, given in enumerate(calls(step.function, found, width, device)):
+        for dtype in dtypes:
+            for table in dict.fromkeys((dtype, torch.float32)):
+                chosen = cast_call(given, found, dtype, table)
+                if table == dtype or keeps_dtype(step.function, chosen):
+                    for held in (True, False):
+                        words = f"{str(dtype).removeprefix('torch.')}, {step.name}{', float32 tables' if table != dtype else ''}"
+                        label = f"{words}{'' if held else ', without norms'}, call {number + 1}"
+                        yield Case(label, dtype, _run(step, child, chosen, held))
+    for length in LENGTHS:
+        for given in islice(calls(step.function, found, width, device, length), 1):
+            yield of_length(length, torch.float32, _run(step, child, given, True))
+
+
+def _run(step: Step, child: nn.Module, given: dict[str, Any], held: bool) -> Run:
+    found = step.signature
+    draw = Draw(given[found.rotated[0]].device, seed=1)
+    upstream = {f"rotated {key}": draw.normal(*given[key].shape).to(given[key].dtype) for key in found.rotated}
+    # Small rows show where eps is added.
+    inputs = {key: given[key] * (0.01 if number else 1.0) for number, key in enumerate(found.rotated)}
+    weights = {f"weight of {key}": draw.positive(given[key].shape[-1]).to(given[key].dtype) for key in found.rotated} if held else {}
+
+    def call(function: Callable[..., Any], states: Any, parameters: Any, cast: Any) -> dict[str, Tensor]:
+        tables = {table: cast(given[table]) for table in found.tables}
+        options = {name: value for name, value in {**given, **tables}.items() if name not in states}
+        children = tuple(replica(child, parameters={"weight": weight}) for weight in parameters.values())
+        return dict(zip(upstream, results_of(function(held, children, *states.values(), **options)), strict=True))
+
+    return trial(call, inputs, upstream, weights)
+
+
+RULE = Rule("rotary_norm", look, ("qk_norm_rope",), NOTHING)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source of a forward, and functions rebuilt from it with other statements."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import copy
+import inspect
+import linecache
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import CellType, CodeType, FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from liger_hf.rebinding import twin
+
+_definitions: WeakKeyDictionary[FunctionType, ast.FunctionDef | None] = WeakKeyDictionary()
+
+
+def definition_of(function: Any) -> ast.FunctionDef | None:
+    """The source of a function; None if it cannot be found, or if it now is the source of something else."""
+    if not isinstance(function, FunctionType) or function.__closure__:
+        return None
+    if function not in _definitions:
+        _definitions[function] = _parsed(function)
+    return _definitions[function]
+
+
+def copy_of(function: FunctionType) -> ast.FunctionDef:
+    """A definition to be changed, of a function that has one."""
+    definition = copy.deepcopy(definition_of(function))
+    assert definition is not None
+    return definition
+
+
+def rebuilt(function: FunctionType, definition: ast.FunctionDef, helpers: Mapping[str, Callable[..., Any]]) -> FunctionType:
+    """The function with a changed definition, which may call the helpers by their names; its globals stay its own."""
+    code = _compiled(function, definition, tuple(helpers))
+    return twin(function, code, function.__globals__, tuple(CellType(helpers[name]) for name in code.co_freevars))
+
+
+def assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+    """The name and the value of a statement `name = value`."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return name, value
+    return None
+
+
+def _parsed(function: FunctionType) -> ast.FunctionDef | None:
+    try:
+        # The source of the code: that of the function would be the source of the function that it wraps.
+        lines, start = inspect.getsourcelines(function.__code__)
+        # A block around it instead of less indentation, which would change strings of several lines.
+        (whole,) = ast.parse("".join(("if True:\n" if lines[0][:1].isspace() else "\n", *lines))).body
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return None
+    definition = whole.body[0] if isinstance(whole, ast.If) else whole
+    if not isinstance(definition, ast.FunctionDef) or not definition.args.args:
+        return None
+    ast.increment_lineno(definition, start - 2)
+    return definition if _alike(_compiled(function, definition, ()), function.__code__) else None
+
+
+def _compiled(function: FunctionType, definition: ast.FunctionDef, free: tuple[str, ...]) -> CodeType:
+    """The code of the definition, with these names free. Nothing is run: decorators, defaults and annotations stay behind."""
+    outer = ast.parse(f"def outer({', '.join(free)}): pass").body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    outer.body = [definition]
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
+    body = [
+        *([ast.Import([ast.alias(name) for name in imported])] if (imported := _imported(function.__code__.co_filename)) else []),
+        outer,
+    ]
+    code = compile(ast.fix_missing_locations(ast.Module(body, [])), function.__code__.co_filename, "exec", flags, dont_inherit=True)
+    for name in ("outer", definition.name):
+        code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
+    return code
+
+
+@cache
+def _imported(filename: str) -> tuple[str, ...]:
+    """The names that a file imports: methods of what they name are called by other instructions than those of other names."""
+    names: list[str] = []
+    try:
+        inside: list[ast.AST] = [*ast.parse("".join(linecache.getlines(filename))).body]
+    except SyntaxError:
+        return ()
+    while inside:
+        node = inside.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names += [(alias.asname or alias.name).partition(".")[0] for alias in node.names if alias.name != "*"]
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            inside += [child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.ExceptHandler))]
+    return tuple(dict.fromkeys(names))
+
+
+def _alike(one: CodeType, other: CodeType) -> bool:
+    """The same instructions, wherever they were written."""
+    parts = ("co_code", "co_names", "co_varnames", "co_freevars")
+    if any(getattr(one, part) != getattr(other, part) for part in parts):
+        return False
+    pairs = zip(one.co_consts, other.co_consts, strict=False)
+    return len(one.co_consts) == len(other.co_consts) and all(
+        _alike(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else type(a) is type(b) and a == b for a, b in pairs
+    )

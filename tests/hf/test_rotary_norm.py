@@ -1,0 +1,480 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries and keys are normalized and rotated in one step, where an attention's forward says so and nobody stands between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import liger_hf
+from hf.test_residual import (
+    Doubled,
+    watched_by_a_backward_hook,
+    watched_by_a_backward_pre_hook,
+    watched_by_a_forward_hook,
+    watched_by_a_global_hook,
+    watched_by_a_pre_hook,
+)
+from hf.tiny_models import LAYERS, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
+from liger_hf.rules.rotary_norm import rule
+from liger_hf.rules.rotary_norm.source import norms_before_rotary
+
+# Whole models on the device under test are in test_architectures.
+pytestmark = pytest.mark.cpu
+
+# Norms in one statement with the projection, of their own, in a branch, before a rotary function in a branch, and one function each.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16},
+    "glm4_moe": {"head_dim": 16, "use_qk_norm": True, "first_k_dense_replace": 2, "moe_intermediate_size": 32},
+    "exaone4": {"head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2},
+    "apertus": {},
+    "afmoe": {"head_dim": 16, "num_dense_layers": 2, "moe_intermediate_size": 32},
+}
+OFFSETS = {"gemma3_text": 1}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for every call in which a patched attention normalizes and rotates in one step."""
+    seen: list[Any] = []
+    fit = rule._fit
+
+    def counted(*args: Any) -> bool:
+        fits = fit(*args)
+        seen.extend([args] if fits else [])
+        return fits
+
+    monkeypatch.setattr(rule, "_fit", counted)
+    return seen
+
+
+def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Report:
+    report = liger_hf.apply(model, **options)
+    calls.clear()
+    return report
+
+
+# -- whole models
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_attention_normalizes_and_rotates_in_one_step_and_trains_like_the_unpatched_model(architecture: str, calls: Any) -> None:
+    plain = make(architecture, **ARCHITECTURES[architecture]).train()
+    patched = twin(plain)
+    report = applied(patched, calls)
+    assert report.replaced["qk_norm_rope"] == LAYERS
+    assert f"weight_offset={OFFSETS.get(architecture, 0)}" in next(row.reason for row in report.rows if row.op == "qk_norm_rope")
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    # The layers of AFMoE and EXAONE 4 that attend globally do not rotate.
+    rotated = sum(kind == "sliding_attention" for kind in plain.config.layer_types) if architecture in ("exaone4", "afmoe") else LAYERS
+    assert len(calls) == rotated
+
+
+def test_the_rope_row_says_where_rope_is() -> None:
+    rows = {row.op: row for row in liger_hf.apply(make("qwen3")).rows}
+    assert (rows["rope"].verdict, rows["rope"].reason, rows["rope"].count) == ("replaced", "within qk_norm_rope", LAYERS)
+
+
+def test_without_rope_there_is_no_qk_norm_rope() -> None:
+    report = liger_hf.apply(make("qwen3"), exclude=["rope"])
+    assert not {"rope", "qk_norm_rope"} & report.replaced.keys()
+    assert {row.reason for row in report.rows if row.op == "qk_norm_rope"} == {"it has rope as a part, which was excluded"}
+
+
+def test_rope_alone_is_put_in_where_qk_norm_rope_is_excluded(calls: Any) -> None:
+    model, inputs = make("qwen3").train(), tokens()
+    report = applied(model, calls, exclude=["qk_norm_rope"])
+    step(model, **inputs)
+    assert (report.replaced["rope"], report.replaced.get("qk_norm_rope", 0), calls) == (LAYERS, 0, [])
+
+
+def test_undo_gives_the_bits_of_the_unpatched_model(calls: Any) -> None:
+    model, inputs = make("qwen3").train(), tokens()
+    expected = step(model, **inputs)
+    applied(model, calls).undo()
+    assert all(torch.equal(value, expected[name]) for name, value in step(model, **inputs).items())
+    assert calls == []
+
+
+def test_generated_tokens_are_those_of_the_unpatched_model(calls: Any) -> None:
+    model = make("qwen3").eval()
+    ids = tokens()["input_ids"]
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    applied(model, calls)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    assert len(calls) == 6 * LAYERS
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_have_the_gradients_of_the_unpatched_model(reentrant: bool, calls: Any) -> None:
+    plain = make("qwen3").train()
+    patched = twin(plain)
+    applied(patched, calls)
+    checkpoint_layers(patched, reentrant)
+    inputs = tokens()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    assert len(calls) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "glm4_moe"])
+def test_a_compiled_attention_does_not_fall_back(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ARCHITECTURES[architecture] | {"num_hidden_layers": 1}
+    model, inputs = make(architecture, **options).train(), tokens() | {"use_cache": False}
+    expected = model(**inputs).loss
+    liger_hf.apply(model)
+    fit, untouched = rule._fit, rule.untouched
+    monkeypatch.setattr(rule, "_fit", lambda *args: fit(*args) or pytest.fail("normalized before it was rotated"))
+    monkeypatch.setattr(rule, "untouched", lambda *args: untouched(*args) or pytest.fail("normalized by the module"))
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).loss, expected)
+
+
+def test_norms_of_two_dtypes_are_left() -> None:
+    model = make("qwen3")
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.double()
+    reasons = [row.reason for row in liger_hf.apply(model).rows if row.op == "qk_norm_rope"]
+    assert reasons == ["the norms of queries and keys must be of one class, width, eps and dtype"]
+
+
+def test_norms_of_another_dtype_than_their_heads_are_called_as_modules(calls: Any) -> None:
+    plain = make("qwen3", num_hidden_layers=1).eval()
+    patched = twin(plain)
+    applied(patched, calls)
+    seen: list[Tensor] = []
+    x = torch.randn(2, 5, 64)
+    for model in (plain, patched):
+        attention = model.model.layers[0].self_attn
+        for part in (attention.q_norm, attention.k_norm, attention.v_proj, attention.o_proj):
+            part.double()
+        attention.v_proj.register_forward_pre_hook(lambda module, args: (args[0].double(),))
+        cos, sin = model.model.rotary_emb(x, torch.arange(5)[None])
+        with torch.no_grad():
+            seen.append(attention(x, position_embeddings=(cos.double(), sin.double()), attention_mask=None)[0])
+    torch.testing.assert_close(seen[1], seen[0])
+    assert calls == []
+
+
+# -- norms that somebody uses otherwise
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+@pytest.mark.parametrize(
+    "watched",
+    [
+        watched_by_a_forward_hook,
+        watched_by_a_pre_hook,
+        watched_by_a_backward_hook,
+        watched_by_a_backward_pre_hook,
+        watched_by_a_global_hook,
+    ],
+)
+def test_hooks_on_a_norm_see_what_they_saw(watched: Callable[..., Any], name: str, calls: Any) -> None:
+    plain = make("qwen3").train()
+    patched = twin(plain)
+    applied(patched, calls)
+    inputs, seen = tokens(), ([], [])
+    for model, notes in zip((plain, patched), seen, strict=True):
+        handle = watched(getattr(model.model.layers[0].self_attn, name), notes)
+        step(model, **inputs)
+        handle.remove()
+    assert len(seen[0]) == 1
+    for expected, got in zip(seen[0][0], seen[1][0], strict=True):
+        torch.testing.assert_close(got, expected)
+    # A global hook is one on every module.
+    assert len(calls) == (0 if watched is watched_by_a_global_hook else LAYERS - 1)
+    calls.clear()
+    step(patched, **inputs)
+    assert len(calls) == LAYERS
+
+
+def wrap_the_module(attention: Any) -> None:
+    attention.q_norm = Doubled(attention.q_norm)
+
+
+def wrap_the_forward(attention: Any) -> None:
+    forward = attention.k_norm.forward
+    attention.k_norm.forward = lambda x: 2 * forward(x)
+
+
+def take_it_away(attention: Any) -> None:
+    attention.q_norm = nn.Identity()
+
+
+def change_its_eps(attention: Any) -> None:
+    attention.k_norm.variance_epsilon = 0.5
+
+
+@pytest.mark.parametrize("change", [wrap_the_module, wrap_the_forward, take_it_away, change_its_eps])
+def test_a_norm_that_is_another_after_apply_is_called_as_it_is(change: Callable[[Any], None], calls: Any) -> None:
+    plain = make("qwen3").train()
+    patched = twin(plain)
+    applied(patched, calls)
+    for model in (plain, patched):
+        change(model.model.layers[0].self_attn)
+    inputs = tokens()
+    expected, got = step(plain, **inputs), step(patched, **inputs)
+    torch.testing.assert_close(list(got.values()), list(expected.values()), rtol=1e-4, atol=1e-5)
+    assert len(calls) == LAYERS - 1
+
+
+def test_a_hook_that_is_there_when_apply_comes_is_a_reason() -> None:
+    model = make("qwen3")
+    model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda *args: None)
+    rows = [row for row in liger_hf.apply(model).rows if row.op in ("qk_norm_rope", "rope")]
+    assert [(row.op, row.count, row.verdict, row.reason.partition(",")[0]) for row in rows] == [
+        ("qk_norm_rope", 1, "left", "the norms of queries and keys must be ones that it may pass over: hooks on it have to run"),
+        ("rope", 1, "replaced", "outputs and gradients agree"),
+        ("qk_norm_rope", 1, "replaced", "outputs and gradients agree"),
+        ("rope", 1, "replaced", "within qk_norm_rope"),
+    ]
+
+
+def test_a_model_without_such_norms_says_so() -> None:
+    with pytest.raises(liger_hf.ModelError, match="no forward normalizes queries and keys by an RMSNorm of each head"):
+        liger_hf.apply(make(), only=["qk_norm_rope"])
+
+
+@pytest.mark.parametrize("architecture", ["olmo2", "hunyuan_v1_dense"])
+def test_norms_over_all_heads_and_norms_after_the_rotary_function_are_left(architecture: str) -> None:
+    report = liger_hf.apply(make(architecture, head_dim=16))
+    assert report.replaced["rope"] == LAYERS
+    assert "qk_norm_rope" not in {row.op for row in report.rows}
+
+
+# -- forwards
+
+
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
+
+
+def apply_rotary_of_one(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return q * cos.unsqueeze(1) + turned(q) * sin.unsqueeze(1)
+
+
+def turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+class Attention(nn.Module):
+    """Its subclasses have the forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = Norm(), Norm()
+        self.qkv = nn.Linear(8, 8)
+        self.normalizes, self.rotates = True, True
+
+
+class InOneStatement(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q = self.q_norm(self.qkv(x)).transpose(1, 2)
+        k = self.k_norm(x).transpose(1, 2)
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+class KeysFirst(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        k = x.transpose(1, 2)
+        q = self.qkv(x).transpose(1, 2)
+        k = self.k_norm(k)
+        q = self.q_norm(q)
+        values = x * 2
+        q, k = apply_rotary(q, k, cos=cos, sin=sin)
+        return q, k, values
+
+
+class TransposedLater(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.qkv(x), x
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+class NormsInABranch(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.qkv(x), x
+        if self.normalizes:
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+class RotaryInABranch(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.q_norm(self.qkv(x)), x
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(k).transpose(1, 2)
+        if self.rotates:
+            q, k = apply_rotary(q, k, cos, sin)
+        else:
+            q = q * 2
+        return q, k
+
+
+class OneOfEach(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q = self.q_norm(self.qkv(x)).transpose(1, 2)
+        q = apply_rotary_of_one(q, cos, sin)
+        if self.normalizes:
+            k = self.k_norm(x)
+            k = k.transpose(1, 2)
+            k = apply_rotary_of_one(k, cos, sin)
+        else:
+            k = x
+        return q, k
+
+
+class OneNormForBoth(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q = self.q_norm(self.qkv(x)).transpose(1, 2)
+        k = self.q_norm(x).transpose(1, 2)
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+FUSED = (InOneStatement, KeysFirst, TransposedLater, NormsInABranch, RotaryInABranch, OneOfEach, OneNormForBoth)
+
+
+@pytest.mark.parametrize("normalizes", [True, False], ids=["normalizing", "not_normalizing"])
+@pytest.mark.parametrize("rotates", [True, False], ids=["rotating", "not_rotating"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_forward_keeps_its_meaning(kind: type[Attention], rotates: bool, normalizes: bool, calls: Any) -> None:
+    torch.manual_seed(0)
+    plain = kind().double()
+    patched = twin(plain)
+    assert applied(patched, calls, only=["qk_norm_rope"]).replaced == {"qk_norm_rope": 1}
+    x, cos, sin = (torch.randn(2, 5, *rest, dtype=torch.float64) for rest in ((3, 8), (8,), (8,)))
+    results = []
+    for module in (plain, patched):
+        module.rotates, module.normalizes = rotates, normalizes
+        given = x.clone().requires_grad_()
+        outputs = module(given, cos, sin)
+        sum(output.square().sum() for output in outputs).backward()
+        results.append((outputs, given.grad, {name: p.grad for name, p in module.named_parameters()}))
+    torch.testing.assert_close(results[1], results[0])
+    expected = {NormsInABranch: int(normalizes), RotaryInABranch: int(rotates), OneOfEach: 1 + int(normalizes)}
+    assert len(calls) == expected.get(kind, 1)
+
+
+class SeenBetween(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q = self.q_norm(self.qkv(x)).transpose(1, 2)
+        k = self.k_norm(x).transpose(1, 2)
+        kept = q
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k, kept
+
+
+class OneOfTheOther(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q = self.q_norm(self.qkv(x)).transpose(1, 2)
+        k = self.k_norm(q)
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+class SeenByAFunction(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q = x
+        look = lambda: q  # noqa: E731
+        q = self.q_norm(self.qkv(x)).transpose(1, 2)
+        k = self.k_norm(x).transpose(1, 2)
+        kept = look()
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k, kept
+
+
+class InALoop(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        for rotates in (True, False):
+            q = self.q_norm(self.qkv(x)).transpose(1, 2)
+            k = self.k_norm(x).transpose(1, 2)
+            if not rotates:
+                break
+            q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+class Scaled(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q = self.q_norm(self.qkv(x)).transpose(1, 2) * 2
+        k = self.k_norm(x).transpose(1, 2)
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+class OtherNames(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q = self.q_norm(self.qkv(x)).transpose(1, 2)
+        k = self.k_norm(x).transpose(1, 2)
+        a, b = apply_rotary(q, k, cos, sin)
+        return a, b, q, k
+
+
+class InTheTest(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q = self.q_norm(self.qkv(x)).transpose(1, 2)
+        k = self.k_norm(x).transpose(1, 2)
+        if q.sum() > 0:
+            q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+class HalfInABranch(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.qkv(x), x
+        q = self.q_norm(q).transpose(1, 2)
+        if self.normalizes:
+            k = self.k_norm(k)
+        k = k.transpose(1, 2)
+        q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+LEFT = (SeenBetween, OneOfTheOther, SeenByAFunction, InALoop, Scaled, OtherNames, InTheTest, HalfInABranch)
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_where_a_statement_sees_what_would_be_held_the_forward_is_left(kind: type[Attention]) -> None:
+    assert norms_before_rotary(kind.forward, "apply_rotary") == []
+
+
+class PassesToALoop(Attention):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q = self.q_norm(self.qkv(x)).transpose(1, 2)
+        k = self.k_norm(x).transpose(1, 2)
+        for _ in range(2):
+            q, k = apply_rotary(q, k, cos, sin)
+        return q, k
+
+
+def test_a_rotary_function_in_a_loop_is_left() -> None:
+    assert norms_before_rotary(PassesToALoop.forward, "apply_rotary") == []

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about qk_norm_rope that its samples do not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_core import explain, qk_norm_rope, rms_norm, rope
+from liger_core.ops._rotary import angles
+from ops.agreement import disagreements, leaf
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def arguments(device: torch.device, dtype: torch.dtype = torch.float32, tokens: int = 7, width: int = 16) -> dict[str, Any]:
+    cos, sin = (t[None].expand(2, -1, -1) for t in angles(device, dtype, tokens, width))
+    return {
+        "q": leaf(2, 4, tokens, width, device=device, dtype=dtype),
+        "k": leaf(2, 2, tokens, width, device=device, dtype=dtype),
+        "q_weight": leaf(width, device=device, dtype=dtype),
+        "k_weight": leaf(width, device=device, dtype=dtype),
+        "cos": cos,
+        "sin": sin,
+    }
+
+
+@DTYPES
+def test_it_is_what_qwen3_computes(dtype: torch.dtype, device: torch.device) -> None:
+    modeling = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    def formula(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = modeling.apply_rotary_pos_emb(norm(q, q_weight), norm(k, k_weight), cos, sin)
+        return result
+
+    assert disagreements(qk_norm_rope, formula, **arguments(device, dtype)) == []
+
+
+@DTYPES
+def test_with_an_offset_and_float32_cast_it_is_what_gemma3_computes(dtype: torch.dtype, device: torch.device) -> None:
+    modeling = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+
+    def formula(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = modeling.apply_rotary_pos_emb(norm(q, q_weight), norm(k, k_weight), cos, sin)
+        return result
+
+    assert disagreements(lambda **a: qk_norm_rope(**a, weight_offset=1.0, cast="float32"), formula, **arguments(device, dtype)) == []
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("rotary", [16, 6], ids=["whole", "partial"])
+def test_it_is_rope_of_rms_norm(rotary: int, interleaved: bool, device: torch.device) -> None:
+    given = arguments(device)
+    given["cos"], given["sin"] = angles(device, torch.float32, 7, rotary, interleaved=interleaved)
+
+    def separately(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        normed = rms_norm.reference(q, q_weight, 1e-5), rms_norm.reference(k, k_weight, 1e-5)
+        return rope.reference(*normed, cos, sin, interleaved=interleaved)
+
+    assert disagreements(lambda **a: qk_norm_rope(**a, eps=1e-5, interleaved=interleaved), separately, **given) == []
+
+
+def test_scores_do_not_depend_on_the_size_of_queries_and_keys(device: torch.device) -> None:
+    given = arguments(device)
+    larger = {**given, "q": 64 * given["q"], "k": 8 * given["k"]}
+    torch.testing.assert_close(qk_norm_rope(**larger, eps=1e-12), qk_norm_rope(**given, eps=1e-12))
+
+
+def test_sections_of_the_angles_may_belong_to_several_positions(device: torch.device) -> None:
+    """As models for images and video combine the angles of time, height and width into one table for each batch row."""
+    given = arguments(device)
+    time, height = angles(device, torch.float32, 7, 16), angles(device, torch.float32, 14, 16)
+    section = torch.tensor([True, True, False, True] * 4, device=device)
+    given["cos"], given["sin"] = (torch.where(section, a, b[7:])[None].repeat(2, 1, 1) for a, b in zip(time, height, strict=True))
+
+    def separately(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rope.reference(rms_norm.reference(q, q_weight), rms_norm.reference(k, k_weight), cos, sin)
+
+    assert disagreements(qk_norm_rope, separately, **given) == []
+
+
+def test_results_lie_in_memory_as_projections_do(device: torch.device) -> None:
+    given = arguments(device)
+    given |= {name: given[name].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for name in ("q", "k")}
+    out = qk_norm_rope(**given)
+    grads = torch.autograd.grad(out, [given["q"], given["k"]], [torch.randn_like(o) for o in out])
+    assert [t.stride() for t in (*out, *grads)] == 2 * [given["q"].stride(), given["k"].stride()]
+
+
+def test_kernels_save_the_inputs_and_a_number_for_each_head(device: torch.device) -> None:
+    given, saved = arguments(device), []
+    if explain(qk_norm_rope, **given).backend == "reference":
+        pytest.skip("autograd saves what the reference computes")
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        qk_norm_rope(**given)
+    inputs = {t.data_ptr() for t in given.values()}
+    assert sorted(t.numel() for t in saved if t.data_ptr() not in inputs) == [2 * 7 * 2, 2 * 7 * 4]
+
+
+def test_the_weight_gradient_is_summed_in_float32(device: torch.device) -> None:
+    x = torch.ones(1, 8, 512, 8, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(8, device=device, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = torch.ones(512, 8, device=device), torch.zeros(512, 8, device=device)
+    out = qk_norm_rope(x, x[:, :1], weight, weight.detach(), cos, sin)
+    (grad,) = torch.autograd.grad(out[0], weight, torch.ones_like(out[0]))
+    assert grad.tolist() == [4096.0] * 8

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules compute what their functions do, and have the weights of torch and of Transformers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import liger_core
+from liger_core import OptionError, cross_entropy, linear_cross_entropy, losses, nn, op
+from liger_core.builtin import CATALOGUE
+from liger_core.op import Op
+from liger_core.ops._inputs import normal
+
+CLASSES = {name: value for name, value in vars(nn).items() if inspect.isclass(value) and value.__module__ == nn.__name__}
+FUNCTIONS = {name: kind for name, kind in CLASSES.items() if issubclass(kind, nn.FunctionModule) and kind is not nn.FunctionModule}
+NORMS = {name: kind for name, kind in CLASSES.items() if issubclass(kind, nn.Norm) and kind is not nn.Norm}
+# What gives no loss.
+PARTS = {"kto_baseline", "top_classes"}
+
+
+def test_every_op_and_every_loss_has_a_module() -> None:
+    of_ops = {kind.function for kind in FUNCTIONS.values()} | {kind.op for kind in NORMS.values()} | {liger_core.qk_norm_rope}
+    assert [o.name for o in CATALOGUE if o not in of_ops] == []
+    functions = {name: value for name in losses.__all__ if inspect.isfunction(value := getattr(losses, name)) and name not in PARTS}
+    assert [name for name, function in functions.items() if function not in of_ops] == []
+
+
+OF_OPS = {name: kind for name, kind in FUNCTIONS.items() if isinstance(kind.function, Op)}
+
+
+@pytest.mark.parametrize("name", OF_OPS)
+def test_a_module_is_its_op_with_the_options_of_the_constructor(name: str, device: torch.device) -> None:
+    kind = OF_OPS[name]
+    for sample in kind.function.samples(device, torch.float32):
+        torch.manual_seed(0)
+        given = kind.function.signature.bind(*sample.args, **sample.kwargs).arguments
+        options = {key: value for key, value in given.items() if key in kind.known}
+        tensors = {key: value for key, value in given.items() if key not in options}
+        if not set(options) & {"inplace", "overwrite"}:
+            assert_same(kind(**options)(**tensors), kind.function(**given))
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    if isinstance(expected, tuple):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rows_are_scaled_by_one_at_first(name: str, offset: float, device: torch.device) -> None:
+    kind = NORMS[name]
+    options = {"weight_offset": offset} if "weight_offset" in kind.known else {}
+    rows = [torch.randn(3, 8, device=device) for _ in kind.rows]
+    assert_same(kind(8, device=device, **options)(*rows), kind.op(*rows))
+
+
+@pytest.mark.parametrize(("name", "options"), [("RMSNorm", {}), ("LayerNorm", {}), ("LayerNorm", {"bias": False})], ids=str)
+def test_a_norm_takes_the_state_of_the_one_in_torch(name: str, options: dict[str, Any], device: torch.device) -> None:
+    theirs, ours = getattr(torch.nn, name)(16, 1e-5, **options), getattr(nn, name)(16, 1e-5, **options)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn(16))
+    assert ours.load_state_dict(theirs.state_dict()) == theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_without_elementwise_affine_there_is_no_weight() -> None:
+    norm = nn.RMSNorm(8, elementwise_affine=False)
+    assert norm.state_dict() == {}
+    assert norm(torch.ones(2, 8)).shape == (2, 8)
+
+
+def of_transformers(module: str, name: str) -> Any:
+    return getattr(pytest.importorskip(f"transformers.models.{module}"), name)
+
+
+def config(kind: str, **options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoConfig.for_model(kind, hidden_size=16, intermediate_size=24, num_attention_heads=2, pad_token_id=0, **options)
+
+
+MLPS = {
+    "llama": ("llama.modeling_llama", "LlamaMLP", {}),
+    "gemma": ("gemma.modeling_gemma", "GemmaMLP", {"activation": "gelu_tanh"}),
+    "gemma_exact": ("gemma.modeling_gemma", "GemmaMLP", {"activation": "gelu"}),
+    "phi3": ("phi3.modeling_phi3", "Phi3MLP", {"packed": True}),
+}
+
+
+@pytest.mark.parametrize("kind", MLPS)
+def test_a_gated_mlp_takes_the_state_of_the_one_in_transformers(kind: str) -> None:
+    module, name, options = MLPS[kind]
+    activation = {"hidden_activation": "gelu", "hidden_act": "gelu"} if kind.endswith("exact") else {}
+    theirs = of_transformers(module, name)(config(kind.partition("_")[0], **activation))
+    ours = nn.GatedMLP(16, 24, **options)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_the_rotary_embedding_is_that_of_llama() -> None:
+    theirs = of_transformers("llama.modeling_llama", "LlamaRotaryEmbedding")(config("llama"))
+    ours, x, places = nn.RotaryEmbedding(8), torch.randn(2, 5, 16), torch.arange(5)[None]
+    torch.testing.assert_close(ours(x, places), theirs(x, places))
+    assert ours.state_dict() == theirs.state_dict() == {}
+
+
+def test_normalized_queries_and_keys_are_those_of_qwen3() -> None:
+    attention = of_transformers("qwen3.modeling_qwen3", "Qwen3Attention")(config("qwen3", head_dim=8, num_key_value_heads=1), 0)
+    rotate = of_transformers("qwen3.modeling_qwen3", "apply_rotary_pos_emb")
+    state = {name: torch.randn(8) for name in ("q_norm.weight", "k_norm.weight")}
+    attention.load_state_dict(state, strict=False)
+    ours = nn.QKNormRoPE(8)
+    ours.load_state_dict(state)
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 1, 5, 8)
+    cos, sin = nn.RotaryEmbedding(8)(q, torch.arange(5)[None])
+    torch.testing.assert_close(ours(q, k, cos, sin), rotate(attention.q_norm(q), attention.k_norm(k), cos, sin))
+
+
+def test_interleaved_angles_are_for_neighboring_columns() -> None:
+    q, positions = torch.randn(1, 2, 5, 8), torch.arange(5)[None]
+    apart = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    (turned, _), (expected, _) = (
+        nn.RoPE(interleaved=interleaved)(x, x, *nn.RotaryEmbedding(8, interleaved=interleaved)(x, positions))
+        for interleaved, x in ((True, q), (False, q[..., apart]))
+    )
+    torch.testing.assert_close(turned[..., apart], expected)
+
+
+# -- options
+
+
+def test_an_option_that_may_be_a_tensor_can_come_with_the_call() -> None:
+    logits, target = torch.randn(4, 9), torch.arange(4)
+    loss = nn.CrossEntropyLoss(reduction="mean", normalizer=2.0)
+    assert torch.equal(loss(logits, target, normalizer=8.0), cross_entropy(logits, target, normalizer=8.0))
+    assert torch.equal(loss(logits, target), cross_entropy(logits, target, normalizer=2.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.CrossEntropyLoss(label_smooting=0.1), "CrossEntropyLoss: options must be among ignore_index, .* Did you mean 'label_smoothing'"),
+        (lambda: nn.RMSNorm(8, offset=1.0), "RMSNorm: options must be among weight_offset, cast, got 'offset'"),
+        (lambda: nn.LayerNorm(8, cast="input"), "LayerNorm: options must be none, got 'cast'"),
+        (lambda: nn.GatedMLP(8, 8, activation="relu"), "GatedMLP: activation must be one of 'silu', 'gelu_tanh', 'gelu', got 'relu'"),
+        (lambda: nn.RotaryEmbedding(7), "RotaryEmbedding: rotary must be even and > 0, got 7"),
+    ],
+    ids=["loss", "norm", "norm_without_options", "mlp", "rotary"],
+)  # fmt: skip
+def test_a_wrong_option_is_an_error_when_the_module_is_made(make: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+def test_too_many_tensors_are_an_error() -> None:
+    with pytest.raises(TypeError, match="ReLUSquared: the call must have at most x, got 2 values"):
+        nn.ReLUSquared()(torch.ones(1), torch.ones(1))
+
+
+def test_a_module_prints_its_options() -> None:
+    assert str(nn.LinearCrossEntropyLoss(softcap=30.0)) == "LinearCrossEntropyLoss(softcap=30.0)"
+    assert str(nn.RMSNorm(8, weight_offset=1.0)) == "RMSNorm(8, eps=1e-06, weight_offset=1.0)"
+
+
+# -- modules in a model
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(20, 16)
+        self.attended, self.mlp = nn.AddRMSNorm(16), nn.GatedMLP(16, 24)
+        self.norm, self.head = nn.LayerNorm(16), torch.nn.Linear(16, 20, bias=False)
+        self.loss = nn.LinearCrossEntropyLoss(ignore_index=0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        normed, x = self.attended(x, x)
+        x = self.norm(x + self.mlp(normed))
+        loss: Tensor = self.loss(x[:, :-1].flatten(0, 1), self.head.weight, ids[:, 1:].flatten())
+        return loss
+
+
+def gradients(model: torch.nn.Module, call: Any, ids: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    call(ids).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("way", ["copied", "pickled", "compiled"])
+def test_a_model_of_modules_trains_when_it_is(way: str) -> None:
+    model, ids = Model(), torch.randint(1, 20, (2, 6))
+    expected = gradients(model, model, ids)
+    torch._dynamo.reset()
+    other = {"copied": copy.deepcopy, "pickled": lambda m: pickle.loads(pickle.dumps(m)), "compiled": lambda m: m}[way](model)
+    call = torch.compile(other, fullgraph=True, backend="aot_eager") if way == "compiled" else other
+    torch.testing.assert_close(gradients(other, call, ids), expected)
+
+
+def test_the_loss_module_is_the_op() -> None:
+    hidden, weight, target = normal(torch.device("cpu"), torch.float32, 5, 8), torch.randn(9, 8), torch.arange(5)
+    assert torch.equal(
+        nn.LinearCrossEntropyLoss(softcap=5.0)(hidden, weight, target), linear_cross_entropy(hidden, weight, target, softcap=5.0)
+    )
+
+
+def test_an_op_of_a_package_of_its_own_becomes_a_module() -> None:
+    def check(x: Tensor, factor: float = 2.0) -> None: ...
+
+    nothing: Any = lambda *args: iter(())  # noqa: E731
+
+    @op(check=check, samples=nothing, misuses=nothing, workloads=nothing, work=nothing)
+    def scaled(x: Tensor, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+    assert nn.function_module("Scaled", scaled)(factor=3.0)(torch.ones(())) == 3.0
