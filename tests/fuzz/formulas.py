@@ -135,6 +135,18 @@ def linear_cross_entropy(
     return _loss(z, target, reduction=reduction, normalizer=normalizer, token_weight=token_weight, return_metrics=return_metrics, **options)
 
 
+def lora_linear(
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None, base: Tensor | None = None
+) -> Tensor:
+    own = base
+    if weight is not None:
+        own = torch.einsum("...k,mk->...m", x, weight)
+        own = own if bias is None else own + bias
+    small = torch.einsum("...k,rk->...r", x.to(a.dtype), a)
+    assert own is not None
+    return (own + torch.einsum("...r,mr->...m", small, b) * scale).to(x.dtype)
+
+
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
