@@ -175,7 +175,7 @@ def lora_linear(draw: Draw, limits: Limits) -> Example:
         if draw(st.booleans()):
             arguments["bias"] = floats(draw, (outer,), dtype)
     else:
-        arguments["base"] = floats(draw, (*shape, outer), dtype)
+        arguments["base"] = floats(draw, (*shape, outer), draw(st.sampled_from((dtype, own))))
     return example(draw, arguments, ("x", "weight", "a", "b", "bias", "base"))
 
 

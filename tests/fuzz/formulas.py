@@ -144,7 +144,7 @@ def lora_linear(
         own = own if bias is None else own + bias
     small = torch.einsum("...k,rk->...r", x.to(a.dtype), a)
     assert own is not None
-    return (own + torch.einsum("...r,mr->...m", small, b) * scale).to(x.dtype)
+    return (own + torch.einsum("...r,mr->...m", small, b) * scale).to(own.dtype)
 
 
 def linear_log_prob(

@@ -64,8 +64,10 @@ def factor(matrix: Tensor, rows: torch.dtype, order: tuple[int, ...], dim: int) 
 
 
 def factor_columns(rows: Tensor, adapter: Tensor, rank: int) -> tuple[int, torch.dtype]:
-    """The number of columns of a left factor, and its dtype."""
-    return (3 * rank, rows.dtype) if is_split(rows.dtype, adapter.dtype) else (rank, adapter.dtype)
+    """The number of columns of a left factor, and its dtype: float32 beside float16, which scaled sums may overflow."""
+    if is_split(rows.dtype, adapter.dtype):
+        return 3 * rank, rows.dtype
+    return rank, torch.float32 if adapter.dtype == torch.float16 else adapter.dtype
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ class LowRank:
     def _allocate(
         self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None, projected: Tensor, scale: float
     ) -> Outputs:  # fmt: skip
-        return (torch.empty(x.shape[0], b.shape[0], dtype=x.dtype, device=x.device),)
+        return (torch.empty(x.shape[0], b.shape[0], dtype=x.dtype if base is None else base.dtype, device=x.device),)
 
     def _launch(
         self, y: Tensor, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None,
@@ -149,7 +151,7 @@ class LowRank:
             torch.empty(a.shape, dtype=a.dtype, device=device) if needs[2] else None,
             torch.empty(b.shape, dtype=b.dtype, device=device) if needs[3] else None,
             torch.empty(outer, dtype=x.dtype, device=device) if needs[4] else None,
-            torch.empty(rows, outer, dtype=x.dtype, device=device) if needs[5] else None,
+            torch.empty(rows, outer, dtype=grad_y.dtype, device=device) if needs[5] else None,
         )
 
     def _recycle_backward(
@@ -164,6 +166,10 @@ class LowRank:
         scale: float, needs: list[bool],
     ) -> None:  # fmt: skip
         grad_x, grad_weight, grad_a, grad_b, grad_bias, grad_base = gradients
+        if grad_base is not None and grad_base is not grad_y:
+            grad_base.copy_(grad_y)
+        # More precise only beside such a base; autograd itself would cast the gradient of what is added to it.
+        grad_y = grad_y.to(x.dtype)
         if grad_x is not None or grad_a is not None:
             columns, dtype = factor_columns(grad_y, b, b.shape[1])
             back = torch.empty(grad_y.shape[0], columns, dtype=dtype, device=x.device)
@@ -182,23 +188,23 @@ class LowRank:
             torch.mm(grad_y.t(), x, out=grad_weight)
         if grad_bias is not None:
             grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
-        if grad_base is not None and grad_base is not grad_y:
-            grad_base.copy_(grad_y)
 
 
 def add_product(base: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
     """base + left @ right, rounded once."""
-    if left.dtype == out.dtype:
+    if left.dtype == out.dtype == base.dtype:
         torch.addmm(base, left, right, out=out)
+    elif left.dtype != out.dtype == torch.float32 and left.is_cuda:
+        torch.addmm(base, left, right, out_dtype=torch.float32, out=out)
     else:
-        torch.add(base, left @ right, out=out)
+        out.copy_(base + matmul(left, right))
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> None:
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     else:
-        out.copy_(left @ right)
+        out.copy_(matmul(left, right))
 
 
 @functools.cache

@@ -56,8 +56,10 @@ def check(
     checks.same_dtype(NAME, "a", a, b=b)
     low = autocast_dtype(x.device.type)
     if low is None:
-        checks.same_dtype(NAME, "x", x, weight=weight, bias=bias, base=base)
+        checks.same_dtype(NAME, "x", x, weight=weight, bias=bias)
     own = low or x.dtype
+    if base is not None and base.dtype not in (own, accumulator(own)):
+        checks.fail(DtypeError, NAME, f"base must have dtype {own} like x, or {accumulator(own)}, got {base.dtype}; cast it")
     if a.dtype not in (own, accumulator(own)) and not (low is not None and a.dtype in (torch.float32, x.dtype)):
         sentence = f"a and b must have dtype {own} like x, or {accumulator(own)}, got {a.dtype}; cast them"
         checks.fail(DtypeError, NAME, sentence)
@@ -83,6 +85,10 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("base", (x, None, a, b, 0.5), {"base": base}, why="the layer's own output is given: its weight is quantized")
     x, _, a, b = call((5,), 16, 40, 4, dtype)
     yield Sample("base_low_adapter", (x, None, a, b), {"base": normal(device, dtype, 5, 40)}, why="as base, all in one dtype")
+    x, _, a, b = call((5,), 16, 40, 4)
+    yield Sample(
+        "float32_base", (x, None, a, b), {"base": normal(device, wide, 5, 40)}, why="the layer's own output has more precision than x"
+    )
     for name, scale in (("negative_scale", -0.5), ("zero_scale", 0.0)):
         yield Sample(name, (*call((5,), 16, 40, 4), scale), why="any scale: with 0 the adapter gets zero gradients")
     x, weight, a, b = call((5,), 16, 40, 4)
@@ -117,6 +123,8 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("weight_dtype", (x, w.bfloat16(), a, b), DtypeError, message)
     message = "b must have dtype torch.float32 like a, got torch.float64; cast one of them"
     yield misuse("adapter_dtypes", (x, w, a, b.double()), DtypeError, message)
+    message = "base must have dtype torch.float32 like x, or torch.float32, got torch.float64; cast it"
+    yield misuse("base_dtype", (x, None, a, b), DtypeError, message, base=torch.zeros(3, 10, device=device).double())
     message = "a and b must have dtype torch.float32 like x, or torch.float32, got torch.bfloat16; cast them"
     yield misuse("low_adapter", (x, w, a.bfloat16(), b.bfloat16()), DtypeError, message)
     yield misuse("integers", (x.int(), w, a, b), DtypeError, "x must have a floating dtype, got torch.int32")
@@ -195,8 +203,9 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
         b       (outer, rank)  dtype of a
         scale   alpha / rank for LoRA, alpha / √rank for rank-stabilized LoRA
         bias    (outer,)       dtype of x
-        base    (..., outer)   what the layer computes by itself, instead of weight and bias: for weights that are quantized or sharded
-        returns (..., outer), dtype of x
+        base    (..., outer)   dtype of x, or float32: what the layer computes by itself, instead of weight and bias, for weights that
+                               are quantized or sharded
+        returns (..., outer), dtype of x, or of base
 
         x is never cast to the dtype of the adapter. A float32 adapter beside a bfloat16 x is the sum of two bfloat16 matrices, which tensor
         cores multiply in one pass over x: results and gradients of a and b are as accurate as in float32. Kept for the backward pass are x and
@@ -209,7 +218,7 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
             supported(x, a)
         low = autocast_dtype(x.device.type)
         if low is not None:
-            x, weight, bias, base = (None if t is None else t.to(low) for t in (x, weight, bias, base))  # type: ignore[assignment]
+            x, weight, bias = (None if t is None else t.to(low) for t in (x, weight, bias))  # type: ignore[assignment]
         if a.dtype not in (x.dtype, accumulator(x.dtype)):
             a, b = a.to(x.dtype), b.to(x.dtype)
         rows = x.reshape(-1, x.shape[-1])
