@@ -140,8 +140,9 @@ def lora_linear(
 ) -> Tensor:
     own = base
     if weight is not None:
-        own = torch.einsum("...k,mk->...m", x, weight)
-        own = own if bias is None else own + bias
+        # Rounded once, as a matmul with a bias is.
+        own = torch.einsum("...k,mk->...m", x.to(wide(x.dtype)), weight.to(wide(x.dtype)))
+        own = (own if bias is None else own + bias).to(x.dtype)
     small = torch.einsum("...k,rk->...r", x.to(a.dtype), a)
     assert own is not None
     return (own + torch.einsum("...r,mr->...m", small, b) * scale).to(own.dtype)

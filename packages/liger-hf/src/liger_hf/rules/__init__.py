@@ -5,6 +5,7 @@ from liger_hf.rules.activation.rule import RULE as ACTIVATION
 from liger_hf.rules.gated_mlp.experts import RULE as EXPERTS
 from liger_hf.rules.gated_mlp.rule import RULE as GATED_MLP
 from liger_hf.rules.head.rule import RULE as HEAD
+from liger_hf.rules.lora.rule import RULE as LORA
 from liger_hf.rules.norm.rule import RULE as NORM
 from liger_hf.rules.residual.rule import RULE as RESIDUAL
 from liger_hf.rules.rotary.rule import RULE as ROTARY
@@ -14,6 +15,7 @@ RULES = (
     GATED_MLP,
     EXPERTS,
     ACTIVATION,
+    LORA,
     ROTARY,
     RESIDUAL,
     HEAD,
