@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lora_linear in Triton: core's cuBLAS matmuls of the layer, and one pass over x or the upstream gradient for each that meets the adapter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from liger_core.ops._low_rank import TORCH_PASSES, RankPasses
+from liger_core.ops.lora_linear import implementation
+from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, processors, rows_of, supported
+
+# Tensor cores multiply at least 16 columns; wider adapters are matmuls like any other.
+LEAST_RANK, MOST_RANK = 16, 64
+# Rows and columns of a tile.
+ROWS, COLUMNS = 64, 128
+# Programs of a sum over rows per multiprocessor: enough to fill the device, few enough that their partial sums are small.
+SUM_PROGRAMS = 1 if knobs.runtime.interpret else 4
+
+
+def _takes(rows: Tensor, adapter: torch.dtype, rank: int) -> bool:
+    """A kernel multiplies bfloat16 rows; other dtypes have no second half, and few bits to lose."""
+    return rows.dtype == torch.bfloat16 and adapter in (torch.bfloat16, torch.float32) and 0 < rank <= MOST_RANK and rows.numel() > 0
+
+
+def project(rows: Tensor, matrix: Tensor, scale: float, out: Tensor) -> None:
+    rank, width = matrix.shape
+    if not _takes(rows, matrix.dtype, rank):
+        TORCH_PASSES.project(rows, matrix, scale, out)
+        return
+    rows = rows_of(rows)
+    project_launch(
+        (cdiv(rows.shape[0], ROWS),), rows, matrix, out, rows.stride(0), *matrix.stride(), out.stride(0), rows.shape[0], width, rank, scale,
+        SPLIT=matrix.dtype == torch.float32, ROWS=ROWS, COLUMNS=COLUMNS, RANK=max(LEAST_RANK, power_of_two(rank)), num_warps=4, num_stages=4,
+    )  # fmt: skip
+
+
+def reduce(left: Tensor, rows: Tensor, out: Tensor) -> None:
+    rank, width = out.shape
+    if not _takes(rows, left.dtype, rank) or left.dtype != rows.dtype:
+        TORCH_PASSES.reduce(left, rows, out)
+        return
+    rows, count = rows_of(rows), rows.shape[0]
+    tiles = cdiv(width, COLUMNS)
+    parts = min(cdiv(count, ROWS), max(1, cdiv(SUM_PROGRAMS * processors(rows.device), tiles)))
+    length = cdiv(cdiv(count, ROWS), parts) * ROWS
+    parts = cdiv(count, length)
+    sums = torch.empty(parts, width, rank, dtype=torch.float32, device=rows.device)
+    reduce_launch(
+        (tiles, parts), left, rows, sums, left.stride(0), rows.stride(0), count, length, width, rank,
+        SPLIT=left.shape[1] > rank, ROWS=ROWS, COLUMNS=COLUMNS, RANK=max(LEAST_RANK, power_of_two(rank)), num_warps=4, num_stages=4,
+    )  # fmt: skip
+    if out.dtype == torch.float32:
+        torch.sum(sums, 0, out=out.t())
+    else:
+        out.t().copy_(sums.sum(0))
+
+
+@triton.jit
+def project_kernel(
+    rows, matrix, out, row_stride, rank_stride, column_stride, out_stride, count, width, rank, scale,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """One program multiplies a block of rows by the whole matrix, and writes the high, the low and again the high half of the result."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column, r = tl.arange(0, COLUMNS), tl.arange(0, RANK)
+    total = tl.zeros((ROWS, RANK), dtype=tl.float32)
+    for start in range(0, width, COLUMNS):
+        inside = start + column < width
+        mask = (row < count)[:, None] & inside[None, :]
+        value = tl.load(rows + row[:, None] * row_stride + (start + column)[None, :], mask=mask, other=0.0)
+        place = (start + column).to(tl.int64)[:, None] * column_stride + r[None, :] * rank_stride
+        factor = tl.load(matrix + place, mask=inside[:, None] & (r < rank)[None, :], other=0.0)
+        high = factor.to(value.dtype)
+        total = tl.dot(value, high, total)
+        if SPLIT:
+            total = tl.dot(value, (factor - high.to(tl.float32)).to(value.dtype), total)
+    total *= scale
+    high = total.to(out.dtype.element_ty)
+    place = out + row[:, None] * out_stride + r[None, :]
+    mask = (row < count)[:, None] & (r < rank)[None, :]
+    tl.store(place, high, mask=mask)
+    if SPLIT:
+        tl.store(place + rank, (total - high.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
+        tl.store(place + 2 * rank, high, mask=mask)
+
+
+@triton.jit
+def reduce_kernel(
+    left, rows, sums, left_stride, row_stride, count, length, width, rank,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """One program sums rowsᵀ @ left over `length` rows for a block of columns."""
+    column, r = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK)
+    first = tl.program_id(1).to(tl.int64) * length
+    total = tl.zeros((COLUMNS, RANK), dtype=tl.float32)
+    for start in range(0, length, ROWS):
+        row = first + start + tl.arange(0, ROWS)
+        inside = row < count
+        mask = inside[:, None] & (column < width)[None, :]
+        value = tl.trans(tl.load(rows + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0))
+        place = left + row[:, None] * left_stride + r[None, :]
+        mask = inside[:, None] & (r < rank)[None, :]
+        total = tl.dot(value, tl.load(place, mask=mask, other=0.0), total)
+        if SPLIT:
+            total = tl.dot(value, tl.load(place + rank, mask=mask, other=0.0), total)
+    place = (tl.program_id(1).to(tl.int64) * width + column)[:, None] * rank + r[None, :]
+    tl.store(sums + place, total, mask=(column < width)[:, None] & (r < rank)[None, :])
+
+
+project_launch = Launcher(project_kernel)
+reduce_launch = Launcher(reduce_kernel)
+lora_linear = implementation(RankPasses(project, reduce), TritonKernel, supported)
