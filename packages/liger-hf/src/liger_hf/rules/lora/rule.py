@@ -40,7 +40,13 @@ def look(module: nn.Module) -> Found | None:
     if not all(isinstance(parts.get(name), nn.ModuleDict) for name in ("lora_A", "lora_B", "lora_dropout")):
         return None
     base = parts.get("base_layer")
-    if base is None or not len(module.lora_A) or not isinstance(getattr(module, "scaling", None), dict):  # type: ignore[arg-type]
+    # PEFT adapts a parameter of any module, too; what that module does with it is its own matter.
+    if (
+        base is None
+        or hasattr(module, "parameter_name")
+        or not len(module.lora_A)
+        or not isinstance(getattr(module, "scaling", None), dict)
+    ):  # type: ignore[arg-type]
         return None
     original = forward_of(module)
     if isinstance(original, str):
@@ -86,9 +92,8 @@ def active_adapter(module: Any) -> Adapter | str:
 def _candidate(original: Callable[..., Any]) -> Candidate:
     def forward(self: Any, x: Any, *args: Any, **options: Any) -> Any:
         adapter = None if args or any(v is not None for v in options.values()) else _computed(self, x)
-        if adapter is None:
-            return original(self, x, *args, **options)
-        return _adapted(self.base_layer, x, adapter)
+        y = None if adapter is None else _adapted(self.base_layer, x, adapter)
+        return original(self, x, *args, **options) if y is None else y
 
     return Candidate(lora_linear, "", forward, lambda module: [replacement(module, forward, original)])
 
@@ -102,13 +107,17 @@ def _computed(module: Any, x: Any) -> Adapter | None:
     adapter = active_adapter(module)
     if isinstance(adapter, str) or not _is_plain(x) or not (_is_plain(adapter.a.weight) and _is_plain(adapter.b.weight)):
         return None
-    dtype = adapter.a.weight.dtype
-    autocast = torch.is_autocast_enabled(x.device.type)
-    own = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    dtype, own = adapter.a.weight.dtype, _dtype_of(x)
     if dtype != adapter.b.weight.dtype or dtype not in (own, torch.float32) or not x.is_floating_point():
         return None
     # A float32 adapter beside float64, which only an exact run has.
     return None if own == torch.float64 != dtype else adapter
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype in which a layer computes."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -116,17 +125,23 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and not (hasattr(tensor, "ds_id") or tensor.is_meta)
 
 
-def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor:
+def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor | None:
+    """The layer with its adapter; None if the layer does not return a tensor that one can be added to."""
     a, b, scale = adapter.a.weight, adapter.b.weight, adapter.scale
     dropout: Any = adapter.dropout
     if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0.0:
         # The factor 1 / (1 - p) belongs to the scale: in bfloat16 it would round x.
         kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - dropout.p)
         scale = scale / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0
-        return lora_linear(torch.where(kept, x, 0.0), None, a, b, scale, base=base(x))
+        return _added(base(x), torch.where(kept, x, 0.0), a, b, scale)
     if type(base) is nn.Linear and not hooked(base) and _is_plain(base.weight):
         return lora_linear(x, base.weight, a, b, scale, bias=base.bias)
-    return lora_linear(x, None, a, b, scale, base=base(x))
+    return _added(base(x), x, a, b, scale)
+
+
+def _added(own: Any, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor | None:
+    # A router returns a tuple.
+    return lora_linear(x, None, a, b, scale, base=own) if _is_plain(own) and own.dtype in (_dtype_of(x), torch.float32) else None
 
 
 class _Opaque(nn.Linear):
