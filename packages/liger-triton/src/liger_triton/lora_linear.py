@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from liger_core.ops._low_rank import TORCH_PASSES, RankPasses
 from liger_core.ops.lora_linear import implementation
@@ -18,7 +17,7 @@ LEAST_RANK, MOST_RANK = 16, 64
 # Rows and columns of a tile.
 ROWS, COLUMNS = 64, 128
 # Programs of a sum over rows per multiprocessor: enough to fill the device, few enough that their partial sums are small.
-SUM_PROGRAMS = 1 if knobs.runtime.interpret else 4
+SUM_PROGRAMS = 4
 
 
 def _takes(rows: Tensor, adapter: torch.dtype, rank: int) -> bool:

@@ -37,16 +37,12 @@ class Adapter(NamedTuple):
 
 def look(module: nn.Module) -> Found | None:
     parts = module._modules
-    if not all(isinstance(parts.get(name), nn.ModuleDict) for name in ("lora_A", "lora_B", "lora_dropout")):
+    adapters = [parts.get(name) for name in ("lora_A", "lora_B", "lora_dropout")]
+    if not all(isinstance(part, nn.ModuleDict) and len(part) for part in adapters):
         return None
     base = parts.get("base_layer")
     # PEFT adapts a parameter of any module, too; what that module does with it is its own matter.
-    if (
-        base is None
-        or hasattr(module, "parameter_name")
-        or not len(module.lora_A)
-        or not isinstance(getattr(module, "scaling", None), dict)
-    ):  # type: ignore[arg-type]
+    if base is None or hasattr(module, "parameter_name") or not isinstance(getattr(module, "scaling", None), dict):
         return None
     original = forward_of(module)
     if isinstance(original, str):
