@@ -227,8 +227,8 @@ MUTANTS = (
     Mutant(
         "a shared gradient reaches one input only",
         f"{CORE}/kernels.py",
-        "answer[first] = answer[last] = result",
-        "answer[first] = result",
+        "answer[extra + first] = answer[extra + last] = result",
+        "answer[extra + first] = result",
         (ACCURACY, "--backend", "triton", "-k", f"accurate and add_rms_norm and {SMALL}"),
         "test_outputs_and_gradients_are_as_accurate",
         interpreted=True,

@@ -50,6 +50,8 @@ def look(module: nn.Module) -> Found | None:
     adapter = active_adapter(module)
     if isinstance(adapter, str):
         return Found(OP, refusal=adapter)
+    if hasattr(adapter.a.weight, "ds_id"):
+        return Found(OP, refusal="ZeRO-3 has sharded its adapter, and brings it to PEFT's own forward alone")
     weight = next((p for p in base.parameters() if p.is_floating_point()), adapter.a.weight)
     narrow = adapter.a.weight.dtype == weight.dtype
     plain = type(base) is nn.Linear
