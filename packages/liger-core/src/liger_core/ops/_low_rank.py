@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matmuls of a low-rank adapter: how a float32 adapter meets low-precision rows without casting them.
 
-A float32 matrix is nearly the sum of two bfloat16 ones, high + low, with 16 bits of mantissa. A product of two such sums is
-high·high + low·high + high·low: one matmul of three times the rank, [high, low, high] @ [high, high, low]ᵀ. The rank is small, so this
-costs the tensor cores little, and the long matrices are read as often as with one.
+A float32 matrix is the sum of three bfloat16 ones, high + middle + low, each of which has 8 bits of its mantissa. Long rows meet all three in one
+pass. A product of two such sums that is rounded to bfloat16 itself needs only high·high + middle·high + low·high + high·middle: one
+matmul of four times the rank, [high, middle, low, high] @ [high, high, high, middle]ᵀ. The rank is small, so this costs the tensor cores
+little, and long matrices are read as often as with one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._inputs import accumulator
 
-# Factors of a product of two split matrices: high and low parts, side by side.
-LEFT, RIGHT = (0, 1, 0), (0, 0, 1)
+# The factors of a product of two split matrices: 0 for the high part, 1 for the middle and 2 for the low one, side by side.
+LEFT, RIGHT = (0, 1, 2, 0), (0, 0, 0, 1)
 
 
 class RankPasses(NamedTuple):
@@ -45,28 +46,30 @@ class LowRankGradients(NamedTuple):
 
 
 def is_split(rows: torch.dtype, adapter: torch.dtype) -> bool:
-    """Whether the adapter is the sum of two matrices in the dtype of the rows. Float16 has not the range for that."""
+    """Whether the adapter is the sum of three matrices in the dtype of the rows. Float16 has not the range for that."""
     return rows == torch.bfloat16 and adapter == torch.float32
 
 
-def halves(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and the low half of a float32 matrix."""
+def thirds(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The high, the middle and the low third of a float32 matrix; each difference is exact."""
     high = matrix.to(torch.bfloat16)
-    return high, (matrix - high).to(torch.bfloat16)
+    rest = matrix - high
+    middle = rest.to(torch.bfloat16)
+    return high, middle, (rest - middle).to(torch.bfloat16)
 
 
 def factor(matrix: Tensor, rows: torch.dtype, order: tuple[int, ...], dim: int) -> Tensor:
-    """A matrix as a factor of rows of this dtype; what is split has three parts along the rank."""
+    """A matrix as a factor of rows of this dtype; what is split has four parts along the rank."""
     if not is_split(rows, matrix.dtype):
         return matrix
-    both = halves(matrix)
-    return torch.cat([both[i] for i in order], dim)
+    parts = thirds(matrix)
+    return torch.cat([parts[i] for i in order], dim)
 
 
 def factor_columns(rows: Tensor, adapter: Tensor, rank: int) -> tuple[int, torch.dtype]:
     """The number of columns of a left factor, and its dtype: float32 beside float16, which scaled sums may overflow."""
     if is_split(rows.dtype, adapter.dtype):
-        return 3 * rank, rows.dtype
+        return len(LEFT) * rank, rows.dtype
     return rank, torch.float32 if adapter.dtype == torch.float16 else adapter.dtype
 
 
@@ -82,9 +85,9 @@ def project(rows: Tensor, matrix: Tensor, scale: float, out: Tensor) -> None:
     if not is_split(rows.dtype, matrix.dtype):
         out.copy_(matmul(rows, matrix.t()).mul_(scale))
         return
-    rank = matrix.shape[0]
-    both = matmul(rows, torch.cat(halves(matrix)).t())
-    torch.cat([halves((both[:, :rank] + both[:, rank:]).mul_(scale))[i] for i in LEFT], 1, out=out)
+    parts = matmul(rows, torch.cat(thirds(matrix)).t()).unflatten(1, (3, -1))
+    split = thirds(parts.sum(1).mul_(scale))
+    torch.cat([split[i] for i in LEFT], 1, out=out)
 
 
 def reduce(left: Tensor, rows: Tensor, out: Tensor) -> None:
@@ -92,8 +95,7 @@ def reduce(left: Tensor, rows: Tensor, out: Tensor) -> None:
     if left.shape[1] == rank:
         out.copy_(matmul(left.t(), rows))
         return
-    both = matmul(left[:, : 2 * rank].t(), rows)
-    torch.add(both[:rank], both[rank:], out=out)
+    torch.sum(matmul(left[:, : 3 * rank].t(), rows).unflatten(0, (3, -1)), 0, out=out)
 
 
 TORCH_PASSES = RankPasses(project, reduce)
@@ -137,9 +139,13 @@ class LowRank:
         self, y: Tensor, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None,
         projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
-        if weight is not None:
-            _ = torch.mm(x, weight.t(), out=y) if bias is None else torch.addmm(bias, x, weight.t(), out=y)
-        add_product(y if base is None else base, projected, factor(b, x.dtype, RIGHT, 1).t(), y)
+        right = factor(b, x.dtype, RIGHT, 1).t()
+        if weight is None:
+            add_product(base, projected, right, y)
+            return
+        # The small product first: the large matmul adds to it while it computes, which a pass over its result would cost extra.
+        add_product(bias, projected, right, y)
+        torch.addmm(y, x, weight.t(), out=y)
 
     def _allocate_backward(
         self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor, scale: float, needs: list[bool]
@@ -175,11 +181,9 @@ class LowRank:
             back = torch.empty(grad_y.shape[0], columns, dtype=dtype, device=x.device)
             self.passes.project(grad_y, b.t(), scale, back)
             if grad_x is not None:
-                if weight is None:
-                    product(back, factor(a, x.dtype, RIGHT, 0), grad_x)
-                else:
-                    torch.mm(grad_y, weight, out=grad_x)
-                    add_product(grad_x, back, factor(a, x.dtype, RIGHT, 0), grad_x)
+                add_product(None, back, factor(a, x.dtype, RIGHT, 0), grad_x)
+                if weight is not None:
+                    torch.addmm(grad_x, grad_y, weight, out=grad_x)
             if grad_a is not None:
                 self.passes.reduce(back, x, grad_a)
         if grad_b is not None:
@@ -190,21 +194,15 @@ class LowRank:
             grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
 
 
-def add_product(base: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
+def add_product(base: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
     """base + left @ right, rounded once."""
-    if left.dtype == out.dtype == base.dtype:
-        torch.addmm(base, left, right, out=out)
-    elif left.dtype != out.dtype == torch.float32 and left.is_cuda:
+    if left.dtype == out.dtype and (base is None or base.dtype == out.dtype):
+        _ = torch.mm(left, right, out=out) if base is None else torch.addmm(base, left, right, out=out)
+    elif base is not None and left.dtype != out.dtype == base.dtype == torch.float32 and left.is_cuda:
         torch.addmm(base, left, right, out_dtype=torch.float32, out=out)
     else:
-        out.copy_(base + matmul(left, right))
-
-
-def product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    if left.dtype == out.dtype:
-        torch.mm(left, right, out=out)
-    else:
-        out.copy_(matmul(left, right))
+        made = matmul(left, right)
+        out.copy_(made if base is None else base + made)
 
 
 @functools.cache

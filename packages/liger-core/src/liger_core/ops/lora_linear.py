@@ -92,9 +92,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for name, scale in (("negative_scale", -0.5), ("zero_scale", 0.0)):
         yield Sample(name, (*call((5,), 16, 40, 4), scale), why="any scale: with 0 the adapter gets zero gradients")
     x, weight, a, b = call((5,), 16, 40, 4)
-    yield Sample(
-        "new_adapter", (x, weight, a, torch.zeros_like(b)), why="b is zero before the first step: y is the layer's own, bit for bit"
-    )
+    yield Sample("new_adapter", (x, weight, a, torch.zeros_like(b)), why="b is zero before the first step: y is the layer's own")
     yield Sample("dominant_adapter", (*call((6,), 32, 64, 16), 64.0), why="the layer's own part is small beside the adapter's")
     yield Sample("wide_rank", (*call((5,), 8, 12, 24),), why="the rank is larger than both sides of the weight")
     for name in ("weight", "x"):
@@ -207,8 +205,8 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
                                are quantized or sharded
         returns (..., outer), dtype of x, or of base
 
-        x is never cast to the dtype of the adapter. A float32 adapter beside a bfloat16 x is the sum of two bfloat16 matrices, which tensor
-        cores multiply in one pass over x: results and gradients of a and b are as accurate as in float32. Kept for the backward pass are x and
+        x is never cast to the dtype of the adapter. A float32 adapter beside a bfloat16 x is the sum of three bfloat16 matrices, which
+        tensor cores multiply in one pass over x: gradients of a and b are as accurate as in float32. Kept for the backward pass are x and
         the rows of x aᵀ.
 
         Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
