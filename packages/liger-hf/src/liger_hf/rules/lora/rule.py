@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as global_hooks
 
 from liger_core import lora_linear
@@ -24,6 +25,8 @@ NOTHING = "no module is a linear layer with a LoRA adapter, as PEFT wraps one"
 OP = "lora_linear"
 # Sizes of the stand-in.
 INNER, OUTER, RANK = 24, 40, 8
+# Fake tensors stand for plain ones when a training run is planned.
+PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
 
 
 class Adapter(NamedTuple):
@@ -119,8 +122,8 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """A whole tensor on this device: not a DTensor, gathered by no hook of ZeRO-3, brought by none of accelerate."""
-    return type(tensor) in (Tensor, nn.Parameter) and not (hasattr(tensor, "ds_id") or tensor.is_meta)
+    """A whole tensor on this device: not a DTensor, not quantized, gathered by no hook of ZeRO-3, brought by none of accelerate."""
+    return type(tensor) in PLAIN and not (hasattr(tensor, "ds_id") or tensor.is_meta)
 
 
 def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor | None:
