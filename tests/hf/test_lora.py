@@ -14,7 +14,9 @@ import liger_hf
 from hf import sweep
 from hf.test_sweep import SAMPLE
 from hf.tiny_models import checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
+from liger_bench import checkpointing
 from liger_core.accuracy import error
+from liger_core.kernels import KERNELS
 from liger_hf.rules.lora import rule
 
 peft = pytest.importorskip("peft", reason="needs peft")
@@ -224,6 +226,28 @@ def test_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
     checkpoint_layers(model, reentrant)
     got = step(model, **tokens())
     assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_a_layer_that_keeps_its_matmuls_does_not_repeat_those_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(make())
+    expected = step(model, **tokens())
+    liger_hf.apply(model)
+    checkpointing.enable(model, "full")
+    for layer in checkpointing.layers(model):
+        checkpointing.keep(layer, checkpointing.Keeps.MATMULS)
+    launched = []
+    for kernel in KERNELS.values():
+        if kernel.name.endswith("::lora_linear"):
+            launch = kernel.launch
+            monkeypatch.setattr(kernel, "launch", lambda *args, launch=launch: (launched.append(1), launch(*args)))
+    # What is last is known after a first step.
+    for _ in range(2):
+        launched.clear()
+        got = step(model, **tokens())
+    # Only the last one of each layer may be launched again, and checkpointing ends before it.
+    assert len(launched) == 14
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def losses(model: Any, steps: int = 30) -> Tensor:
