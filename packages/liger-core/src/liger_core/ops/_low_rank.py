@@ -28,10 +28,12 @@ class RankPasses(NamedTuple):
 
     project  (rows, factor (rank, columns), scale, out): scale · rows @ factorᵀ as a left factor, see `factor_columns`
     reduce   (left factor, rows, out (rank, columns)): the sum over all rows of factorᵀ @ rows
+    right    (matrix (columns, rank), dtype of rows): the right factor that a left one is multiplied with
     """
 
     project: Callable[[Tensor, Tensor, float, Tensor], None]
     reduce: Callable[[Tensor, Tensor, Tensor], None]
+    right: Callable[[Tensor, torch.dtype], Tensor]
 
 
 class LowRankGradients(NamedTuple):
@@ -58,12 +60,12 @@ def thirds(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return high, middle, (rest - middle).to(torch.bfloat16)
 
 
-def factor(matrix: Tensor, rows: torch.dtype, order: tuple[int, ...], dim: int) -> Tensor:
-    """A matrix as a factor of rows of this dtype; what is split has four parts along the rank."""
+def right_factor(matrix: Tensor, rows: torch.dtype) -> Tensor:
+    """A matrix (columns, rank) as the right factor of a product with a left factor of rows of this dtype."""
     if not is_split(rows, matrix.dtype):
         return matrix
     parts = thirds(matrix)
-    return torch.cat([parts[i] for i in order], dim)
+    return torch.cat([parts[i] for i in RIGHT], 1)
 
 
 def factor_columns(rows: Tensor, adapter: Tensor, rank: int) -> tuple[int, torch.dtype]:
@@ -98,7 +100,7 @@ def reduce(left: Tensor, rows: Tensor, out: Tensor) -> None:
     torch.sum(matmul(left[:, : 3 * rank].t(), rows).unflatten(0, (3, -1)), 0, out=out)
 
 
-TORCH_PASSES = RankPasses(project, reduce)
+TORCH_PASSES = RankPasses(project, reduce, right_factor)
 
 
 class LowRank:
@@ -139,7 +141,7 @@ class LowRank:
         self, y: Tensor, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None,
         projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
-        right = factor(b, x.dtype, RIGHT, 1).t()
+        right = self.passes.right(b, x.dtype).t()
         if weight is None:
             add_product(base, projected, right, y)
             return
@@ -181,7 +183,7 @@ class LowRank:
             back = torch.empty(grad_y.shape[0], columns, dtype=dtype, device=x.device)
             self.passes.project(grad_y, b.t(), scale, back)
             if grad_x is not None:
-                add_product(None, back, factor(a, x.dtype, RIGHT, 0), grad_x)
+                add_product(None, back, self.passes.right(a.t(), x.dtype).t(), grad_x)
                 if weight is not None:
                     torch.addmm(grad_x, grad_y, weight, out=grad_x)
             if grad_a is not None:
