@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import liger_hf
-from hf import sweep
+from hf import sweep, tiny_models
 from hf.test_sweep import SAMPLE
-from hf.tiny_models import checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import VOCABULARY, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
 from liger_bench import checkpointing
 from liger_core.accuracy import error
 from liger_core.kernels import KERNELS
@@ -63,17 +63,26 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_adapters_get_the_gradients_of_peft(kind: str, dtype: torch.dtype) -> None:
-    plain = adapted(make(dtype=dtype, tie_word_embeddings=False), **KINDS[kind])
+def test_adapters_get_the_gradients_of_peft(kind: str) -> None:
+    plain = adapted(make(tie_word_embeddings=False), **KINDS[kind])
     patched, inputs = twin(plain), tokens()
-    layers = 14 if kind in ("lora", "rank_stabilized") else 2
-    assert liger_hf.apply(patched, **ONLY).replaced == {"lora_linear": layers}
-    got, expected, exact = step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)
-    if dtype == torch.float32:
-        assert disagreements(got, expected, exact) == {}
-    # In bfloat16 the noise of the layers is a thousand times what adapters round, so whole models are compared by their mean error.
-    ours, theirs = (sum(error(value, exact[name]).frobenius for name, value in found.items()) for found in (got, expected))
+    assert liger_hf.apply(patched, **ONLY).replaced == {"lora_linear": 14 if kind in ("lora", "rank_stabilized") else 2}
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bfloat16_gradients_are_on_average_as_close_to_float64_as_those_of_peft(kind: str) -> None:
+    plain = adapted(make(dtype=torch.bfloat16, tie_word_embeddings=False), **KINDS[kind])
+    patched = twin(plain)
+    liger_hf.apply(patched, **ONLY)
+    ours = theirs = 0.0
+    # The roundings of the layers are the larger part of both errors, and one batch has them by chance.
+    for seed in range(8):
+        ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed)).to(tiny_models.DEVICE)
+        inputs = {"input_ids": ids, "labels": ids}
+        exact = exact_step(plain, **inputs)
+        ours += sum(error(value, exact[name]).frobenius for name, value in step(patched, **inputs).items())
+        theirs += sum(error(value, exact[name]).frobenius for name, value in step(plain, **inputs).items())
     assert ours <= 1.1 * theirs
 
 

@@ -38,7 +38,7 @@ def test_it_is_a_layer_of_peft(dtype: torch.dtype, adapter: torch.dtype | None, 
     assert disagreements(lora_linear, peft, **call(device, dtype, adapter or dtype)) == []
 
 
-def test_gradients_of_a_float32_adapter_are_no_further_from_float64_than_those_of_peft(device: torch.device) -> None:
+def test_gradients_of_a_float32_adapter_are_as_close_to_float64_as_those_of_peft(device: torch.device) -> None:
     given = call(device, torch.bfloat16, torch.float32)
     upstream = torch.randn(2, ROWS // 2, OUTER, device=device).bfloat16()
     got = torch.autograd.grad(lora_linear(**given), (given["a"], given["b"]), upstream)
