@@ -111,6 +111,14 @@ def test_allocate_must_return_what_launch_takes(allocate: Callable[..., Any], ca
             made(x)
 
 
+def output_kept(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[bool]) -> None: ...
+
+
+def test_outputs_cannot_be_saved_before_the_forward() -> None:
+    with pytest.raises(TypeError, match="keep_first needs one output and a backward that takes inputs only, got y"):
+        differentiable(kernel(copy), kernel(output_kept), keep_first=True)
+
+
 def wrong_name(grad_x: Tensor, /, grad_y: Tensor, xx: Tensor, needs: list[bool]) -> None: ...
 def wrong_gradient(grad_x: Tensor, /, gard_y: Tensor, needs: list[bool]) -> None: ...
 def wrong_result(grad_z: Tensor, /, grad_y: Tensor, needs: list[bool]) -> None: ...

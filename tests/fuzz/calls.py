@@ -169,6 +169,29 @@ def linear_cross_entropy(draw: Draw, limits: Limits) -> Example:
     return example(draw, arguments | options, ("hidden", "weight", "bias"))
 
 
+def lora_linear(draw: Draw, limits: Limits) -> Example:
+    dtype = draw(st.sampled_from(limits.dtypes))
+    own = dtype if "float64" in limits.dtypes else draw(st.sampled_from((dtype, "float32")))
+    inner, outer = (size(draw, max(1, min(300, limits.elements // 64)), least=1) for _ in range(2))
+    shape = leading(draw, min(limits.rows, max(1, limits.elements // max(inner, outer))))
+    rank = size(draw, 40, least=1)
+    factor = st.sampled_from((0.1, 0.3, 1.0))
+    arguments: dict[str, Any] = {
+        "x": floats(draw, (*shape, inner), dtype),
+        "weight": None,
+        "a": floats(draw, (rank, inner), own, scale=draw(factor)),
+        "b": floats(draw, (outer, rank), own, scale=draw(factor)),
+        "scale": draw(weighted((3, (1.0, 2.0)), (1, (0.0, -0.5, 16.0)))),
+    }
+    if draw(weighted((2, (True,)), (1, (False,)))):
+        arguments["weight"] = floats(draw, (outer, inner), dtype, scale=draw(factor))
+        if draw(st.booleans()):
+            arguments["bias"] = floats(draw, (outer,), dtype)
+    else:
+        arguments["base"] = floats(draw, (*shape, outer), draw(st.sampled_from((dtype, own))))
+    return example(draw, arguments, ("x", "weight", "a", "b", "bias", "base"))
+
+
 def linear_log_prob(draw: Draw, limits: Limits) -> Example:
     arguments, shape, classes = _head(draw, limits)
     several = draw(weighted((3, ((),)), (1, ((1,), (2,), (5,), (17,)))))

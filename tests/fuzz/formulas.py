@@ -143,6 +143,19 @@ def linear_cross_entropy(
     return _loss(z, target, reduction=reduction, normalizer=normalizer, token_weight=token_weight, return_metrics=return_metrics, **options)
 
 
+def lora_linear(
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None, base: Tensor | None = None
+) -> Tensor:
+    own = base
+    if weight is not None:
+        # Rounded once, as a matmul with a bias is.
+        own = torch.einsum("...k,mk->...m", x.to(wide(x.dtype)), weight.to(wide(x.dtype)))
+        own = (own if bias is None else own + bias).to(x.dtype)
+    small = torch.einsum("...k,rk->...r", x.to(a.dtype), a)
+    assert own is not None
+    return (own + torch.einsum("...r,mr->...m", small, b) * scale).to(own.dtype)
+
+
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,

@@ -44,6 +44,8 @@ COLUMNS = {
     "q/k norm + rope": ("qk_norm_rope",),
     "head": ("linear_cross_entropy",),
 }
+# What Transformers' models do not have until PEFT wraps them (tests/hf/test_lora.py).
+ADDED = ("lora_linear",)
 # What people call the models, and their model types.
 FAMILIES = {
     "Llama 1 to 4, and models of their architecture": ("llama", "llama4_text"),

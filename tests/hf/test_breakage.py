@@ -116,7 +116,14 @@ def test_adapters_of_a_model_in_few_bits_are_trained(bits: int, tmp_path: Path) 
         model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"})
         model = with_lora(model, target_modules=["q_proj", "down_proj"])
         if patch:
-            assert liger_hf.apply(model).replaced == {"rms_norm": 5, "add_rms_norm": 2, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+            assert liger_hf.apply(model).replaced == {
+                "rms_norm": 5,
+                "add_rms_norm": 2,
+                "rope": 2,
+                "swiglu": 2,
+                "linear_cross_entropy": 1,
+                "lora_linear": 4,
+            }
         results.append(step(model, **tokens()))
     expected, got = results
     assert sum("lora_" in name for name in got) == 8

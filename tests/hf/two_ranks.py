@@ -366,7 +366,10 @@ def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool
     norms = [module for name, module in model.named_modules() if name.endswith("post_attention_layernorm")]
     hooked = patch_last and any(norm._forward_pre_hooks for norm in norms)
     residuals = {} if hooked else {"add_rms_norm": 2}
-    if model.liger_report.replaced != {"rms_norm": 5, **residuals, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}:
+    sharded = any(hasattr(parameter, "ds_id") for name, parameter in model.named_parameters() if "lora_A" in name)
+    layers = 0 if patch_last and sharded else sum(name.endswith("q_proj.lora_A") for name, _ in model.named_modules())
+    adapted = {"lora_linear": layers} if layers else {}
+    if model.liger_report.replaced != {"rms_norm": 5, **residuals, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1, **adapted}:
         raise AssertionError(f"not everything was replaced: {model.liger_report}")
     return wrapped
 

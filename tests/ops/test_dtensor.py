@@ -20,6 +20,7 @@ X, WEIGHT = torch.randn(2, 4, 16), torch.randn(16)
 QUERY, TABLE = torch.randn(2, 4, 5, 16), torch.randn(1, 5, 16)
 LOGITS, TARGET = torch.randn(8, 32), torch.arange(8)
 HIDDEN, HEAD = torch.randn(8, 16), torch.randn(32, 16)
+A, B = torch.randn(4, 16), torch.randn(32, 4)
 
 SPREAD: dict[str, tuple[Tensor, ...]] = {
     "rms_norm": (X, WEIGHT),
@@ -28,6 +29,7 @@ SPREAD: dict[str, tuple[Tensor, ...]] = {
     "swiglu": (X, X),
     "geglu": (X, X),
     "relu_squared": (X,),
+    "lora_linear": (X, HEAD, A, B),
     "rope": (QUERY, QUERY, TABLE, TABLE),
     "qk_norm_rope": (QUERY, QUERY, WEIGHT, WEIGHT, TABLE, TABLE),
 }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from liger_core.errors import OptionError
+from liger_core.kernels import KERNELS
 
 aten = torch.ops.aten
 MATMULS = frozenset(
@@ -98,7 +99,7 @@ class Matmuls:
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             if op in ATTENTION and _is_long(args[0]):
                 return CheckpointPolicy.MUST_SAVE
-            if op not in MATMULS:
+            if op not in MATMULS and not _is_adapted(op):
                 return CheckpointPolicy.PREFER_RECOMPUTE
             index = seen[context.is_recompute]
             seen[context.is_recompute] += 1
@@ -108,6 +109,11 @@ class Matmuls:
             return CheckpointPolicy.PREFER_RECOMPUTE if index == last else CheckpointPolicy.MUST_SAVE
 
         return create_selective_checkpoint_contexts(policy)
+
+
+def _is_adapted(op: Any) -> bool:
+    """Whether an op is a linear layer with its adapter, whichever backend runs it."""
+    return op in KERNELS and KERNELS[op].name.endswith("::lora_linear")
 
 
 def _is_long(query: Tensor) -> bool:

@@ -135,6 +135,11 @@ class Kernel:
         got = f"{len(outputs)} values" if isinstance(outputs, tuple) else type(outputs).__name__
         raise TypeError(f"{self.name}: allocate must return a tuple of {wanted}, as launch takes them before its slash, got {got}")
 
+    def check_plain(self, args: tuple[Any, ...], op: str) -> None:
+        """Refuse a call under torch.func transforms and forward-mode AD."""
+        if _is_transforming() and any(map(_is_transformed, args)):
+            self.refuse_transform(op)
+
     def refuse_transform(self, op: str) -> NoReturn:
         """torch.func and forward-mode AD need plain PyTorch, and most references are plain PyTorch."""
         raise Unsupported("torch.func transforms and forward-mode AD see plain PyTorch only")
@@ -237,7 +242,7 @@ def _define(library: torch.library.Library, name: str, inputs: list[str], output
 # -- autograd
 
 
-def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callable[..., Any]:
+def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_first: bool = False) -> Callable[..., Any]:
     """One differentiable function of two kernels, bound by the names of their parameters.
 
     backward's inputs are `grad_<output>`, inputs and outputs of forward under their own names (these are kept until then),
@@ -245,6 +250,9 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     the gradient of both; autograd copies a gradient that it shares before it writes to it. A last result called `scratch` is memory that
     the launch works in, and nobody's gradient. A forward that computes gradients itself, or saves what they need, has the same `needs`
     last. The first `public` outputs are returned; those without a `grad_` input are constants.
+
+    With `keep_first`, what backward needs is saved before the forward is launched, which requires that none of it is an output of forward.
+    Activation checkpointing recomputes a layer up to what is saved last, so it does not launch the last forward of a layer again.
 
     Raises TypeError, at import, if a name belongs to nothing.
     """
@@ -266,13 +274,19 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
     order = [[*kept, *options].index(names.index(n)) for n in rest]
     constants = [i for i in range(public) if i not in gradients]
     count = len(inputs)
+    if keep_first and (early or public != 1 or any(i >= count for i in kept)):
+        raise TypeError(f"{forward.name}: keep_first needs one output and a backward that takes inputs only, got {', '.join(rest)}")
     title = forward.name
     name = title.split("::")[1]
 
+    # With keep_first, an empty tensor comes before the inputs, whose node has saved what is kept.
+    extra = int(keep_first)
+
     def keep(ctx: Any, args: tuple[Any, ...], results: Outputs) -> None:
         values = (*args, *results)
-        given = ctx.needs_input_grad
-        ctx.save_for_backward(*[values[i] for i in kept])
+        given = ctx.needs_input_grad[extra:]
+        if ctx.before is None:
+            ctx.save_for_backward(*[values[i] for i in kept])
         ctx.options = [args[i] for i in options]
         ctx.needs = [given[first] or given[last] for first, last in targets]
         ctx.set_materialize_grads(False)
@@ -288,32 +302,41 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
             if grads[i] is not None:
                 break
         else:
-            return (None,) * count
-        values = (*ctx.saved_tensors, *ctx.options)
+            return (None,) * (extra + count)
+        saved = (ctx if ctx.before is None else ctx.before).saved_tensors
+        values = (*saved, *ctx.options)
         results = backward(*[grads[i] for i in gradients], *[values[i] for i in order], ctx.needs)
-        answer: list[Any] = [None] * count
+        answer: list[Any] = [None] * (extra + count)
         for (first, last), result in zip(targets, results, strict=False):
-            answer[first] = answer[last] = result
+            answer[extra + first] = answer[extra + last] = result
+        if keep_first:
+            # A gradient that is there keeps the node on the thread of the device.
+            answer[0] = grads[0].new_empty(0)
         return tuple(answer)
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
+            # None too if nothing that is kept requires a gradient: the bias does, for instance.
+            ctx.before, args = (args[0].grad_fn, args[1:]) if keep_first else (None, args)
             results = forward(*args)
             keep(ctx, args, results)
             return results[0] if public == 1 else tuple(results[:public])
 
         backward = staticmethod(derive)
 
-    traced = forward.tie(backward, public, Function.apply)
+    def apply(*args: Any) -> Any:
+        return Function.apply(*([_Kept.apply(*[args[i] for i in kept])] if keep_first else []), *args)  # type: ignore[no-untyped-call]
+
+    function = apply if keep_first else Function.apply
+    traced = forward.tie(backward, public, function)
     no = [False] * len(targets)
     groups = forward.groups
 
     def call(*args: Any) -> Any:
         if groups is not None:
             args = _flat(groups, args)
-        if _is_transforming() and any(map(_is_transformed, args)):
-            forward.refuse_transform(name)
+        forward.check_plain(args, name)
         asked = False
         if torch.is_grad_enabled():
             for i in trained:
@@ -323,12 +346,27 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1) -> Callab
         if early:
             args = (*args, [_asks(args[first]) or _asks(args[last]) for first, last in targets] if asked else no)
         if asked:
-            return traced(*args) if torch.compiler.is_compiling() else Function.apply(*args)  # type: ignore[no-untyped-call]
+            return traced(*args) if torch.compiler.is_compiling() else function(*args)
         results = forward(*args)
         return results[0] if public == 1 else tuple(results[:public])
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+class _Kept(torch.autograd.Function):
+    """A node that saves tensors for the node behind it, and returns an empty tensor that connects the two."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Any) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        first: Tensor = next(t for t in tensors if t is not None)
+        return first.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
 
 
 def _check_names(forward: Kernel, backward: Kernel, public: int) -> None:

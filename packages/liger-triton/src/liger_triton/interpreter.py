@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes Triton's interpreter round float32 → bfloat16 as the hardware does, and run functions that kernels call in half the time."""
+"""Makes Triton's interpreter round and multiply bfloat16 as the hardware does, and run functions that kernels call in half the time."""
 
 from __future__ import annotations
 
@@ -33,6 +33,27 @@ def _nearest(values: Any) -> Any:
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded).reshape(np.shape(values))
+
+
+def multiply_bfloat16() -> None:
+    """Make tl.dot read bfloat16 operands as numbers: the interpreter (Triton 3.6 to 3.9) multiplies their bits as integers."""
+    builder: Any = interpreter.InterpreterBuilder
+    if getattr(builder.create_dot, "reads_bfloat16", False):
+        return
+    inner = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return inner(self, _widened(a), _widened(b), *rest)
+
+    create_dot.reads_bfloat16 = True  # type: ignore[attr-defined]
+    builder.create_dot = create_dot
+
+
+def _widened(operand: Any) -> Any:
+    """In float32, which holds every product of two bfloat16 numbers exactly."""
+    if operand.dtype.scalar != tl.bfloat16:
+        return operand
+    return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def find_builtins_once() -> None:

@@ -123,6 +123,16 @@ def linear_cross_entropy(
     return cross_entropy(logits, target, class_weight, ignore_index, label_smoothing, softcap, reduction, normalizer)
 
 
+def lora_linear(
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, bias: Tensor | None = None, base: Tensor | None = None
+) -> Tensor:
+    """As PEFT: x in the dtype of the adapter, and everything added in it."""
+    own = F.linear(x, weight, bias) if base is None and weight is not None else base
+    if own is None:
+        raise Unsupported("it adds to a layer")
+    return (own + F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(own.dtype)
+
+
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
@@ -237,5 +247,5 @@ def _divergence(
 # Where Transformers writes an op otherwise than its reference does.
 CALLS = by_name(
     *(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob),
-    *(linear_divergence, kl_div, jsd, total_variation),
+    *(lora_linear, linear_divergence, kl_div, jsd, total_variation),
 )

@@ -5,6 +5,7 @@ from liger_hf.rules.activation.rule import RULE as ACTIVATION
 from liger_hf.rules.gated_mlp.experts import RULE as EXPERTS
 from liger_hf.rules.gated_mlp.rule import RULE as GATED_MLP
 from liger_hf.rules.head.rule import RULE as HEAD
+from liger_hf.rules.lora.rule import RULE as LORA
 from liger_hf.rules.norm.rule import RULE as NORM
 from liger_hf.rules.residual.rule import RULE as RESIDUAL
 from liger_hf.rules.rotary.rule import RULE as ROTARY
@@ -17,6 +18,7 @@ RULES = (
     ACTIVATION,
     # Before the rule for the rotary embedding alone.
     ROTARY_NORM,
+    LORA,
     ROTARY,
     RESIDUAL,
     HEAD,

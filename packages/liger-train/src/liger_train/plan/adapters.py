@@ -18,23 +18,33 @@ from liger_train.setup import Setup
 with_peft = train_model._adapted
 
 
+NAME = "default"
+
+
 class Adapted(nn.Module):
-    """A frozen linear layer plus B A x · α / rank, in the same order as peft, which determines the lifetime of intermediate results."""
+    """A frozen linear layer plus B A x · α / rank, with the parts and in the order of peft, which determine what Liger replaces and the
+    lifetime of intermediate results.
+    """
+
+    disable_adapters = merged = False
 
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.base_layer = base
+        self.active_adapters, self.scaling = [NAME], {NAME: ALPHA / RANK}
         first, second = base.weight.shape
         self.in_features, self.out_features = (second, first) if isinstance(base, nn.Linear) else (first, second)
         with base.weight.device:
-            self.lora_A = nn.Linear(self.in_features, RANK, bias=False, dtype=torch.float32)
-            self.lora_B = nn.Linear(RANK, self.out_features, bias=False, dtype=torch.float32)
+            a = nn.Linear(self.in_features, RANK, bias=False, dtype=torch.float32)
+            b = nn.Linear(RANK, self.out_features, bias=False, dtype=torch.float32)
+        self.lora_A, self.lora_B = nn.ModuleDict({NAME: a}), nn.ModuleDict({NAME: b})
+        self.lora_dropout = nn.ModuleDict({NAME: nn.Identity()})
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.base_layer(x)
-        dtype = result.dtype
-        x = x.to(self.lora_A.weight.dtype)
-        result = result + self.lora_B(self.lora_A(x)) * (ALPHA / RANK)
+        dtype, a, b = result.dtype, self.lora_A[NAME], self.lora_B[NAME]
+        x = x.to(next(a.parameters()).dtype)
+        result = result + b(a(x)) * self.scaling[NAME]
         return result.to(dtype)
 
 

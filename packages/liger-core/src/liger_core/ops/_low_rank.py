@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matmuls of a low-rank adapter: how a float32 adapter meets low-precision rows without casting them.
+
+A float32 matrix is the sum of three bfloat16 ones, high + middle + low, each of which has 8 bits of its mantissa. Long rows meet all three in one
+pass. A product of two such sums that is rounded to bfloat16 itself needs only high·high + middle·high + low·high + high·middle: one
+matmul of four times the rank, [high, middle, low, high] @ [high, high, high, middle]ᵀ. The rank is small, so this costs the tensor cores
+little, and long matrices are read as often as with one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.ops._inputs import accumulator
+
+# The factors of a product of two split matrices: 0 for the high part, 1 for the middle and 2 for the low one, side by side.
+LEFT, RIGHT = (0, 1, 2, 0), (0, 0, 0, 1)
+
+
+class RankPasses(NamedTuple):
+    """What a backend brings: passes over long matrices that meet the adapter.
+
+    project  (rows, factor (rank, columns), scale, out): scale · rows @ factorᵀ as a left factor, see `factor_columns`
+    reduce   (left factor, rows, out (rank, columns)): the sum over all rows of factorᵀ @ rows
+    right    (matrix (columns, rank), dtype of rows): the right factor that a left one is multiplied with
+    """
+
+    project: Callable[[Tensor, Tensor, float, Tensor], None]
+    reduce: Callable[[Tensor, Tensor, Tensor], None]
+    right: Callable[[Tensor, torch.dtype], Tensor]
+
+
+class LowRankGradients(NamedTuple):
+    """The gradients of all inputs; None for those that are not required."""
+
+    grad_x: Tensor | None
+    grad_weight: Tensor | None
+    grad_a: Tensor | None
+    grad_b: Tensor | None
+    grad_bias: Tensor | None
+    grad_base: Tensor | None
+
+
+def is_split(rows: torch.dtype, adapter: torch.dtype) -> bool:
+    """Whether the adapter is the sum of three matrices in the dtype of the rows. Float16 has not the range for that."""
+    return rows == torch.bfloat16 and adapter == torch.float32
+
+
+def thirds(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The high, the middle and the low third of a float32 matrix; each difference is exact."""
+    high = matrix.to(torch.bfloat16)
+    rest = matrix - high
+    middle = rest.to(torch.bfloat16)
+    return high, middle, (rest - middle).to(torch.bfloat16)
+
+
+def right_factor(matrix: Tensor, rows: torch.dtype) -> Tensor:
+    """A matrix (columns, rank) as the right factor of a product with a left factor of rows of this dtype."""
+    if not is_split(rows, matrix.dtype):
+        return matrix
+    parts = thirds(matrix)
+    return torch.cat([parts[i] for i in RIGHT], 1)
+
+
+def factor_columns(rows: Tensor, adapter: Tensor, rank: int) -> tuple[int, torch.dtype]:
+    """The number of columns of a left factor, and its dtype: float32 beside float16, which scaled sums may overflow."""
+    if is_split(rows.dtype, adapter.dtype):
+        return len(LEFT) * rank, rows.dtype
+    return rank, torch.float32 if adapter.dtype == torch.float16 else adapter.dtype
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, summed and returned in float32 (float64 for float64); only tensor cores multiply low precision without casts."""
+    wide = accumulator(torch.promote_types(a.dtype, b.dtype))
+    if a.dtype == b.dtype != wide and a.is_cuda:
+        return torch.mm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
+
+
+def project(rows: Tensor, matrix: Tensor, scale: float, out: Tensor) -> None:
+    if not is_split(rows.dtype, matrix.dtype):
+        out.copy_(matmul(rows, matrix.t()).mul_(scale))
+        return
+    parts = matmul(rows, torch.cat(thirds(matrix)).t()).unflatten(1, (3, -1))
+    split = thirds(parts.sum(1).mul_(scale))
+    torch.cat([split[i] for i in LEFT], 1, out=out)
+
+
+def reduce(left: Tensor, rows: Tensor, out: Tensor) -> None:
+    rank = out.shape[0]
+    if left.shape[1] == rank:
+        out.copy_(matmul(left.t(), rows))
+        return
+    torch.sum(matmul(left[:, : 3 * rank].t(), rows).unflatten(0, (3, -1)), 0, out=out)
+
+
+TORCH_PASSES = RankPasses(project, reduce, right_factor)
+
+
+class LowRank:
+    """The kernels of linear layers with an adapter, for a backend's passes."""
+
+    def __init__(self, passes: RankPasses, make_kernel: Callable[..., Kernel]) -> None:
+        self.passes = passes
+        self.project = make_kernel("lora_project", self._allocate_project, self._launch_project)
+        self.linear = differentiable(
+            make_kernel("lora_linear", self._allocate, self._launch),
+            make_kernel("lora_linear_backward", self._allocate_backward, self._launch_backward, self._recycle_backward),
+            keep_first=True,
+        )
+
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float, bias: Tensor | None, base: Tensor | None
+    ) -> Tensor:
+        self.project.check_plain((x, weight, a, b, bias, base), "lora_linear")
+        # A constant for autograd: the gradients of x and a through it are part of the backward pass below.
+        with torch.no_grad():
+            (projected,) = self.project(x, a, scale)
+        y: Tensor = self.linear(x, weight, a, b, bias, base, projected, scale)
+        return y
+
+    def _allocate_project(self, x: Tensor, a: Tensor, scale: float) -> Outputs:
+        columns, dtype = factor_columns(x, a, a.shape[0])
+        return (torch.empty(x.shape[0], columns, dtype=dtype, device=x.device),)
+
+    def _launch_project(self, projected: Tensor, /, x: Tensor, a: Tensor, scale: float) -> None:
+        self.passes.project(x, a, scale, projected)
+
+    def _allocate(
+        self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None, projected: Tensor, scale: float
+    ) -> Outputs:  # fmt: skip
+        return (torch.empty(x.shape[0], b.shape[0], dtype=x.dtype if base is None else base.dtype, device=x.device),)
+
+    def _launch(
+        self, y: Tensor, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None,
+        projected: Tensor, scale: float,
+    ) -> None:  # fmt: skip
+        right = self.passes.right(b, x.dtype).t()
+        if weight is None:
+            add_product(base, projected, right, y)
+            return
+        # The small product first: the large matmul adds to it while it computes, which a pass over its result would cost extra.
+        add_product(bias, projected, right, y)
+        torch.addmm(y, x, weight.t(), out=y)
+
+    def _allocate_backward(
+        self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor, scale: float, needs: list[bool]
+    ) -> Outputs:
+        (rows, outer), device = grad_y.shape, x.device
+        return (
+            torch.empty(x.shape, dtype=x.dtype, device=device) if needs[0] else None,
+            torch.empty(weight.shape, dtype=weight.dtype, device=device) if needs[1] and weight is not None else None,
+            torch.empty(a.shape, dtype=a.dtype, device=device) if needs[2] else None,
+            torch.empty(b.shape, dtype=b.dtype, device=device) if needs[3] else None,
+            torch.empty(outer, dtype=x.dtype, device=device) if needs[4] else None,
+            torch.empty(rows, outer, dtype=grad_y.dtype, device=device) if needs[5] else None,
+        )
+
+    def _recycle_backward(
+        self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor, scale: float, needs: list[bool]
+    ) -> Outputs:
+        """The gradient of base is the upstream one itself."""
+        made = self._allocate_backward(grad_y, x, weight, a, b, projected, scale, [*needs[:5], False])
+        return (*made[:5], grad_y if needs[5] else None)
+
+    def _launch_backward(
+        self, gradients: LowRankGradients, /, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor,
+        scale: float, needs: list[bool],
+    ) -> None:  # fmt: skip
+        grad_x, grad_weight, grad_a, grad_b, grad_bias, grad_base = gradients
+        if grad_base is not None and grad_base is not grad_y:
+            grad_base.copy_(grad_y)
+        # More precise only beside such a base; autograd itself would cast the gradient of what is added to it.
+        grad_y = grad_y.to(x.dtype)
+        if grad_x is not None or grad_a is not None:
+            columns, dtype = factor_columns(grad_y, b, b.shape[1])
+            back = torch.empty(grad_y.shape[0], columns, dtype=dtype, device=x.device)
+            self.passes.project(grad_y, b.t(), scale, back)
+            if grad_x is not None:
+                add_product(None, back, self.passes.right(a.t(), x.dtype).t(), grad_x)
+                if weight is not None:
+                    torch.addmm(grad_x, grad_y, weight, out=grad_x)
+            if grad_a is not None:
+                self.passes.reduce(back, x, grad_a)
+        if grad_b is not None:
+            self.passes.reduce(projected, grad_y, grad_b.t())
+        if grad_weight is not None:
+            torch.mm(grad_y.t(), x, out=grad_weight)
+        if grad_bias is not None:
+            grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
+
+
+def add_product(base: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
+    """base + left @ right, rounded once."""
+    if left.dtype == out.dtype and (base is None or base.dtype == out.dtype):
+        _ = torch.mm(left, right, out=out) if base is None else torch.addmm(base, left, right, out=out)
+    elif base is not None and left.dtype != out.dtype == base.dtype == torch.float32 and left.is_cuda:
+        torch.addmm(base, left, right, out_dtype=torch.float32, out=out)
+    else:
+        made = matmul(left, right)
+        out.copy_(made if base is None else base + made)
+
+
+@functools.cache
+def low_rank(passes: RankPasses, make_kernel: Callable[..., Kernel]) -> Any:
+    return LowRank(passes, make_kernel)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lora_linear: a linear layer with a low-rank adapter (LoRA) beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DtypeError, OptionError, ShapeError
+from liger_core.kernels import Kernel, reference_kernel
+from liger_core.layout import Layout
+from liger_core.op import Misuse, Product, Sample, Work, Workload, op
+from liger_core.ops._chunked_loss import autocast_dtype
+from liger_core.ops._inputs import accumulator, misuses_of, normal, workload
+from liger_core.ops._low_rank import TORCH_PASSES, RankPasses, low_rank
+
+NAME = "lora_linear"
+# The linear layers of Llama 3 8B: rows, input and output columns.
+USUAL = ((32768, 4096, 4096), (32768, 4096, 14336), (32768, 14336, 4096))
+
+
+def check(
+    x: Tensor,
+    weight: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    scale: float = 1.0,
+    *,
+    bias: Tensor | None = None,
+    base: Tensor | None = None,
+) -> None:
+    checks.floating(NAME, 3, x=x, a=a, b=b, weight=weight, bias=bias, base=base)
+    checks.at_least_one_dimension(NAME, "x", x)
+    checks.finite(NAME, "scale", scale)
+    if a.dim() != 2 or a.shape[1] != x.shape[-1]:
+        checks.fail(ShapeError, NAME, f"a must have shape (rank, {x.shape[-1]}) to match x {checks.shape(x)}, got {checks.shape(a)}")
+    if b.dim() != 2 or b.shape[1] != a.shape[0]:
+        checks.fail(ShapeError, NAME, f"b must have shape (outputs, {a.shape[0]}) to match a {checks.shape(a)}, got {checks.shape(b)}")
+    if (weight is None) == (base is None):
+        given = "neither" if base is None else "both"
+        checks.fail(OptionError, NAME, f"either weight or base must be given, got {given}")
+    if weight is not None and weight.shape != (b.shape[0], x.shape[-1]):
+        wanted = (b.shape[0], x.shape[-1])
+        checks.fail(ShapeError, NAME, f"weight must have shape {wanted} to match b and x, got {checks.shape(weight)}")
+    if base is not None:
+        wanted = (*x.shape[:-1], b.shape[0])
+        if base.shape != wanted:
+            checks.fail(ShapeError, NAME, f"base must have shape {wanted} to match x and b, got {checks.shape(base)}")
+        if bias is not None:
+            checks.fail(OptionError, NAME, "bias must be None where base is given, which has it already")
+    checks.vector(NAME, "bias", bias, b.shape[0], "b", b)
+    checks.same_dtype(NAME, "a", a, b=b)
+    low = autocast_dtype(x.device.type)
+    if low is None:
+        checks.same_dtype(NAME, "x", x, weight=weight, bias=bias)
+    own = low or x.dtype
+    if base is not None and base.dtype not in (own, accumulator(own)):
+        checks.fail(DtypeError, NAME, f"base must have dtype {own} like x, or {accumulator(own)}, got {base.dtype}; cast it")
+    if a.dtype not in (own, accumulator(own)) and not (low is not None and a.dtype in (torch.float32, x.dtype)):
+        sentence = f"a and b must have dtype {own} like x, or {accumulator(own)}, got {a.dtype}; cast them"
+        checks.fail(DtypeError, NAME, sentence)
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    wide = accumulator(dtype)
+
+    def call(rows: tuple[int, ...], inner: int, outer: int, rank: int, own: torch.dtype = wide) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, weight = normal(device, dtype, *rows, inner), normal(device, dtype, outer, inner, scale=inner**-0.5)
+        return x, weight, normal(device, own, rank, inner, scale=inner**-0.5), normal(device, own, outer, rank, scale=0.3)
+
+    yield Sample("float32_adapter", (*call((6,), 32, 64, 16), 0.5), why="the adapter is in float32, as PEFT keeps it")
+    yield Sample("low_adapter", (*call((6,), 32, 64, 16, dtype), 2.0), why="the adapter has the dtype of x")
+    yield Sample("odd_sizes", (*call((7,), 33, 101, 3), 0.5), why="nothing is a power of two")
+    yield Sample("leading_shape", (*call((2, 3), 16, 40, 4), 2.0), why="any leading shape")
+    yield Sample("several_tiles", (*call((300,), 160, 200, 20), 0.5), why="rows and columns take several tiles of a kernel")
+    yield Sample("no_leading_shape", (*call((), 16, 40, 4),), why="a single row without a leading dimension")
+    bias = normal(device, dtype, 40)
+    yield Sample("bias", (*call((5,), 16, 40, 4),), {"bias": bias}, why="the layer has a bias, with a gradient")
+    x, _, a, b = call((2, 5), 16, 40, 4)
+    base = normal(device, dtype, 2, 5, 40)
+    yield Sample("base", (x, None, a, b, 0.5), {"base": base}, why="the layer's own output is given: its weight is quantized")
+    x, _, a, b = call((5,), 16, 40, 4, dtype)
+    yield Sample("base_low_adapter", (x, None, a, b), {"base": normal(device, dtype, 5, 40)}, why="as base, all in one dtype")
+    x, _, a, b = call((5,), 16, 40, 4)
+    yield Sample(
+        "float32_base", (x, None, a, b), {"base": normal(device, wide, 5, 40)}, why="the layer's own output has more precision than x"
+    )
+    for name, scale in (("negative_scale", -0.5), ("zero_scale", 0.0)):
+        yield Sample(name, (*call((5,), 16, 40, 4), scale), why="any scale: with 0 the adapter gets zero gradients")
+    x, weight, a, b = call((5,), 16, 40, 4)
+    yield Sample("new_adapter", (x, weight, a, torch.zeros_like(b)), why="b is zero before the first step: y is the layer's own")
+    yield Sample("dominant_adapter", (*call((6,), 32, 64, 16), 64.0), why="the layer's own part is small beside the adapter's")
+    yield Sample("wide_rank", (*call((5,), 8, 12, 24),), why="the rank is larger than both sides of the weight")
+    for name in ("weight", "x"):
+        yield Sample(f"frozen_{name}", (*call((9,), 20, 70, 8), 0.5), why=f"no work for the gradient of {name}", frozen=(name,))
+    x, weight, a, b = call((16,), 16, 40, 4)
+    yield Sample("transposed", (x.t().contiguous().t()[:, :16], weight.t().contiguous().t(), a, b), why="x and weight are transposed views")
+    yield Sample("strided_rows", (normal(device, dtype, 5, 48)[:, 7:23], weight, a, b), why="rows are read through their stride")
+    yield Sample("one_row", (*call((1,), 16, 30, 4),), why="a single row")
+    yield Sample("empty", (*call((0,), 16, 30, 4),), why="no rows: the gradients of the adapter are zero")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    misuse = misuses_of(NAME)
+    x, w = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device)
+    a, b = torch.zeros(4, 8, device=device), torch.zeros(10, 4, device=device)
+    yield misuse("a_shape", (x, w, a[:, :7], b), ShapeError, "a must have shape (rank, 8) to match x (3, 8), got (4, 7)")
+    yield misuse("b_shape", (x, w, a, b[:, :3]), ShapeError, "b must have shape (outputs, 4) to match a (4, 8), got (10, 3)")
+    yield misuse("weight_shape", (x, w[:9], a, b), ShapeError, "weight must have shape (10, 8) to match b and x, got (9, 8)")
+    yield misuse("bias_shape", (x, w, a, b), ShapeError, "bias must have shape (10,) to match b (10, 4), got (8,)", bias=x[0])
+    yield misuse("base_shape", (x, None, a, b), ShapeError, "base must have shape (3, 10) to match x and b, got (3, 8)", base=x)
+    yield misuse("neither", (x, None, a, b), OptionError, "either weight or base must be given, got neither")
+    yield misuse("both", (x, w, a, b), OptionError, "either weight or base must be given, got both", base=torch.zeros(3, 10, device=device))
+    message = "bias must be None where base is given, which has it already"
+    yield misuse("base_and_bias", (x, None, a, b), OptionError, message, base=torch.zeros(3, 10, device=device), bias=w[:, 0])
+    message = "weight must have dtype torch.float32 like x, got torch.bfloat16; cast one of them"
+    yield misuse("weight_dtype", (x, w.bfloat16(), a, b), DtypeError, message)
+    message = "b must have dtype torch.float32 like a, got torch.float64; cast one of them"
+    yield misuse("adapter_dtypes", (x, w, a, b.double()), DtypeError, message)
+    message = "base must have dtype torch.float32 like x, or torch.float32, got torch.float64; cast it"
+    yield misuse("base_dtype", (x, None, a, b), DtypeError, message, base=torch.zeros(3, 10, device=device).double())
+    message = "a and b must have dtype torch.float32 like x, or torch.float32, got torch.bfloat16; cast them"
+    yield misuse("low_adapter", (x, w, a.bfloat16(), b.bfloat16()), DtypeError, message)
+    yield misuse("integers", (x.int(), w, a, b), DtypeError, "x must have a floating dtype, got torch.int32")
+    yield misuse("scale", (x, w, a, b), OptionError, "scale must be a finite number, got nan", scale=float("nan"))
+
+
+def workloads() -> Iterator[Workload]:
+    def make(rows: int, inner: int, outer: int, rank: int) -> Callable[..., Any]:
+        def draw(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            own = accumulator(dtype)
+            x, weight = normal(device, dtype, rows, inner), normal(device, dtype, outer, inner, scale=inner**-0.5)
+            return (x, weight, normal(device, own, rank, inner, scale=inner**-0.5), normal(device, own, outer, rank, scale=0.02), 2.0), {}
+
+        return draw
+
+    def of_size(rows: int, inner: int, outer: int, rank: int = 16, axis: str = "", quick: bool = False) -> Workload:
+        made = workload(make(rows, inner, outer, rank), axis, quick, N=rows, K=inner, M=outer, R=rank)
+        return Workload(made.name, made.make, made.quick, ("weight",), made.axis)
+
+    yield of_size(512, 256, 256, quick=True)
+    for sizes in USUAL:
+        yield of_size(*sizes)
+    for rank in (8, 32, 64, 128):
+        yield of_size(*USUAL[0], rank, "R")
+
+
+def work(
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None, base: Tensor | None = None
+) -> Work:
+    """The matmuls of the layer itself; what the adapter adds is small, and could be done in the same passes."""
+    outer, inner, rows = b.shape[0], x.shape[-1], x.numel() // x.shape[-1]
+    own, size = (a.numel() + b.numel()) * a.element_size(), x.element_size()
+    moved = (x.numel() + rows * outer) * size + own
+    operations = 2 * rows * inner * outer if weight is not None else 0
+    if weight is None:
+        return Work(moved + rows * outer * size, 3 * moved)
+    products = (
+        Product(rows, inner, outer, "right"),
+        Product(rows, outer, inner, "", "x"),
+        Product(outer, rows, inner, "left", "weight"),
+    )
+    read = weight.numel() * size
+    return Work(moved + read, 2 * (moved + read), operations, 3 * operations, products[:1], products)
+
+
+LAYOUT = Layout(
+    {
+        "x": "… (inner)", "weight": "(outer) (inner)", "a": "(rank) (inner)", "b": "(outer) (rank)", "bias": "(outer)", "base": "… (outer)",
+    },
+    ("x",),
+)  # fmt: skip
+
+
+# Without an annotation of what it returns, so that its signature is that of the op.
+def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+    """lora_linear for a backend that brings the passes over x and the upstream gradient; `supported(x, a)` may decline a call."""
+    loop = low_rank(passes, make_kernel)
+
+    def lora_linear(
+        x: Tensor,
+        weight: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float = 1.0,
+        *,
+        bias: Tensor | None = None,
+        base: Tensor | None = None,
+    ) -> Tensor:
+        """Add a low-rank adapter to a linear layer.
+
+            y = x weightᵀ + bias + scale · (x aᵀ) bᵀ        or        y = base + scale · (x aᵀ) bᵀ
+
+        x       (..., inner)   any floating dtype
+        weight  (outer, inner) dtype of x (under autocast both are cast to its dtype); its gradient is computed only where it is required
+        a       (rank, inner)  dtype of x, or float32
+        b       (outer, rank)  dtype of a
+        scale   alpha / rank for LoRA, alpha / √rank for rank-stabilized LoRA
+        bias    (outer,)       dtype of x
+        base    (..., outer)   dtype of x, or float32: what the layer computes by itself, instead of weight and bias, for weights that
+                               are quantized or sharded
+        returns (..., outer), dtype of x, or of base
+
+        x is never cast to the dtype of the adapter. A float32 adapter beside a bfloat16 x is the sum of three bfloat16 matrices, which
+        tensor cores multiply in one pass over x: gradients of a and b are as accurate as in float32. Kept for the backward pass are x and
+        the rows of x aᵀ.
+
+        Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+        Hu et al. 2021, arXiv:2106.09685; scale by √rank: Kalajdzievski 2023, arXiv:2312.03732.
+        """
+        if supported is not None:
+            supported(x, a)
+        low = autocast_dtype(x.device.type)
+        if low is not None:
+            x, weight, bias = (None if t is None else t.to(low) for t in (x, weight, bias))  # type: ignore[assignment]
+        if a.dtype not in (x.dtype, accumulator(x.dtype)):
+            a, b = a.to(x.dtype), b.to(x.dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        given = None if base is None else base.reshape(-1, b.shape[0])
+        y: Tensor = loop(rows, weight, a, b, float(scale), bias, given)
+        return y.view(*x.shape[:-1], b.shape[0])
+
+    return lora_linear
+
+
+lora_linear = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=LAYOUT)(
+    implementation(TORCH_PASSES, reference_kernel)
+)

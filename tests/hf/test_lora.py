@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers with adapters of PEFT: what the op computes, what is left to PEFT, and that a model trains as without Liger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import liger_hf
+from hf import sweep, tiny_models
+from hf.test_sweep import SAMPLE
+from hf.tiny_models import VOCABULARY, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
+from liger_bench import checkpointing
+from liger_core.accuracy import error
+from liger_core.kernels import KERNELS
+from liger_hf.rules.lora import rule
+
+peft = pytest.importorskip("peft", reason="needs peft")
+# PEFT refuses the projections of Mamba, and fails itself where a linear router returns two tensors.
+ADAPTABLE = [name for name in SAMPLE if name not in ("mamba2", "llama4_text")]
+ONLY = {"only": ["lora_linear"]}
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    """The model with LoRA on all linear layers of its layers, whose second factor is not zero, so that both get a gradient."""
+    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
+    return random_adapters(peft.get_peft_model(model, peft.LoraConfig(**options)).train())
+
+
+def random_adapters(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The layers that the op computes."""
+    seen: list[Any] = []
+    adapted = rule._adapted
+
+    def recorded(base: Any, *args: Any) -> Tensor:
+        seen.append(base)
+        return adapted(base, *args)
+
+    monkeypatch.setattr(rule, "_adapted", recorded)
+    return seen
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rank_stabilized": {"use_rslora": True},
+    "one_projection": {"target_modules": ["v_proj"]},
+    "saved_beside": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_get_the_gradients_of_peft(kind: str) -> None:
+    plain = adapted(make(tie_word_embeddings=False), **KINDS[kind])
+    patched, inputs = twin(plain), tokens()
+    assert liger_hf.apply(patched, **ONLY).replaced == {"lora_linear": 14 if kind in ("lora", "rank_stabilized") else 2}
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bfloat16_gradients_are_on_average_as_close_to_float64_as_those_of_peft(kind: str) -> None:
+    plain = adapted(make(dtype=torch.bfloat16, tie_word_embeddings=False), **KINDS[kind])
+    patched = twin(plain)
+    liger_hf.apply(patched, **ONLY)
+    ours = theirs = 0.0
+    # The roundings of the layers are the larger part of both errors, and one batch has them by chance.
+    for seed in range(8):
+        ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed)).to(tiny_models.DEVICE)
+        inputs = {"input_ids": ids, "labels": ids}
+        exact = exact_step(plain, **inputs)
+        ours += sum(error(value, exact[name]).frobenius for name, value in step(patched, **inputs).items())
+        theirs += sum(error(value, exact[name]).frobenius for name, value in step(plain, **inputs).items())
+    assert ours <= 1.1 * theirs
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("model_type", ADAPTABLE)
+def test_a_type_with_adapters_computes_what_it_does_without_liger(model_type: str) -> None:
+    plain = random_adapters(peft.get_peft_model(sweep.build(model_type), peft.LoraConfig(r=4, target_modules="all-linear")))
+    report, inexact, rounded = sweep._compared(plain, sweep._outcomes(plain))
+    assert (inexact, rounded) == ([], [])
+    assert report.replaced["lora_linear"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_dora": True}, "its adapter is a variant of LoRA, Dora"),
+        ({"lora_bias": True}, "its adapter does not consist of two Linear without bias"),
+    ],
+    ids=["dora", "bias"],
+)
+def test_what_the_op_does_not_compute_is_left_to_peft_with_the_reason(options: dict[str, Any], reason: str) -> None:
+    bias = {"attention_bias": True} if "lora_bias" in options else {}
+    plain = adapted(make(tie_word_embeddings=False, **bias), target_modules=["q_proj"], **options)
+    patched, inputs = twin(plain), tokens()
+    report = liger_hf.apply(patched)
+    assert [(row.verdict, row.reason) for row in report.rows if row.op == "lora_linear"] == [("left", reason)]
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+def test_two_active_adapters_are_left_to_peft_with_the_reason() -> None:
+    model = adapted(make(), target_modules=["q_proj"])
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+    (row,) = (row for row in liger_hf.apply(model).rows if row.op == "lora_linear")
+    assert (row.verdict, row.reason) == ("left", "it has 2 active adapters, and the op computes one")
+
+
+def disabled(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def merged(model: Any) -> None:
+    model.merge_adapter()
+
+
+def unmerged(model: Any) -> None:
+    model.merge_adapter()
+    model.unmerge_adapter()
+
+
+def switched(model: Any) -> None:
+    model.set_adapter("other")
+
+
+def both(model: Any) -> None:
+    model.base_model.set_adapter(["default", "other"])
+
+
+def hooked(model: Any) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def hooked_base(model: Any) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("base_layer"):
+            module.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+# What is done to a model after `apply`, and whether the op computes its layers then.
+CHANGES: dict[Callable[[Any], None], bool] = {
+    disabled: False, merged: False, unmerged: True, switched: True, both: False, hooked: False, hooked_base: True
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_active_is_looked_at_in_every_call(change: Callable[[Any], None], calls: list[Any]) -> None:
+    model = adapted(make(tie_word_embeddings=False))
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear"))
+    plain = random_adapters(model)
+    patched, inputs = twin(plain), tokens()
+    liger_hf.apply(patched, **ONLY)
+    change(plain)
+    change(patched)
+    calls.clear()
+    logits, expected = (m(**inputs).logits for m in (patched, plain))
+    torch.testing.assert_close(logits, expected)
+    assert bool(calls) == CHANGES[change]
+
+
+def test_adapters_are_disabled_within_a_block_and_active_behind_it() -> None:
+    model, inputs = adapted(make()), tokens()
+    before = model(**inputs).logits
+    liger_hf.apply(model, **ONLY)
+    with model.disable_adapter():
+        without = model(**inputs).logits
+    assert not torch.allclose(without, before)
+    torch.testing.assert_close(model(**inputs).logits, before)
+
+
+def test_undo_restores_the_forward_of_peft() -> None:
+    model, inputs = adapted(make(dtype=torch.bfloat16)), tokens()
+    before = step(model, **inputs)
+    report = liger_hf.apply(model, **ONLY)
+    report.undo()
+    after = step(model, **inputs)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_dropout_drops_the_share_that_it_should_and_keeps_the_expected_value() -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 64, bias=False))
+    model = peft.get_peft_model(layer, peft.LoraConfig(r=4, lora_alpha=4, lora_dropout=0.25, target_modules=["0"])).train()
+    (linear,) = (m for m in model.modules() if hasattr(m, "lora_A"))
+    nn.init.zeros_(linear.base_layer.weight)
+    nn.init.normal_(linear.lora_B["default"].weight)
+    x = torch.ones(4000, 64)
+    whole = linear.eval()(x)[0]
+    assert liger_hf.apply(model).replaced == {"lora_linear": 1}
+    torch.testing.assert_close(linear(x)[0], whole)
+    dropped = linear.train()(x)
+    assert not torch.equal(dropped[0], dropped[1])
+    torch.testing.assert_close(dropped.mean(0), whole, rtol=0.1, atol=0.05)
+    # The variance of a sum of 64 terms, of which a quarter is missing and the others count 4/3.
+    effective = (linear.lora_B["default"].weight @ linear.lora_A["default"].weight).detach()
+    torch.testing.assert_close(dropped.var(0), effective.square().sum(1) / 3, rtol=0.15, atol=0.0)
+
+
+def test_checkpointing_recomputes_with_the_same_dropout(calls: list[Any]) -> None:
+    model = adapted(make(), lora_dropout=0.5)
+    liger_hf.apply(model, **ONLY)
+    torch.manual_seed(7)
+    expected = step(model, **tokens())
+    checkpoint_layers(model)
+    torch.manual_seed(7)
+    got = step(model, **tokens())
+    assert calls
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, msg=name)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
+    model = adapted(make())
+    model.enable_input_require_grads()
+    liger_hf.apply(model)
+    expected = step(model, **tokens())
+    checkpoint_layers(model, reentrant)
+    got = step(model, **tokens())
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_a_layer_that_keeps_its_matmuls_does_not_repeat_those_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(make())
+    expected = step(model, **tokens())
+    liger_hf.apply(model)
+    checkpointing.enable(model, "full")
+    for layer in checkpointing.layers(model):
+        checkpointing.keep(layer, checkpointing.Keeps.MATMULS)
+    launched = []
+    for kernel in KERNELS.values():
+        if kernel.name.endswith("::lora_linear"):
+            launch = kernel.launch
+            monkeypatch.setattr(kernel, "launch", lambda *args, launch=launch: (launched.append(1), launch(*args)))
+    # What is last is known after a first step.
+    for _ in range(2):
+        launched.clear()
+        got = step(model, **tokens())
+    # Only the last one of each layer may be launched again, and checkpointing ends before it.
+    assert len(launched) == 14
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def losses(model: Any, steps: int = 30) -> Tensor:
+    """The losses of a short training run of the adapters on one batch."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    found = []
+    for _ in range(steps):
+        loss = model(**tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach().float())
+    return torch.stack(found)
+
+
+def test_a_training_run_has_the_losses_of_peft_within_the_noise_of_bfloat16() -> None:
+    plain = adapted(make(dtype=torch.bfloat16, tie_word_embeddings=False))
+    patched = twin(plain)
+    exact = losses(twin(plain).float())
+    liger_hf.apply(patched, **ONLY)
+    expected, got = losses(plain), losses(patched)
+    assert float(expected[-1]) < float(expected[0]) - 1
+    noise = (expected - exact).abs().max()
+    assert float((got - exact).abs().max()) <= 2 * float(noise)
+
+
+def test_float32_adapters_of_a_bfloat16_model_stay_float32() -> None:
+    model = adapted(make(dtype=torch.bfloat16))
+    liger_hf.apply(model)
+    step(model, **tokens())
+    assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
+    assert {p.grad.dtype for n, p in model.named_parameters() if "lora_" in n and p.grad is not None} == {torch.float32}
+
+
+def test_autocast_gives_the_dtypes_and_nearly_the_gradients_of_peft(calls: list[Any]) -> None:
+    plain = adapted(make(tie_word_embeddings=False))
+    patched, inputs = twin(plain), tokens()
+    liger_hf.apply(patched, **ONLY)
+    exact = exact_step(plain, **inputs)
+    with torch.autocast(inputs["input_ids"].device.type, dtype=torch.bfloat16):
+        got, expected = step(patched, **inputs), step(plain, **inputs)
+    assert calls
+    assert {name: value.dtype for name, value in got.items()} == {name: value.dtype for name, value in expected.items()}
+    ours, theirs = (sum(error(value, exact[name]).frobenius for name, value in found.items()) for found in (got, expected))
+    assert ours <= 1.1 * theirs
+
+
+def test_a_compiled_model_has_no_graph_break(calls: list[Any]) -> None:
+    model, inputs = adapted(make()), tokens()
+    expected = step(model, **inputs)
+    liger_hf.apply(model, **ONLY)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got = step(compiled, **inputs)
+    assert calls
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name if name == "loss" else f"_orig_mod.{name}"], value, rtol=1e-4, atol=1e-5, msg=name)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about lora_linear that its samples do not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from liger_core import lora_linear
+from liger_core.accuracy import error
+from liger_core.kernels import KERNELS
+from ops.agreement import disagreements, leaf
+
+ROWS, INNER, OUTER, RANK = 200, 64, 96, 8
+
+
+def peft(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+    """The forward of a LoRA layer of PEFT."""
+    result = F.linear(x, weight, bias)
+    return (result + F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(result.dtype)
+
+
+def call(device: torch.device, dtype: torch.dtype, adapter: torch.dtype) -> dict[str, Any]:
+    x, weight = leaf(2, ROWS // 2, INNER, device=device, dtype=dtype), leaf(OUTER, INNER, device=device, dtype=dtype, scale=INNER**-0.5)
+    a, b = leaf(RANK, INNER, device=device, dtype=adapter, scale=INNER**-0.5), leaf(OUTER, RANK, device=device, dtype=adapter, scale=0.3)
+    return {"x": x, "weight": weight.detach(), "a": a, "b": b, "scale": 2.0}
+
+
+@pytest.mark.parametrize("adapter", [torch.float32, None], ids=["float32_adapter", "adapter_as_x"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+def test_it_is_a_layer_of_peft(dtype: torch.dtype, adapter: torch.dtype | None, device: torch.device) -> None:
+    assert disagreements(lora_linear, peft, **call(device, dtype, adapter or dtype)) == []
+
+
+def test_gradients_of_a_float32_adapter_are_as_close_to_float64_as_those_of_peft(device: torch.device) -> None:
+    given = call(device, torch.bfloat16, torch.float32)
+    upstream = torch.randn(2, ROWS // 2, OUTER, device=device).bfloat16()
+    got = torch.autograd.grad(lora_linear(**given), (given["a"], given["b"]), upstream)
+    exact = {name: value.detach().double().requires_grad_() if isinstance(value, Tensor) else value for name, value in given.items()}
+    expected = torch.autograd.grad(peft(**exact), (exact["a"], exact["b"]), upstream.double())
+    theirs = torch.autograd.grad(peft(**given), (given["a"], given["b"]), upstream)
+    assert all(value.dtype == torch.float32 for value in got)
+    for ours, peers, truth in zip(got, theirs, expected, strict=True):
+        assert error(ours, truth).frobenius <= 2 * error(peers, truth).frobenius + 2.0**-22
+
+
+class Widened(TorchDispatchMode):
+    """Whether a tensor of the size of x is cast to float32."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.found = size, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype == torch.float32 and result.numel() >= self.size:
+            self.found = True
+        return result
+
+
+def test_x_is_not_cast_to_the_dtype_of_the_adapter(device: torch.device) -> None:
+    given = call(device, torch.bfloat16, torch.float32)
+    with Widened(ROWS * INNER) as casts:
+        peft(**given).sum().backward()
+    assert casts.found
+    with Widened(ROWS * INNER) as casts:
+        lora_linear(**given).sum().backward()
+    assert not casts.found
+
+
+def test_only_x_and_the_small_projection_are_kept(device: torch.device) -> None:
+    given = call(device, torch.bfloat16, torch.float32)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        lora_linear(**given)
+    fresh = [
+        t for t in kept if not any(t is value or t.data_ptr() == value.data_ptr() for value in given.values() if isinstance(value, Tensor))
+    ]
+    assert [tuple(t.shape) for t in fresh] == [(ROWS, 4 * RANK)]
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels of lora_linear that are launched from now on."""
+    names: list[str] = []
+    for kernel in KERNELS.values():
+        if "::lora_" in kernel.name:
+            monkeypatch.setattr(
+                kernel, "launch", lambda *args, kernel=kernel, launch=kernel.launch: (names.append(kernel.name), launch(*args))
+            )
+    return names
+
+
+def test_checkpointing_does_not_repeat_the_last_layer(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = call(device, torch.float32, torch.float32), call(device, torch.float32, torch.float32)
+    names = launches(monkeypatch)
+
+    def block(x: Tensor) -> Tensor:
+        inner = F.linear(lora_linear(**(first | {"x": x})), torch.ones(INNER, OUTER, device=device) / OUTER)
+        return x + lora_linear(**(second | {"x": inner}))[..., :INNER]
+
+    x = first["x"]
+    y = checkpoint(block, x, use_reentrant=False)
+    assert sum(name.endswith("lora_linear") for name in names) == 2
+    gradients = torch.autograd.grad(y.sum(), (x, first["a"], second["a"], second["b"]))
+    assert sum(name.endswith("lora_linear") for name in names) == 3
+    expected = torch.autograd.grad(block(x).sum(), (x, first["a"], second["a"], second["b"]))
+    assert all(torch.equal(value, wanted) for value, wanted in zip(gradients, expected, strict=True))
+
+
+def test_the_graph_is_freed_with_the_backward_pass(device: torch.device) -> None:
+    given = call(device, torch.float32, torch.float32)
+    y = lora_linear(**given)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
+def test_a_bias_that_is_trained_alone_gets_its_gradient(device: torch.device) -> None:
+    given = {
+        name: value.detach() if isinstance(value, Tensor) else value for name, value in call(device, torch.float32, torch.float32).items()
+    }
+    bias = torch.zeros(OUTER, device=device, requires_grad=True)
+    lora_linear(**given, bias=bias).sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.tolist() == [ROWS] * OUTER
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_autocast_computes_in_its_dtype(low: torch.dtype, device: torch.device) -> None:
+    given = call(device, torch.float32, torch.float32)
+    with torch.autocast(device.type, dtype=low):
+        y, expected = lora_linear(**given), peft(**given)
+        base = lora_linear(given["x"], None, given["a"], given["b"], 2.0, base=F.linear(given["x"], given["weight"]).float())
+    assert y.dtype == expected.dtype == low
+    assert base.dtype == torch.float32
+    exact = peft(**{name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()})
+    assert error(y, exact).frobenius <= 1.1 * error(expected, exact).frobenius
+    assert error(base, exact).frobenius <= 1.1 * error(expected, exact).frobenius
+    y.float().sum().backward()
+    assert all(given[name].grad.dtype == torch.float32 for name in ("x", "a", "b"))
