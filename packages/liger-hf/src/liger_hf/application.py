@@ -94,7 +94,10 @@ def survey(
     rows: dict[tuple[str, ...], int] = {}
     patches: list[Patch] = []
     taken: dict[tuple[int, str], str] = {}
+    replaced: set[int] = set()
     for name, module, rule, found in looked:
+        if found.fallback and id(module) in replaced:
+            continue
         decision = _decision(decisions, rule, _placed(found, device, home), wanted, verify)
         op, backend, outcome = found.op, "", LEFT
         made = decision.candidate.install(module) if decision.candidate is not None else ()
@@ -105,6 +108,7 @@ def survey(
         elif decision.candidate is not None:
             op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
             patches.extend(made)
+            replaced.add(id(module))
             taken |= dict.fromkeys(places, op)
         key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
         rows[key] = rows.get(key, 0) + 1

@@ -34,7 +34,7 @@ def grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         grid = ((cdiv(count, tiles["ROWS"]) + groups) * cdiv(columns, tiles["COLUMNS"]),)
         rows_launch(
             grid, rows, matrices, ends, out, *rows.stride(), *matrices.stride(), groups, columns, inner,
-            GROUPS=power_of_two(groups), EXACT=rows.dtype == torch.float32, **tiles,
+            GROUPS=power_of_two(groups), EXACT=_exact(rows), **tiles,
         )  # fmt: skip
     return out
 
@@ -50,7 +50,7 @@ def grouped_sum(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         grid = (groups * cdiv(outer, tiles["ROWS"]) * cdiv(columns, tiles["COLUMNS"]),)
         sum_launch(
             grid, left, right, ends, out, *left.stride(), *right.stride(), outer, columns,
-            EXACT=left.dtype == torch.float32, **tiles,
+            EXACT=_exact(left), **tiles,
         )  # fmt: skip
     return out
 
@@ -86,6 +86,20 @@ def _torch_grouped_mm(first: Tensor, second: Tensor, ends: Tensor) -> Tensor:
     return result
 
 
+def _exact(x: Tensor) -> bool:
+    """Whether to multiply in float32. The interpreter of Triton 3.6 multiplies the bits of bfloat16 as integers."""
+    return x.dtype == torch.float32 or not x.is_cuda
+
+
+@triton.jit
+def multiplied(a, b, total, EXACT: tl.constexpr):
+    """total + a @ b."""
+    if EXACT:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee" if EXACT else "tf32")
+
+
 @triton.jit
 def rows_kernel(
     rows, matrices, ends, out, row_stride, inner_stride, matrix_stride, matrix_inner, matrix_column, groups, columns, inner,
@@ -116,7 +130,7 @@ def rows_kernel(
             at = begin + step
             a = tl.load(left + at[None, :] * inner_stride, mask=row_mask & (at < inner)[None, :], other=0.0)
             b = tl.load(right + at.to(tl.int64)[:, None] * matrix_inner, mask=(at < inner)[:, None] & column_mask, other=0.0)
-            total = tl.dot(a, b, total, input_precision="ieee" if EXACT else "tf32")
+            total = multiplied(a, b, total, EXACT)
         place = out + row.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(place, total.to(out.dtype.element_ty), mask=row_mask & column_mask)
 
@@ -145,7 +159,7 @@ def sum_kernel(
         at = at.to(tl.int64)
         a = tl.load(left + at[None, :] * left_row + row[:, None] * left_column, mask=row_mask & inside[None, :], other=0.0)
         b = tl.load(right + at[:, None] * right_row + column[None, :] * right_column, mask=inside[:, None] & column_mask, other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee" if EXACT else "tf32")
+        total = multiplied(a, b, total, EXACT)
     place = out + (group.to(tl.int64) * outer + row[:, None]) * columns + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=row_mask & column_mask)
 
