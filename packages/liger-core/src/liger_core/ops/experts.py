@@ -85,7 +85,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     skewed = call(70, 2, 8, 16, 8)
     skewed[3] = torch.tensor([[3, 6]], device=device).expand(70, 2)
     yield Sample("skewed", tuple(skewed), why="two experts have several tiles of rows, the others none, the first and the last among them")
-    repeated = call(30, 3, 4, 32, 16)
+    repeated = call(90, 3, 4, 32, 16)
     repeated[3] = torch.full_like(repeated[3], 2)
     yield Sample("repeated", tuple(repeated), why="a token is routed to one expert several times")
     outside = call(61, 3, 4, 32, 16)
