@@ -224,7 +224,7 @@ def experts(
     gate_up_bias  (experts, 2·inner)            dtype of x
     down_bias     (experts, hidden)             dtype of x
     limit                                       no limit by default
-    returns       (tokens, hidden), dtype of x; sums over experts are accumulated in float32. A fused backend keeps x, gate_up's outputs and
+    returns       (tokens, hidden), dtype of x; the activation and the sum over experts are computed in float32. A fused backend keeps x, gate_up's outputs and
                                                 the order of the rows for the backward pass, and recomputes what is gathered and activated
 
     Raises ShapeError, DtypeError and OptionError for arguments that do not match; values of index are not looked at.
@@ -233,16 +233,15 @@ def experts(
     (tokens, k), (count, hidden, inner) = index.shape, down.shape
     order, place, ends = grouped(index, count)
     own, expert = (index >= 0) & (index < count), index.clamp(0, count - 1).long()
-    # Gradients of biases are summed over their rows in this dtype.
     wide = accumulator(x.dtype)
     rows = x.unsqueeze(1).expand(tokens, k, hidden).reshape(tokens * k, hidden).index_select(0, order)
-    joined = grouped_linear(rows, gate_up, ends)
+    joined = grouped_linear(rows, gate_up, ends).to(wide)
     if gate_up_bias is not None:
-        joined = (joined + gate_up_bias.to(wide)[expert.reshape(-1)[order]]).to(x.dtype)
+        joined = joined + gate_up_bias.to(wide)[expert.reshape(-1)[order]]
     gate, up = joined, None
     if gate_up.shape[1] != inner:
         gate, up = (joined[:, 0::2], joined[:, 1::2]) if interleaved else joined.chunk(2, dim=-1)
-    out = grouped_linear(_activated(gate, up, activation, limit, alpha, shift), down, ends)
+    out = grouped_linear(_activated(gate, up, activation, limit, alpha, shift).to(x.dtype), down, ends)
     parts = out.index_select(0, place).view(tokens, k, hidden).to(wide)
     if down_bias is not None:
         parts = parts + down_bias.to(wide)[expert]
