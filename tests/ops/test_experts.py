@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_core import experts, swiglu
 from ops.agreement import disagreements, leaf
 
-TOKENS, TOP, EXPERTS, HIDDEN, INNER = 40, 3, 6, 32, 16
+TOKENS, TOP, EXPERTS, HIDDEN, INNER = 20, 3, 6, 32, 16
 
 
 def routing(device: torch.device, count: int = EXPERTS) -> Tensor:
@@ -28,7 +28,8 @@ def arguments(device: torch.device, dtype: torch.dtype = torch.float32) -> dict[
         "down": (EXPERTS, HIDDEN, INNER),
         "weight": (TOKENS, TOP),
     }
-    return {name: leaf(*size, device=device, dtype=dtype) for name, size in sizes.items()}
+    scales = {"gate_up": HIDDEN**-0.5, "down": INNER**-0.5}
+    return {n: (leaf(*s, device=device) * scales.get(n, 1.0)).detach().to(dtype).requires_grad_() for n, s in sizes.items()}
 
 
 def test_one_expert_that_all_tokens_go_to_is_a_gated_mlp(device: torch.device) -> None:
