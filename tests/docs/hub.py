@@ -26,6 +26,10 @@ SIZES: dict[str, Any] = {
 # Name on the hub → model type, and what the type needs besides.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-0.6B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "Qwen/Qwen3-30B-A3B": (
+        "qwen3_moe",
+        {"head_dim": 8, "tie_word_embeddings": False, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
     "Qwen/Qwen3-8B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": False}),
     "meta-llama/Llama-3.2-1B": ("llama", {"tie_word_embeddings": True}),
     "meta-llama/Llama-3.1-8B": ("llama", {"tie_word_embeddings": False}),

@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from fuzz.drawing import (
+    SEEDS,
     SIZES,
     SMALL,
     WIDE,
@@ -110,6 +111,33 @@ def _gated(draw: Draw, limits: Limits, **options: Any) -> Example:
 def relu_squared(draw: Draw, limits: Limits) -> Example:
     dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
     return example(draw, {"x": floats(draw, shape, dtype)}, ("x",))
+
+
+def experts(draw: Draw, limits: Limits) -> Example:
+    dtype = draw(st.sampled_from(limits.dtypes))
+    count, tokens = size(draw, 9, SMALL, least=1), size(draw, min(limits.rows, 100), SMALL)
+    most = max(1, limits.elements // (2 * count))
+    hidden = size(draw, min(65, most), SMALL, least=1)
+    inner = size(draw, min(65, most // hidden), SMALL, least=1)
+    gated, biased = draw(weighted((3, (True,)), (1, (False,)))), draw(weighted((2, (False,)), (1, (True,))))
+    outer, shape = inner * (1 + gated), (tokens, draw(st.sampled_from((1, 2, 3, 8))))
+    activation = draw(weighted((3, ("silu",)), (1, ("gelu", "gelu_tanh", "relu_squared"))))
+    arguments = {
+        "x": floats(draw, (tokens, hidden), dtype),
+        "gate_up": moderate(draw, (count, outer, hidden), dtype, hidden**-0.5),
+        "down": moderate(draw, (count, hidden, inner), dtype, inner**-0.5),
+        # Outside the experts on either side, or none.
+        "index": Labels(shape, count, draw(st.sampled_from((-1, count))), draw(weighted((3, (0,)), (1, (1, 2, 3)))), seed=draw(SEEDS)),
+        "weight": moderate(draw, shape, draw(st.sampled_from((dtype, "float32")))),
+        "gate_up_bias": moderate(draw, (count, outer), dtype) if biased else None,
+        "down_bias": moderate(draw, (count, hidden), dtype) if biased else None,
+        "activation": activation,
+        "limit": draw(st.sampled_from((None, None, 0.3, 7.0))),
+        "alpha": draw(st.sampled_from((1.0, 1.702))) if activation == "silu" else 1.0,
+        "shift": draw(st.sampled_from((0.0, 1.0))) if gated else 0.0,
+        "interleaved": gated and draw(st.booleans()),
+    }
+    return example(draw, arguments, ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias"))
 
 
 def rope(draw: Draw, limits: Limits) -> Example:

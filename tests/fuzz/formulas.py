@@ -392,3 +392,43 @@ def _loss(
     penalty = penalty.sum() / divide if reduction == "mean" else penalty.sum()
     metrics = (penalty, hit.sum() / number, prediction.reshape(target.shape), entropy.sum() / number)
     return result, LossMetrics(*(metric.detach() for metric in metrics))
+
+
+def experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, *, activation: str = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
+    interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    """Expert by expert, on all tokens; those that are routed elsewhere are zeros."""
+    y = torch.zeros_like(x, dtype=wide(x.dtype))
+    for e in range(gate_up.shape[0]):
+        rows = torch.where((index == e).any(1, keepdim=True), x, 0.0)
+        joined = (rows @ gate_up[e].t()).to(y.dtype)
+        if gate_up_bias is not None:
+            joined = joined + gate_up_bias[e].to(y.dtype)
+        active = _expert_gate(joined, down.shape[2], activation, limit, alpha, shift, interleaved).to(x.dtype)
+        out = (active @ down[e].t()).to(y.dtype)
+        if down_bias is not None:
+            out = out + down_bias[e].to(y.dtype)
+        y = y + torch.where(index == e, weight, 0.0).to(y.dtype).sum(1, keepdim=True) * out
+    return y.to(x.dtype)
+
+
+def _expert_gate(joined: Tensor, inner: int, activation: str, limit: float | None, alpha: float, shift: float, interleaved: bool) -> Tensor:
+    columns = torch.arange(inner, device=joined.device)
+    gate, up = joined, None
+    if joined.shape[1] > inner:
+        gate, up = joined[:, 2 * columns if interleaved else columns], joined[:, 2 * columns + 1 if interleaved else inner + columns]
+    if limit is not None:
+        gate = torch.where(gate > limit, limit, gate)
+        up = None if up is None else torch.where(up.abs() > limit, torch.sign(up) * limit, up)
+    if activation == "silu":
+        active = gate * torch.sigmoid(alpha * gate)
+    elif activation == "relu_squared":
+        active = torch.where(gate > 0, gate * gate, 0.0)
+    else:
+        inside = (
+            torch.erf(gate / math.sqrt(2)) if activation == "gelu" else torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+        )
+        active = gate / 2 * (1 + inside)
+    return active if up is None else active * (up + shift)

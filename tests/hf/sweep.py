@@ -40,6 +40,7 @@ COLUMNS = {
     "norm": ("rms_norm", "layer_norm"),
     "residual": ("add_rms_norm",),
     "MLP": ("swiglu", "geglu", "relu_squared"),
+    "experts": ("experts",),
     "rope": ("rope",),
     "q/k norm + rope": ("qk_norm_rope",),
     "head": ("linear_cross_entropy",),

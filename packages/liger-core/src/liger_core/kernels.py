@@ -34,6 +34,7 @@ _TYPES: dict[Any, str] = {
     int: "int",
     float: "float",
     float | None: "float?",
+    str: "str",
     str | None: "str?",
     torch.dtype | None: "ScalarType?",
     list[bool]: "bool[]",

@@ -90,12 +90,15 @@ def survey(
     if only is not None and wanted and wanted <= report.absent.keys():
         missing = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
         raise ModelError(f"{caller}: only= must name something that {report.model} has, it has none of it: {missing}")
+    replaced: set[int] = set()
     home = device or next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     decisions: dict[Any, Decision] = {}
     rows: dict[tuple[str, ...], int] = {}
     patches: list[Patch] = []
     taken: dict[tuple[int, str], Candidate] = {}
     for name, module, rule, found in looked:
+        if found.fallback and id(module) in replaced:
+            continue
         decision = _decision(decisions, rule, _placed(found, device, home), wanted, verify)
         if decision.candidate is not None and (parts := {part.name for part in decision.candidate.covers} & excluded):
             decision = Decision(None, f"it has {', '.join(parts)} as a part, which was excluded")
@@ -112,6 +115,8 @@ def survey(
             op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
             patches.extend(made)
             taken |= dict.fromkeys(places, decision.candidate)
+        if outcome != LEFT:
+            replaced.add(id(module))
         key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
         rows[key] = rows.get(key, 0) + 1
     report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-from liger_hf.patch import slot
+from liger_hf.patch import MARK, slot
 
 # On a module: name → the children and functions that its own forward uses and the unit does not.
 PASSED = "liger_passed_over"
@@ -34,11 +34,15 @@ def may_pass(module: nn.Module) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Calling it does more than its class says; accelerate's own hooks only move tensors, those of ZeRO-3 only gather parameters."""
+    """Calling it does more than its class says; accelerate's own hooks only move tensors, those of ZeRO-3 only gather parameters.
+
+    A forward that `apply` put there computes what its class does.
+    """
     for part in module.modules() if module._modules else (module,):
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
             if hooks and not all(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks.values()):
                 return True
-        if "forward" in part.__dict__ and "_hf_hook" not in part.__dict__:
+        own = part.__dict__.get("forward")
+        if own is not None and "_hf_hook" not in part.__dict__ and not hasattr(own, MARK):
             return True
     return False

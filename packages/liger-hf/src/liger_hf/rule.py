@@ -36,9 +36,10 @@ class Candidate:
 class Found:
     """A module that a rule applies to: its candidates and how to check them, or why it is left unchanged.
 
-    kind    what distinguishes it from other modules of the rule; all of one kind share a check
-    device  where the module computes, by default where the model's first weight is
-    dtype   of its weights
+    kind      what distinguishes it from other modules of the rule; all of one kind share a check
+    device    where the module computes, by default where the model's first weight is
+    dtype     of its weights
+    fallback  it does not count where a rule before has replaced the module
     """
 
     op: str
@@ -49,6 +50,7 @@ class Found:
     cases: Callable[[torch.device, Iterable[torch.dtype]], Iterator[Case]] | None = None
     device: Callable[[], torch.device] | None = None
     dtype: torch.dtype = torch.float32
+    fallback: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -48,6 +48,26 @@ class TritonKernel(Kernel):
             with torch.cuda.device(device):
                 return super().execute(args, allocate)
         return super().execute(args, allocate)
+
+
+class ComposedKernel(TritonKernel):
+    """A kernel whose outputs other kernels make, which allocate them. Its launch gets None for each output, and returns them.
+
+    reused  the input that a backward whose graph is freed behind it may work in; launch gets it as its last output, `scratch`
+    """
+
+    def __init__(self, name: str, allocate: Any, launch: Any, reused: str = "") -> None:
+        super().__init__(name, allocate, launch, partial(allocate) if reused else None)
+        self.reused = next((i for i, a in enumerate(self.schema.arguments) if a.name == reused), None)
+
+    def execute(self, args: tuple[Any, ...], allocate: Any) -> Outputs:
+        outputs: list[Any] = [None] * self.count
+        if self.reused is not None and allocate is self.recycle:
+            outputs[-1] = args[self.reused]
+        # A no-op for CPU tensors.
+        with torch.cuda.device_of(args[self.anchor]):
+            results: Any = self.launch(*outputs, *self.grouped(args))
+        return results
 
 
 class Launcher:

@@ -32,6 +32,7 @@ HANDED_OVER = {
     "kl_div": 0,
     "jsd": 0,
     "total_variation": 0,
+    "experts": 0,
 }
 
 TABLE: dict[Op[..., Any], Implementation] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,6 +81,18 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
     return F.gelu(gate, approximate=approximate) * up
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    # The implementation of Transformers that its models get on a GPU, for experts without biases and limits.
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    module = SimpleNamespace(
+        gate_up_proj=gate_up, down_proj=down, num_experts=gate_up.shape[0], _apply_gate=swiglu,
+        has_gate=True, has_bias=False, is_transposed=False, has_post_expert_norm=False, _is_expert_parallel=False,
+    )  # fmt: skip
+    result: Tensor = grouped_mm_experts_forward(module, x, index, weight)
+    return result
 
 
 def cross_entropy(
@@ -247,5 +260,5 @@ def _divergence(
 # Where Transformers writes an op otherwise than its reference does.
 CALLS = by_name(
     *(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob),
-    *(lora_linear, linear_divergence, kl_div, jsd, total_variation),
+    *(lora_linear, linear_divergence, kl_div, jsd, total_variation, experts),
 )

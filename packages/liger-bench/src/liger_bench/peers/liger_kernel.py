@@ -90,8 +90,12 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
     def cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Any:
         return package.liger_cross_entropy(logits, target, **options)
 
+    def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Any:
+        # As its LigerExperts calls it. Its autotuner may run for minutes; LIGER_FUSED_MOE_AUTOTUNE=0 takes one configuration instead.
+        return importlib.import_module("liger_kernel.ops").LigerFusedMoEFunction.apply(x, gate_up, down, index.int(), weight)
+
     losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear}
-    return by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu) | losses | _divergences(package)
+    return by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, experts) | losses | _divergences(package)
 
 
 def _divergences(package: Any) -> dict[str, Callable[..., Any]]:

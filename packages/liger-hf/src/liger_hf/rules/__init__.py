@@ -2,7 +2,8 @@
 """How one kind of module becomes an op: one folder per rule; none knows a model by its name."""
 
 from liger_hf.rules.activation.rule import RULE as ACTIVATION
-from liger_hf.rules.gated_mlp.experts import RULE as EXPERTS
+from liger_hf.rules.experts.rule import RULE as EXPERTS
+from liger_hf.rules.gated_mlp.experts import RULE as GATE
 from liger_hf.rules.gated_mlp.rule import RULE as GATED_MLP
 from liger_hf.rules.head.rule import RULE as HEAD
 from liger_hf.rules.lora.rule import RULE as LORA
@@ -15,6 +16,7 @@ RULES = (
     NORM,
     GATED_MLP,
     EXPERTS,
+    GATE,
     ACTIVATION,
     # Before the rule for the rotary embedding alone.
     ROTARY_NORM,

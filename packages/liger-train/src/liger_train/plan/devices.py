@@ -213,6 +213,18 @@ def _tiles(device: str, given: Arguments) -> int:
     return int(size + 40 * rows)
 
 
+def _experts(device: str, given: Arguments) -> int:
+    """The rows that experts take in and give, and what they activate; in the backward pass before gradients of matrices are allocated."""
+    x, gate_up, down, chosen = given["x"], given["gate_up"], given["down"], given["chosen"]
+    rows, (_, hidden, inner) = chosen.numel(), down.shape
+    size = rows * (hidden + inner) * x.itemsize
+    if "needs" in given:
+        results = sum(t.numel() * t.itemsize for t, need in zip((x, gate_up), given["needs"], strict=False) if need)
+        size = max(rows * hidden * x.itemsize, size - results)
+    # Sorting takes keys and positions twice.
+    return int(size + 40 * rows)
+
+
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
     """A replacement for scaled_dot_product_attention that allocates what FlashAttention allocates, not what the CPU kernel does."""
     if torch.is_autocast_enabled("cpu"):
@@ -258,7 +270,13 @@ def _embedding_backward(given: Arguments) -> int:
     return int(segments * -(-width // 32) * 32 * 4 + 6 * 8 * tokens)
 
 
-HELD_BY_KERNELS = {"linear_cross_entropy": _chunks, "linear_tokens": _tiles, "linear_tokens_backward": _tiles}
+HELD_BY_KERNELS = {
+    "linear_cross_entropy": _chunks,
+    "linear_tokens": _tiles,
+    "linear_tokens_backward": _tiles,
+    "experts": _experts,
+    "experts_backward": _experts,
+}
 SCRATCH: dict[str, dict[str, Callable[[Arguments], int]]] = {
     "cuda": {
         "aten::embedding_dense_backward": _embedding_backward,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in one module. Transformers runs them through its experts interface, which calls their gate between two grouped matmuls.
+"""The gate of experts that the op experts does not replace: Transformers calls it between two grouped matmuls.
 
 Only that gate, a method of the module, is replaced; the interface, its implementations and the weights stay.
 """
@@ -31,15 +31,14 @@ def look(module: nn.Module) -> Found | None:
         return None
     if GATE in module.__dict__:
         marked = hasattr(getattr(module.__dict__[GATE], "__func__", None), MARK)
-        return Found(
-            "swiglu", refusal="already replaced by an earlier apply" if marked else f"its {GATE} was already replaced on this instance"
-        )
+        reason = "already replaced by an earlier apply" if marked else f"its {GATE} was already replaced on this instance"
+        return Found("swiglu", refusal=reason, fallback=True)
     runs = _implementation(module)
     if isinstance(runs, str):
-        return Found("swiglu", refusal=runs)
+        return Found("swiglu", refusal=runs, fallback=True)
     watched = next((name for name, child in module.named_children() if hooked(child)), None)
     if watched is not None:
-        return Found("swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run")
+        return Found("swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run", fallback=True)
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
     return Found(
@@ -50,6 +49,7 @@ def look(module: nn.Module) -> Found | None:
         cases=lambda device, dtypes: _cases(module, device, dtypes),
         device=lambda: device_of(module),
         dtype=dtype,
+        fallback=True,
     )
 
 
@@ -100,4 +100,4 @@ def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Run:
     return trial(call, {"gate and up": x}, {"output": upstream})
 
 
-RULE = Rule("experts", look, ("swiglu", "geglu"), NOTHING)
+RULE = Rule("gate of experts", look, ("swiglu", "geglu"), NOTHING)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matmuls of groups of rows, each with a matrix of its own, in plain PyTorch; and the order of rows that makes the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from liger_core.kernels import Outputs, differentiable, reference_kernel
+
+
+def grouped(index: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The slots of index (tokens, k), counted row by row, in the order of the groups 0 … count - 1 that it names.
+
+    order  (slots,)   the slot of each row; slots of one group keep their order, and those that name no group come last
+    place  (slots,)   the row of each slot
+    ends   (count,)   where the rows of each group end, int32
+    """
+    flat = index.reshape(-1)
+    group = torch.where((flat >= 0) & (flat < count), flat, count).int()
+    group, order = torch.sort(group, stable=True)
+    ends = torch.searchsorted(group, torch.arange(count, dtype=torch.int32, device=index.device), right=True, out_int32=True)
+    rows = torch.arange(flat.shape[0], device=index.device)
+    return order, torch.empty_like(order).scatter_(0, order, rows), ends
+
+
+def grouped_linear(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """What `linear` gives of rows (n, inner), from one end to the next, and matrices (groups, outer, inner); 0 behind the last end."""
+    result: Tensor = _grouped_linear(rows, matrices, ends)
+    return result
+
+
+def _allocate(rows: Tensor, matrices: Tensor, ends: Tensor) -> Outputs:
+    return (rows.new_empty(rows.shape[0], matrices.shape[1]),)
+
+
+def _launch(out: Tensor, /, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
+    _multiply(out, rows, matrices.mT, ends)
+
+
+def _allocate_backward(grad_out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor, needs: list[bool]) -> Outputs:
+    return torch.empty_like(rows) if needs[0] else None, torch.empty_like(matrices) if needs[1] else None
+
+
+def _launch_backward(
+    grad_rows: Tensor | None, grad_matrices: Tensor | None, /, grad_out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor,
+    needs: list[bool],
+) -> None:  # fmt: skip
+    if grad_rows is not None:
+        _multiply(grad_rows, grad_out, matrices, ends)
+    if grad_matrices is not None:
+        for group, (some, theirs) in enumerate(_groups(ends, grad_out, rows)):
+            grad_matrices[group].copy_(some.t() @ theirs)
+
+
+def _multiply(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
+    out.zero_()
+    for matrix, (some, theirs) in zip(matrices, _groups(ends, rows, out), strict=True):
+        theirs += some @ matrix
+
+
+def _groups(ends: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What each group has of two tensors: for both their rows, or of the first all rows, those of other groups as zeros.
+
+    A device would have to be waited for to learn how many rows a group has, so that only the CPU slices.
+    """
+    if ends.device.type == "cpu":
+        bounds = [0, *ends.tolist()]
+        for start, end in pairwise(bounds):
+            yield first[start:end], second[start:end]
+        return
+    group = torch.searchsorted(ends, torch.arange(first.shape[0], dtype=torch.int32, device=ends.device), right=True)
+    for number in range(ends.shape[0]):
+        yield torch.where((group == number).unsqueeze(1), first, 0.0), second
+
+
+_grouped_linear = differentiable(
+    reference_kernel("grouped_linear", _allocate, _launch),
+    reference_kernel("grouped_linear_backward", _allocate_backward, _launch_backward),
+)

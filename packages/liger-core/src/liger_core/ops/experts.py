@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""experts: the feed-forward networks of a mixture of experts, each on the tokens that are routed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
+from liger_core.layout import Layout
+from liger_core.op import Misuse, Product, Sample, Work, Workload, op
+from liger_core.ops._grouped import grouped, grouped_linear
+from liger_core.ops._inputs import accumulator, integers, misuses_of, normal, workload
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu_squared"]
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
+
+
+def check(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
+    interleaved: bool = False,
+) -> None:  # fmt: skip
+    name = "experts"
+    checks.floating(name, 4, x=x, gate_up=gate_up, down=down, weight=weight, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    checks.same_device(name, "x", x, index=index)
+    checks.same_dtype(name, "x", x, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        checks.fail(DtypeError, name, f"index must have an integer dtype, got {index.dtype}")
+    if x.dim() != 2:
+        checks.fail(ShapeError, name, f"x must be (tokens, hidden), got {checks.shape(x)}; flatten its leading dimensions")
+    if index.dim() != 2 or index.shape[0] != x.shape[0]:
+        checks.fail(ShapeError, name, f"index must be (tokens, k) with the tokens of x {checks.shape(x)}, got {checks.shape(index)}")
+    if weight.shape != index.shape:
+        checks.fail(ShapeError, name, f"weight must have the shape of index {checks.shape(index)}, got {checks.shape(weight)}")
+    _check_matrices(name, x, gate_up, down, gate_up_bias, down_bias)
+    checks.choice(name, "activation", activation, ACTIVATIONS)
+    if limit is not None:
+        checks.positive(name, "limit", limit)
+    checks.finite(name, "alpha", alpha)
+    checks.finite(name, "shift", shift)
+    if activation != "silu" and alpha != 1.0:
+        checks.fail(OptionError, name, f"alpha must be 1 with activation={activation!r}, got {alpha!r}; only silu has a slope")
+    if gate_up.shape[1] == down.shape[2] and (interleaved or shift):
+        checks.fail(OptionError, name, "interleaved and shift need a gate, but gate_up has as many rows as down has columns")
+
+
+def _check_matrices(name: str, x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None) -> None:
+    hidden = x.shape[1]
+    if down.dim() != 3 or down.shape[1] != hidden or not down.shape[0]:
+        checks.fail(ShapeError, name, f"down must be (experts, {hidden}, inner) to match x {checks.shape(x)}, got {checks.shape(down)}")
+    count, _, inner = down.shape
+    if gate_up.dim() != 3 or (gate_up.shape[0], gate_up.shape[2]) != (count, hidden) or gate_up.shape[1] not in (inner, 2 * inner):
+        wanted = f"({count}, {2 * inner}, {hidden}), or ({count}, {inner}, {hidden}) without a gate,"
+        checks.fail(ShapeError, name, f"gate_up must be {wanted} to match down {checks.shape(down)}, got {checks.shape(gate_up)}")
+    for which, bias, of, matrices in (("gate_up_bias", gate_up_bias, "gate_up", gate_up), ("down_bias", down_bias, "down", down)):
+        if bias is not None and bias.shape != matrices.shape[:2]:
+            wanted = f"{which} must have shape {checks.shape(matrices[:, :, 0])} to match {of}"
+            checks.fail(ShapeError, name, f"{wanted} {checks.shape(matrices)}, got {checks.shape(bias)}")
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    def call(tokens: int, k: int, count: int, hidden: int, inner: int, packed: int = 2) -> list[Any]:
+        """Arguments whose results are of the size of x."""
+        index = torch.stack([torch.randperm(count, device=device)[:k] for _ in range(tokens)]) if tokens else integers(device, count, 0, k)
+        matrices = n(count, packed * inner, hidden, scale=hidden**-0.5), n(count, hidden, inner, scale=inner**-0.5)
+        return [n(tokens, hidden), *matrices, index, n(tokens, k).softmax(-1)]
+
+    def biased(tokens: int, k: int, count: int, hidden: int, inner: int) -> list[Any]:
+        return [*call(tokens, k, count, hidden, inner), n(count, 2 * inner), n(count, hidden)]
+
+    yield Sample("one_block", tuple(call(32, 8, 16, 32, 64)), why="all sizes are powers of two")
+    yield Sample("odd_sizes", tuple(call(45, 7, 11, 24, 100)), why="masks on rows and columns, and tokens that are not a power of two")
+    yield Sample("unaligned", tuple(call(41, 8, 9, 21, 93)), why="rows do not begin at multiples of 16 bytes")
+    yield Sample("one_expert_each", tuple(call(200, 1, 6, 32, 96)), why="no sum over experts")
+    yield Sample("every_expert", tuple(call(33, 8, 8, 32, 64)), why="each token is routed to all experts")
+    skewed = call(150, 2, 8, 32, 64)
+    skewed[3] = torch.tensor([[3, 6]], device=device).expand(150, 2)
+    yield Sample("skewed", tuple(skewed), why="two experts have several tiles of rows, the others none, the first and the last among them")
+    repeated = call(150, 2, 4, 32, 64)
+    repeated[3] = torch.full_like(repeated[3], 2)
+    yield Sample("repeated", tuple(repeated), why="a token is routed to one expert several times")
+    outside = call(45, 6, 8, 32, 64)
+    outside[3] = outside[3] + integers(device, 3, 45, 6) * 2 - 2
+    yield Sample("outside", tuple(outside), why="some indices are of no expert of this rank")
+    nowhere = call(4, 2, 4, 16, 8)
+    nowhere[3] = torch.full_like(nowhere[3], 4)
+    yield Sample("nowhere", tuple(nowhere), why="no expert has any row")
+    narrow = call(33, 8, 10, 32, 64)
+    narrow[3] = narrow[3].int()
+    yield Sample("short_index", tuple(narrow), why="the index has another integer dtype")
+    wide = call(33, 8, 10, 32, 64)
+    wide[4] = wide[4].float()
+    yield Sample("float32_weight", tuple(wide), why="router weights have another dtype than x")
+    gpt_oss = {"limit": 2.5, "alpha": 1.702, "shift": 1.0, "interleaved": True}
+    stored = biased(41, 8, 10, 32, 64)
+    stored[1:3] = [t.mT.contiguous().mT for t in stored[1:3]]
+    yield Sample("gpt_oss", tuple(stored), gpt_oss, why="matrices are stored transposed; gate and up interleave, with limits and biases")
+    yield Sample("gelu", tuple(call(33, 8, 10, 32, 96)), {"activation": "gelu"}, why="the exact GELU")
+    yield Sample(
+        "gelu_tanh", tuple(call(33, 8, 10, 32, 96)), {"activation": "gelu_tanh", "limit": 1.5}, why="GELU's tanh form; both clipped"
+    )
+    gateless = call(33, 8, 10, 32, 96, packed=1)
+    yield Sample("gateless", tuple(gateless), {"activation": "relu_squared"}, why="gate_up has no gate")
+    yield Sample("gateless_bias", (*gateless, n(10, 96)), {"limit": 2.0}, why="no gate, and a bias of the first matmul only")
+    yield Sample("long_rows", tuple(call(40, 6, 7, 24, 600)), why="a row takes several column tiles")
+    frozen = tuple(biased(33, 8, 10, 32, 64))
+    yield Sample("frozen_experts", frozen, frozen=("gate_up", "down", "gate_up_bias", "down_bias"), why="no gradient of the experts")
+    yield Sample("frozen_tokens", frozen, frozen=("x", "weight"), why="gradients of the experts only")
+    yield Sample("frozen_biases", frozen, frozen=("gate_up_bias", "down_bias"), why="biases without a gradient")
+    sliced = call(42, 8, 10, 32, 64)
+    sliced[0], sliced[4] = n(42, 40)[:, 3:35], n(42, 20)[:, 1:9]
+    yield Sample("strided_rows", tuple(sliced), why="x and the router weights are slices, read through their strides")
+    yield Sample("one_token", tuple(call(1, 8, 9, 56, 96)), frozen=("weight",), why="a single token; no gradient of its router weights")
+    yield Sample("empty", tuple(call(0, 2, 4, 16, 8)), why="no tokens: gradients of the experts are zero")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    misuse = misuses_of("experts")
+    x, gate_up, down = (torch.zeros(*shape, device=device) for shape in ((3, 8), (4, 12, 8), (4, 8, 6)))
+    index, weight = torch.zeros(3, 2, dtype=torch.int64, device=device), torch.zeros(3, 2, device=device)
+    good = (x, gate_up, down, index, weight)
+    yield misuse("no_tensor", (None, *good[1:]), DtypeError, "x must be a tensor, got NoneType")
+    elsewhere = torch.zeros(3, 2, dtype=torch.int64, device="meta")
+    message = f"index must be on {x.device} like x, got meta"
+    yield misuse("device", (x, gate_up, down, elsewhere, weight), DeviceError, message)
+    message = "down must have dtype torch.float32 like x, got torch.bfloat16; cast one of them"
+    yield misuse("dtypes", (x, gate_up, down.bfloat16(), index, weight), DtypeError, message)
+    yield misuse("float_index", (*good[:3], weight, weight), DtypeError, "index must have an integer dtype, got torch.float32")
+    message = "x must be (tokens, hidden), got (1, 3, 8); flatten its leading dimensions"
+    yield misuse("dimensions", (x[None], *good[1:]), ShapeError, message)
+    message = "index must be (tokens, k) with the tokens of x (3, 8), got (2, 2)"
+    yield misuse("tokens", (*good[:3], index[:2], weight), ShapeError, message)
+    message = "weight must have the shape of index (3, 2), got (3, 1)"
+    yield misuse("router", (*good[:4], weight[:, :1]), ShapeError, message)
+    message = "down must be (experts, 8, inner) to match x (3, 8), got (4, 6, 8)"
+    yield misuse("down", (x, gate_up, down.mT, index, weight), ShapeError, message)
+    message = "gate_up must be (4, 12, 8), or (4, 6, 8) without a gate, to match down (4, 8, 6), got (4, 8, 12)"
+    yield misuse("gate_up", (x, gate_up.mT, down, index, weight), ShapeError, message)
+    message = "down_bias must have shape (4, 8) to match down (4, 8, 6), got (8,)"
+    yield misuse("bias", (*good, None, down[0, :, 0]), ShapeError, message)
+    message = "activation must be one of 'silu', 'gelu', 'gelu_tanh', 'relu_squared', got 'relu'"
+    yield misuse("activation", good, OptionError, message, activation="relu")
+    yield misuse("limit", good, OptionError, "limit must be a finite number > 0, got 0", limit=0)
+    message = "alpha must be 1 with activation='gelu', got 2.0; only silu has a slope"
+    yield misuse("alpha", good, OptionError, message, activation="gelu", alpha=2.0)
+    message = "interleaved and shift need a gate, but gate_up has as many rows as down has columns"
+    yield misuse("no_gate", (x, gate_up[:, :6], down, index, weight), OptionError, message, interleaved=True)
+
+
+def workloads() -> Iterator[Workload]:
+    def of_size(N: int, E: int, K: int, H: int, inner: int, quick: bool = False) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            gate_up = normal(device, dtype, E, 2 * inner, H, scale=H**-0.5)
+            down = normal(device, dtype, E, H, inner, scale=inner**-0.5)
+            # The most probable experts of random tokens: some have many more tokens than others, none all of them.
+            logits = normal(device, torch.float32, N, E) + normal(device, torch.float32, E, scale=0.5)
+            weight, index = logits.softmax(-1).topk(K)
+            return (normal(device, dtype, N, H), gate_up, down, index, weight.to(dtype)), {}
+
+        return workload(make, "", quick, N=N, E=E, K=K, H=H, I=inner)
+
+    yield of_size(256, 8, 2, 128, 64, quick=True)
+    # Qwen3-30B-A3B, Mixtral 8x7B.
+    yield of_size(32768, 128, 8, 2048, 768)
+    yield of_size(4096, 128, 8, 2048, 768)
+    yield of_size(8192, 8, 2, 4096, 14336)
+
+
+def work(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, *biases: Tensor | None, **options: Any) -> Work:
+    """The matmuls that a dense network of this size would need for as many rows."""
+    rows, hidden = index.numel(), x.shape[1]
+    outer, inner = gate_up.shape[1], down.shape[2]
+    forward = (Product(rows, hidden, outer, "right"), Product(rows, inner, hidden, "right"))
+    gradients = (
+        Product(rows, hidden, inner), Product(rows, outer, hidden, "", "x"),
+        Product(outer, rows, hidden, "left", "gate_up"), Product(hidden, rows, inner, "left", "down"),
+    )  # fmt: skip
+    size, flops = x.element_size(), 2 * rows * hidden * (outer + inner)
+    bytes_read = (2 * x.numel() + gate_up.numel() + down.numel()) * size
+    return Work(bytes_read, 3 * bytes_read, flops, 3 * flops, forward, (*forward, *gradients))
+
+
+def layout(*args: Any, **kwargs: Any) -> Layout:
+    """Tokens may be sharded; every rank has all experts."""
+    return Layout(
+        {
+            "x": "tokens (hidden)", "index": "tokens (k)", "weight": "tokens (k)",
+            "gate_up": "(experts) (outer) (hidden)", "down": "(experts) (hidden) (inner)",
+            "gate_up_bias": "(experts) (outer)", "down_bias": "(experts) (hidden)",
+        },
+        ("x",),
+    )  # fmt: skip
+
+
+@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=layout())
+def experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
+    interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    """Run each token through the experts that it is routed to, and sum their outputs by the router's weights.
+
+        y_n = Σ_k weight_nk · (down_e a + down_bias_e),   e = index_nk
+        g, u = gate_up_e x_n + gate_up_bias_e             its first and last rows; or interleaved, g0 u0 g1 u1 …
+        a = act(min(g, limit)) · (clamp(u, -limit, limit) + shift)
+        act(g) = g · sigmoid(alpha · g)                   activation="silu"; "gelu" is the exact GELU, "gelu_tanh" its tanh form,
+                                                          "relu_squared" is max(g, 0)²
+
+    x             (tokens, hidden)              any floating dtype
+    gate_up       (experts, 2·inner, hidden)    dtype of x; with (experts, inner, hidden) there is no gate: a = act(min(g, limit))
+    down          (experts, hidden, inner)      dtype of x; matrices that are stored transposed are passed as `.mT`
+    index         (tokens, k)                   any integer dtype; outside [0, experts) it names no expert: nothing is added, weight gets no
+                                                gradient, as where the experts are spread over ranks
+    weight        (tokens, k)                   any floating dtype
+    gate_up_bias  (experts, 2·inner)            dtype of x
+    down_bias     (experts, hidden)             dtype of x
+    limit                                       no limit by default
+    returns       (tokens, hidden), dtype of x; the activation and the sum over experts are computed in float32. A fused backend keeps x, gate_up's outputs and
+                                                the order of the rows for the backward pass, and recomputes what is gathered and activated
+
+    Raises ShapeError, DtypeError and OptionError for arguments that do not match; values of index are not looked at.
+    Shazeer et al. 2017, arXiv:1701.06538; Guo et al. 2025, arXiv:2512.14080.
+    """
+    (tokens, k), (count, hidden, inner) = index.shape, down.shape
+    order, place, ends = grouped(index, count)
+    own, expert = (index >= 0) & (index < count), index.clamp(0, count - 1).long()
+    wide = accumulator(x.dtype)
+    rows = x.unsqueeze(1).expand(tokens, k, hidden).reshape(tokens * k, hidden).index_select(0, order)
+    joined = grouped_linear(rows, gate_up, ends).to(wide)
+    if gate_up_bias is not None:
+        joined = joined + gate_up_bias.to(wide)[expert.reshape(-1)[order]]
+    gate, up = joined, None
+    if gate_up.shape[1] != inner:
+        gate, up = (joined[:, 0::2], joined[:, 1::2]) if interleaved else joined.chunk(2, dim=-1)
+    out = grouped_linear(_activated(gate, up, activation, limit, alpha, shift).to(x.dtype), down, ends)
+    parts = out.index_select(0, place).view(tokens, k, hidden).to(wide)
+    if down_bias is not None:
+        parts = parts + down_bias.to(wide)[expert]
+    return (parts * weight.masked_fill(~own, 0.0).to(wide).unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _activated(gate: Tensor, up: Tensor | None, activation: Activation, limit: float | None, alpha: float, shift: float) -> Tensor:
+    if limit is not None:
+        gate = gate.clamp(max=limit)
+        up = up.clamp(-limit, limit) if up is not None else None
+    if activation == "silu":
+        active = F.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
+    elif activation == "relu_squared":
+        positive = F.relu(gate)
+        active = positive * positive
+    else:
+        active = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if up is None:
+        return active
+    return active * (up + shift if shift else up)

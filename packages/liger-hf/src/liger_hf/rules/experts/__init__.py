@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in one module become the op experts."""

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in one module, which Transformers runs through its experts interface: the whole module becomes one op.
+
+`use_experts_implementation` gives their class the attributes that say how the weights are stored. What they compute between their
+matmuls is passed over; the check finds the activation. Where this rule applies to no candidate, `gated_mlp.experts` replaces their gate.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import experts
+from liger_hf.passing import PASSED, hooked, may_pass, passed_over
+from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, replica, sized, trial
+
+NOTHING = "no module holds experts that Transformers runs through its experts interface"
+# How the interface says which weights there are and how they are stored.
+DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+# Other implementations were chosen for what they do, or by generate() for the few tokens of a step.
+REPLACED = (None, "eager", "grouped_mm")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared")
+# Sizes of the stand-in.
+EXPERTS, TOP, HIDDEN, INNER = 4, 2, 24, 40
+
+
+class Weights(NamedTuple):
+    """The names of the parameters, and how they are stored."""
+
+    gate_up: str
+    biased: bool
+    transposed: bool
+    interleaved: bool
+
+    def names(self) -> tuple[str, ...]:
+        matrices = (self.gate_up, "down_proj")
+        return (*matrices, *(f"{name}_bias" for name in matrices)) if self.biased else matrices
+
+
+class Unit(NamedTuple):
+    """What happens between the matmuls: an activation, and the attributes of the module that hold its numbers."""
+
+    activation: str
+    limit: str = ""
+    alpha: str = ""
+
+    def options(self, module: Any) -> dict[str, Any]:
+        """As the op takes them. Where a slope is given, as in gpt-oss, 1 is added to up."""
+        limit = {"limit": getattr(module, self.limit)} if self.limit else {}
+        return {"activation": self.activation, **limit, **({"alpha": getattr(module, self.alpha), "shift": 1.0} if self.alpha else {})}
+
+    def words(self) -> str:
+        plain = "" if self.activation == "silu" else f"activation={self.activation!r}"
+        return ", ".join(filter(None, (plain, self.limit and f"limited by {self.limit}", self.alpha and f"with the slope {self.alpha}")))
+
+
+def look(module: nn.Module) -> Found | None:
+    declared = [vars(module).get(name) for name in DECLARED]
+    if not all(isinstance(value, bool) for value in declared):
+        return None
+    has_gate, has_bias, is_transposed, is_concatenated = map(bool, declared)
+    weights = Weights("gate_up_proj" if has_gate else "up_proj", has_bias, is_transposed, not is_concatenated)
+    if not all(isinstance(getattr(module, name, None), Tensor) for name in weights.names()):
+        return None
+    original = forward_of(module)
+    refusal = original if isinstance(original, str) else _refusal(module)
+    if refusal is not None or isinstance(original, str):
+        return Found("experts", refusal=refusal)
+    first = getattr(module, weights.gate_up)
+    return Found(
+        "experts",
+        kind=(type(module), configuration(module), weights, first.dtype, str(first.device)),
+        original=original,
+        candidates=lambda: _candidates(module, original, weights),
+        cases=lambda device, dtypes: _cases(module, weights, device, dtypes),
+        device=lambda: device_of(module),
+        dtype=first.dtype,
+    )
+
+
+def _refusal(module: nn.Module) -> str | None:
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm follows each of its experts"
+    if "_apply_gate" in module.__dict__:
+        return "its _apply_gate was already replaced on this instance"
+    name = _implementation(module)
+    if name not in REPLACED:
+        return f"the experts implementation {name!r} was chosen; model.set_experts_implementation('grouped_mm') lets the op replace it"
+    watched = next((name for name, child in module.named_children() if hooked(child)), None)
+    return None if watched is None else f"it would pass over {watched}, and the hooks on that have to run"
+
+
+def _implementation(module: nn.Module) -> str | None:
+    name: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return name
+
+
+def _units(module: nn.Module) -> Iterator[Unit]:
+    yield from map(Unit, ACTIVATIONS)
+    numbers = [name for name, value in vars(module).items() if isinstance(value, (int, float)) and value > 0]
+    for limit in (name for name in numbers if name.endswith("limit")):
+        yield Unit("silu", limit)
+        yield from (Unit("silu", limit, alpha) for alpha in numbers if alpha.endswith("alpha"))
+
+
+def _candidates(module: nn.Module, original: Callable[..., Any], weights: Weights) -> Iterator[Candidate]:
+    for unit in _units(module):
+        function = _forward(original, weights, unit)
+        yield Candidate(experts, unit.words(), function, partial(_installed, function=function, original=original))
+
+
+def _installed(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any]) -> list[Patch]:
+    return [Patch(module, PASSED, passed_over(module, ())), replacement(module, function, original)]
+
+
+def _forward(original: Callable[..., Any], weights: Weights, unit: Unit) -> Callable[..., Any]:
+    # Tokens, indices, router weights; models call the last two by names of their own.
+    names = tuple(inspect.signature(original).parameters)[1:]
+
+    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+        gate_up, down, *biases = [getattr(self, name) for name in weights.names()]
+        if not may_pass(self) or _implementation(self) not in REPLACED or hasattr(gate_up, "device_mesh"):
+            return original(self, *args, **named)
+        tokens, index, weight = (*args, *(named[name] for name in names[len(args) :]))
+        if weights.transposed:
+            gate_up, down = gate_up.mT, down.mT
+        # The dtypes of the weights count, as in Transformers: tokens may have another one under autocast.
+        options = {"interleaved": weights.interleaved, **unit.options(self)}
+        return experts(tokens.to(gate_up.dtype), gate_up, down, index, weight, *biases, **options).to(tokens.dtype)
+
+    return forward
+
+
+def _cases(module: nn.Module, weights: Weights, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    draw = Draw(device)
+    outer = INNER * (2 if module.has_gate else 1)
+    matrices = [draw.normal(EXPERTS, outer, HIDDEN, scale=HIDDEN**-0.5), draw.normal(EXPERTS, HIDDEN, INNER, scale=INNER**-0.5)]
+    if weights.transposed:
+        matrices = [matrix.mT.contiguous() for matrix in matrices]
+    biases = [draw.normal(EXPERTS, outer), draw.normal(EXPERTS, HIDDEN)] if weights.biased else []
+    stored = dict(zip(weights.names(), (*matrices, *biases), strict=True))
+
+    def run(tokens: int, dtype: torch.dtype, scale: float) -> Run:
+        # The last expert gets no token.
+        index = torch.stack([draw.integers(EXPERTS - 1, tokens), draw.integers(EXPERTS - 1, tokens)], dim=1)
+        inputs = {"tokens": draw.normal(tokens, HIDDEN, scale=scale), "router weights": draw.positive(tokens, TOP)}
+        return _run(module, index, inputs, draw.normal(tokens, HIDDEN), stored, dtype)
+
+    for name, dtype, scale in sized(dtypes):
+        yield Case(name, dtype, run(21, dtype, scale))
+    for length in LENGTHS:
+        yield Case(f"float32, {length} tokens", torch.float32, run(length, torch.float32, 1.0))
+
+
+def _run(
+    module: nn.Module, index: Tensor, inputs: dict[str, Tensor], upstream: Tensor, stored: dict[str, Tensor], dtype: torch.dtype
+) -> Run:
+    def call(function: Callable[..., Any], given: Any, parameters: Any, cast: Any) -> dict[str, Tensor]:
+        twin = replica(module, parameters=parameters)
+        if hasattr(twin, "num_experts"):
+            twin.num_experts = EXPERTS
+        # The grouped matmul of torch does not support float64.
+        twin.config = copy.copy(module.config)
+        twin.config._experts_implementation_internal = "eager"
+        return {"output": function(twin, given["tokens"], index, given["router weights"])}
+
+    def cast(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(dtype) for name, value in values.items()}
+
+    return trial(call, cast(inputs), {"output": upstream.to(dtype)}, cast(stored))
+
+
+RULE = Rule("experts", look, ("experts",), NOTHING)

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""experts in Triton: what happens to rows before, between and after two grouped matmuls.
+
+The backward pass reads only x, the outputs of the first matmul and the order of the rows. With a router weight w, a row's output w · (W a),
+and its upstream gradient g, the gradient of a is w · (Wᵀ g), and that of w is g · (W a) = (Wᵀ g) · a: no output of the second matmul is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core.kernels import Outputs, differentiable
+from liger_core.ops._grouped import grouped
+from liger_triton._gated import activated
+from liger_triton._grouped import grouped_matmul, grouped_sum
+from liger_triton.launch import ComposedKernel, Launcher, cdiv, contiguous, dense_like, power_of_two, strided_rows, supported
+
+# As in `activated`, and one without a gate of its own.
+CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3}
+# Columns of a row that one program copies or sums.
+WIDE = 2048
+# Rows and columns of the tile that one program activates, and of that which it sums over rows.
+ROWS, COLUMNS = 8, 256
+SUMMED, NARROW = 32, 64
+
+
+class Routing(NamedTuple):
+    """Where tokens go, and by which weights they come back; see `grouped`."""
+
+    chosen: Tensor
+    weight: Tensor
+
+
+class Biases(NamedTuple):
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+class Gate(NamedTuple):
+    """The options of the activation."""
+
+    activation: str
+    limit: float | None
+    alpha: float
+    shift: float
+    interleaved: bool
+
+
+def experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, *, activation: Literal["silu", "gelu", "gelu_tanh", "relu_squared"] = "silu", limit: float | None = None,
+    alpha: float = 1.0, shift: float = 0.0, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    supported(x, gate_up, down, weight, gate_up_bias, down_bias)
+    gate = Gate(activation, None if limit is None else float(limit), float(alpha), float(shift), interleaved)
+    result: Tensor = _experts(x, gate_up, down, Routing(index, weight), Biases(gate_up_bias, down_bias), gate)
+    return result
+
+
+def _allocate(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, gate: Gate) -> Outputs:
+    slots = routing.chosen.numel()
+    order, place = (x.new_empty(slots, dtype=torch.int64) for _ in range(2))
+    return dense_like(x), x.new_empty(slots, gate_up.shape[1]), order, place, x.new_empty(down.shape[0], dtype=torch.int32)
+
+
+def _launch(
+    y: Tensor, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor, /, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing,
+    biases: Biases, gate: Gate,
+) -> Outputs:  # fmt: skip
+    order, place, ends = grouped(routing.chosen, down.shape[0])
+    joined = grouped_matmul(_spread(x, place, routing), gate_up.mT, ends)
+    active = joined.new_empty(joined.shape[0], down.shape[2])
+    _activate(joined, active, order, ends, routing, biases, gate)
+    parts = grouped_matmul(active, down.mT, ends)
+    del active
+    y = _combine(parts, place, ends, routing, routing.weight, biases.down_bias)
+    return y, joined, order, place, ends
+
+
+def _allocate_backward(
+    grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, gate: Gate, joined: Tensor, order: Tensor,
+    place: Tensor, ends: Tensor, needs: list[bool],
+) -> Outputs:  # fmt: skip
+    given = (x, gate_up, down, routing.weight, *biases)
+    matrices = (False, True, True, False, False, False)
+    wanted = zip(needs, given, matrices, strict=True)
+    return (*(None if t is None or not need else torch.empty_like(t) if kept else dense_like(t) for need, t, kept in wanted), None)
+
+
+def _launch_backward(
+    grad_x: Tensor | None, grad_gate_up: Tensor | None, grad_down: Tensor | None, grad_weight: Tensor | None, grad_gate_up_bias: Tensor | None,
+    grad_down_bias: Tensor | None, scratch: Tensor | None, /, grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing,
+    biases: Biases, gate: Gate, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor, needs: list[bool],
+) -> Outputs:  # fmt: skip
+    for_x, for_gate_up, for_down, for_weight, for_gate_up_bias, for_down_bias = needs
+    through = for_x or for_gate_up or for_gate_up_bias
+    grads = _spread(grad_y, place, routing)
+    # Becomes the weighted activation, which the gradient of down is made of, while that of the activation is read.
+    active = grouped_matmul(grads, down, ends) if through or for_weight else grads.new_empty(grads.shape[0], down.shape[2])
+    grad_joined = (torch.empty_like(joined) if scratch is None else scratch) if through else None
+    if for_weight:
+        grad_weight = dense_like(routing.weight)
+    along = _along_bias(grad_y, place, ends, routing, biases.down_bias) if for_weight and biases.down_bias is not None else None
+    _activate_backward(joined, active, grad_joined, grad_weight, along, order, ends, routing, biases, gate, for_down)
+    if for_down:
+        grad_down = _summed_like(down, grads, active, ends)
+    if for_down_bias:
+        grad_down_bias = _sum_rows(grads, ends, order, routing.weight)
+    del grads, active
+    if grad_joined is not None:
+        if for_gate_up_bias:
+            grad_gate_up_bias = _sum_rows(grad_joined, ends)
+        if for_gate_up:
+            grad_gate_up = _summed_like(gate_up, grad_joined, _spread(x, place, routing), ends)
+        if for_x:
+            grad_x = _combine(grouped_matmul(grad_joined, gate_up, ends), place, ends, routing)
+    return grad_x, grad_gate_up, grad_down, grad_weight, grad_gate_up_bias, grad_down_bias, None
+
+
+def _summed_like(matrices: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """For each group leftᵀ @ right, stored as the matrices are, so that autograd need not copy it."""
+    if matrices.stride(1) < matrices.stride(2):
+        return grouped_sum(right, left, ends).mT
+    return grouped_sum(left, right, ends)
+
+
+def _spread(x: Tensor, place: Tensor, routing: Routing) -> Tensor:
+    """Copy the row of each token to the places of all its slots."""
+    k, width = routing.chosen.shape[1], x.shape[1]
+    x, stride = strided_rows(x)
+    rows = x.new_empty(place.shape[0], width)
+    if rows.numel():
+        block = min(WIDE, power_of_two(width))
+        tiles = cdiv(width, block)
+        spread_launch((x.shape[0] * tiles,), x, place, rows, stride, width, tiles, K=k, BLOCK=block, num_warps=4)
+    return rows
+
+
+def _combine(
+    rows: Tensor, place: Tensor, ends: Tensor, routing: Routing, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Sum the rows of each token's slots in float32: those that an expert has, by weights if there are any."""
+    (tokens, k), width = routing.chosen.shape, rows.shape[1]
+    y = rows.new_empty(tokens, width)
+    if y.numel() and k:
+        block = min(WIDE, power_of_two(width))
+        tiles = cdiv(width, block)
+        combine_launch(
+            (tokens * tiles,), rows, place, ends, contiguous(weight), contiguous(bias), contiguous(routing.chosen), y, width, tiles, ends.shape[0],
+            WEIGHTED=weight is not None, HAS_BIAS=bias is not None, K=k, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    else:
+        y.zero_()
+    return y
+
+
+def _activate(joined: Tensor, active: Tensor, order: Tensor, ends: Tensor, routing: Routing, biases: Biases, gate: Gate) -> None:
+    rows, width = active.shape
+    if rows * width:
+        tiles = cdiv(width, COLUMNS)
+        activate_launch(
+            (cdiv(rows, ROWS) * tiles,), joined, contiguous(biases.gate_up_bias), order, contiguous(routing.chosen), ends, active,
+            rows, width, tiles, ends.shape[0], *_numbers(gate), **_constants(joined, width, biases, gate),
+        )  # fmt: skip
+
+
+def _activate_backward(
+    joined: Tensor, active: Tensor, grad_joined: Tensor | None, grad_weight: Tensor | None, along: Tensor | None, order: Tensor, ends: Tensor,
+    routing: Routing, biases: Biases, gate: Gate, for_down: bool,
+) -> None:  # fmt: skip
+    rows, width = active.shape
+    if rows * width:
+        activate_backward_launch(
+            (cdiv(rows, ROWS),), joined, contiguous(biases.gate_up_bias), order, contiguous(routing.chosen), ends, contiguous(routing.weight), along,
+            active, grad_joined, grad_weight, rows, width, ends.shape[0], *_numbers(gate),
+            NEEDS_JOINED=grad_joined is not None, NEEDS_WEIGHT=grad_weight is not None, HAS_ALONG=along is not None, NEEDS_ACTIVE=for_down,
+            **_constants(joined, width, biases, gate),
+        )  # fmt: skip
+    elif grad_weight is not None:
+        grad_weight.zero_()
+
+
+def _along_bias(grad_y: Tensor, place: Tensor, ends: Tensor, routing: Routing, bias: Tensor) -> Tensor:
+    """For each slot, the upstream gradient of its token times the bias of its expert."""
+    grad_y, stride = strided_rows(grad_y)
+    along = grad_y.new_empty(place.shape[0], dtype=torch.float32)
+    if along.numel():
+        width = grad_y.shape[1]
+        along_launch(
+            (along.shape[0],), grad_y, contiguous(bias), contiguous(routing.chosen), place, ends, along, stride, width, ends.shape[0],
+            K=routing.chosen.shape[1], BLOCK=min(WIDE, power_of_two(width)), num_warps=4,
+        )  # fmt: skip
+    return along
+
+
+def _sum_rows(rows: Tensor, ends: Tensor, order: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+    """For each group the sum of its rows, by the weights of their slots if there are any."""
+    width, groups = rows.shape[1], ends.shape[0]
+    sums = rows.new_empty(groups, width)
+    tiles = cdiv(width, NARROW)
+    sum_rows_launch(
+        (groups * tiles,),
+        rows,
+        order,
+        contiguous(weight),
+        ends,
+        sums,
+        width,
+        tiles,
+        WEIGHTED=weight is not None,
+        ROWS=SUMMED,
+        COLUMNS=NARROW,
+    )
+    return sums
+
+
+def _numbers(gate: Gate) -> tuple[float, float, float]:
+    return gate.limit or 0.0, gate.alpha, gate.shift
+
+
+def _constants(joined: Tensor, width: int, biases: Biases, gate: Gate) -> dict[str, Any]:
+    return {
+        "ACTIVATION": CODES[gate.activation], "LIMITED": gate.limit is not None, "GATED": joined.shape[1] != width,
+        "INTERLEAVED": gate.interleaved, "HAS_BIAS": biases.gate_up_bias is not None, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 4,
+    }  # fmt: skip
+
+
+@triton.jit
+def spread_kernel(x, place, rows, stride, width, tiles, K: tl.constexpr, BLOCK: tl.constexpr):
+    """One program reads one tile of a token's row and writes it to all its places."""
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    column = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    value = tl.load(x + token * stride + column, mask=mask)
+    for k in tl.static_range(K):
+        row = tl.load(place + token * K + k)
+        tl.store(rows + row * width + column, value, mask=mask)
+
+
+@triton.jit
+def combine_kernel(
+    rows, place, ends, weight, bias, index, y, width, tiles, groups,
+    WEIGHTED: tl.constexpr, HAS_BIAS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program sums one tile of the rows of one token."""
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    column = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    last = tl.load(ends + groups - 1)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(K):
+        slot = token * K + k
+        row = tl.load(place + slot)
+        mask = inside & (row < last)
+        value = tl.load(rows + row * width + column, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            group = tl.load(index + slot).to(tl.int64)
+            value += tl.load(bias + group * width + column, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value = value * tl.load(weight + slot, mask=row < last, other=0.0).to(tl.float32)
+        total += value
+    tl.store(y + token * width + column, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def joined_at(row, column, width, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The offsets of gate and up of a tile in the outputs of the first matmul."""
+    if GATED:
+        if INTERLEAVED:
+            first = row[:, None] * (2 * width) + 2 * column[None, :]
+            second = first + 1
+        else:
+            first = row[:, None] * (2 * width) + column[None, :]
+            second = first + width
+    else:
+        first = row[:, None] * width + column[None, :]
+        second = first
+    return first, second
+
+
+@triton.jit
+def joined_values(
+    joined, bias, group, row, column, mask, width, limit, alpha, shift,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Of a tile: the activation of its gate, what multiplies it, and the derivatives of both."""
+    first, second = joined_at(row, column, width, GATED, INTERLEAVED)
+    gate = tl.load(joined + first, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias_first, bias_second = joined_at(group, column, width, GATED, INTERLEAVED)
+        gate += tl.load(bias + bias_first, mask=mask, other=0.0).to(tl.float32)
+    passed = tl.full(gate.shape, 1.0, dtype=tl.float32)
+    if LIMITED:
+        passed = tl.where(gate <= limit, 1.0, 0.0)
+        gate = tl.minimum(gate, limit)
+    if ACTIVATION == 0:
+        sigmoid = tl.sigmoid(alpha * gate)
+        value = gate * sigmoid
+        slope = sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid))
+    elif ACTIVATION == 3:
+        positive = tl.maximum(gate, 0.0)
+        value = positive * positive
+        slope = 2.0 * positive
+    else:
+        value, slope = activated(gate, ACTIVATION)
+    factor = tl.full(gate.shape, 1.0, dtype=tl.float32)
+    factor_passed = factor
+    if GATED:
+        up = tl.load(joined + second, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            up += tl.load(bias + bias_second, mask=mask, other=0.0).to(tl.float32)
+        if LIMITED:
+            factor_passed = tl.where((up <= limit) & (up >= -limit), 1.0, 0.0)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+        factor = up + shift
+    return value, slope * passed, factor, factor_passed
+
+
+@triton.jit
+def group_of(order, index, row, mask, HAS_BIAS: tl.constexpr):
+    """The experts of some rows, where a bias is to be found by them."""
+    group = row
+    if HAS_BIAS:
+        group = tl.load(index + tl.load(order + row, mask=mask, other=0), mask=mask, other=0).to(tl.int64)
+    return group
+
+
+@triton.jit
+def activate_kernel(
+    joined, bias, order, index, ends, active, rows, width, tiles, groups, limit, alpha, shift,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program activates one tile of ROWS rows."""
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = row < tl.load(ends + groups - 1)
+    mask = inside[:, None] & (column < width)[None, :]
+    group = group_of(order, index, row, inside, HAS_BIAS)
+    value, _, factor, _ = joined_values(
+        joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED, INTERLEAVED, HAS_BIAS
+    )
+    tl.store(active + row[:, None] * width + column[None, :], (value * factor).to(active.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activate_backward_kernel(
+    joined, bias, order, index, ends, weight, along, active, grad_joined, grad_weight, rows, width, groups, limit, alpha, shift,
+    NEEDS_JOINED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, HAS_ALONG: tl.constexpr, NEEDS_ACTIVE: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program takes ROWS rows back through the router weight w and the activation a; `active` holds Wᵀ g and gets w · a.
+
+    grad_w = Wᵀ g · a,   grad_a = w · Wᵀ g
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < tl.load(ends + groups - 1)
+    slot = tl.load(order + row, mask=row < rows, other=0)
+    group = group_of(order, index, row, inside, HAS_BIAS)
+    scale = tl.load(weight + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    for begin in range(0, width, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        mask = inside[:, None] & (column < width)[None, :]
+        place = active + row[:, None] * width + column[None, :]
+        value, slope, factor, factor_passed = joined_values(
+            joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED, INTERLEAVED, HAS_BIAS
+        )
+        if NEEDS_JOINED or NEEDS_WEIGHT:
+            grad = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+            total += tl.sum(grad * value * factor, 1)
+            grad = grad * scale
+        if NEEDS_JOINED:
+            first, second = joined_at(row, column, width, GATED, INTERLEAVED)
+            tl.store(grad_joined + first, (grad * factor * slope).to(grad_joined.dtype.element_ty), mask=mask)
+            if GATED:
+                tl.store(grad_joined + second, (grad * value * factor_passed).to(grad_joined.dtype.element_ty), mask=mask)
+        if NEEDS_ACTIVE:
+            tl.store(place, (value * factor * scale).to(active.dtype.element_ty), mask=mask)
+    if NEEDS_WEIGHT:
+        if HAS_ALONG:
+            total += tl.load(along + slot, mask=inside, other=0.0)
+        tl.store(grad_weight + slot, total.to(grad_weight.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def along_kernel(grad_y, bias, index, place, ends, along, stride, width, groups, K: tl.constexpr, BLOCK: tl.constexpr):
+    """One program multiplies the upstream gradient of one slot's token by its expert's bias."""
+    slot = tl.program_id(0).to(tl.int64)
+    inside = tl.load(place + slot) < tl.load(ends + groups - 1)
+    group = tl.load(index + slot).to(tl.int64)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for begin in range(0, width, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        mask = inside & (column < width)
+        grad = tl.load(grad_y + (slot // K) * stride + column, mask=mask, other=0.0).to(tl.float32)
+        total += grad * tl.load(bias + group * width + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(along + slot, tl.sum(total, 0))
+
+
+@triton.jit
+def sum_rows_kernel(rows, order, weight, ends, sums, width, tiles, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One program sums one tile of columns over the rows of one group."""
+    group = tl.program_id(0) // tiles
+    column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    end = tl.load(ends + group)
+    start = tl.load(ends + group - 1, mask=group > 0, other=0)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for begin in range(start, end, ROWS):
+        row = (begin + tl.arange(0, ROWS)).to(tl.int64)
+        inside = row < end
+        mask = inside[:, None] & (column < width)[None, :]
+        value = tl.load(rows + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            slot = tl.load(order + row, mask=inside, other=0)
+            value = value * tl.load(weight + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total += tl.sum(value, 0)
+    tl.store(sums + group.to(tl.int64) * width + column, total.to(sums.dtype.element_ty), mask=column < width)
+
+
+spread_launch = Launcher(spread_kernel)
+combine_launch = Launcher(combine_kernel)
+activate_launch = Launcher(activate_kernel)
+activate_backward_launch = Launcher(activate_backward_kernel)
+along_launch = Launcher(along_kernel)
+sum_rows_launch = Launcher(sum_rows_kernel)
+_experts = differentiable(
+    ComposedKernel("experts", _allocate, _launch),
+    ComposedKernel("experts_backward", _allocate_backward, _launch_backward, reused="joined"),
+)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about experts that its samples do not say."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_core import experts, swiglu
+from ops.agreement import disagreements, leaf
+
+TOKENS, TOP, EXPERTS, HIDDEN, INNER = 20, 3, 6, 32, 16
+
+
+def routing(device: torch.device, count: int = EXPERTS) -> Tensor:
+    return torch.stack([torch.randperm(count)[:TOP] for _ in range(TOKENS)]).to(device)
+
+
+def arguments(device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    sizes = {
+        "x": (TOKENS, HIDDEN),
+        "gate_up": (EXPERTS, 2 * INNER, HIDDEN),
+        "down": (EXPERTS, HIDDEN, INNER),
+        "weight": (TOKENS, TOP),
+    }
+    scales = {"gate_up": HIDDEN**-0.5, "down": INNER**-0.5}
+    return {n: (leaf(*s, device=device) * scales.get(n, 1.0)).detach().to(dtype).requires_grad_() for n, s in sizes.items()}
+
+
+def test_one_expert_that_all_tokens_go_to_is_a_gated_mlp(device: torch.device) -> None:
+    index = torch.zeros(TOKENS, 1, dtype=torch.int64, device=device)
+
+    def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(swiglu.reference(F.linear(x, gate_up[0])), down[0])
+
+    def routed(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return experts(x, gate_up, down, index, torch.ones(TOKENS, 1, device=device))
+
+    given = arguments(device)
+    assert disagreements(routed, mlp, x=given["x"], gate_up=given["gate_up"][:1], down=given["down"][:1]) == []
+
+
+def test_experts_are_those_of_transformers(device: torch.device) -> None:
+    moe = pytest.importorskip("transformers.integrations.moe")
+    index = routing(device)
+    declared = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False, "_is_expert_parallel": False}
+
+    def theirs(x: Tensor, gate_up: Tensor, down: Tensor, weight: Tensor) -> Tensor:
+        weights = {"gate_up_proj": gate_up, "down_proj": down, "num_experts": EXPERTS}
+        module = SimpleNamespace(**weights, **declared, _apply_gate=swiglu.reference)
+        # Unlike its grouped matmul, this one supports float64.
+        return moe.batched_mm_experts_forward(module, x, index, weight)
+
+    assert disagreements(lambda x, gate_up, down, weight: experts(x, gate_up, down, index, weight), theirs, **arguments(device)) == []
+
+
+def test_an_index_of_no_expert_is_a_weight_of_zero(device: torch.device) -> None:
+    given, index = arguments(device), routing(device)
+    outside = index.clone()
+    outside[::2, 0] = EXPERTS
+    outside[1::2, 1] = -1
+    silenced = torch.where(outside == index, given["weight"], 0.0)
+    rest = [given[name] for name in ("x", "gate_up", "down")]
+    biases = leaf(EXPERTS, 2 * INNER, device=device), leaf(EXPERTS, HIDDEN, device=device)
+    torch.testing.assert_close(experts(*rest, outside, given["weight"], *biases), experts(*rest, index, silenced, *biases))
+
+
+def test_experts_spread_over_ranks_add_up_to_all_of_them(device: torch.device) -> None:
+    given, index = arguments(device), routing(device)
+    x, gate_up, down, weight = (given[name].detach() for name in ("x", "gate_up", "down", "weight"))
+    half = EXPERTS // 2
+    parts = [experts(x, gate_up[at : at + half], down[at : at + half], index - at, weight) for at in (0, half)]
+    torch.testing.assert_close(sum(parts), experts(x, gate_up, down, index, weight))
+
+
+def test_the_order_of_a_tokens_experts_does_not_matter(device: torch.device) -> None:
+    given, index = arguments(device), routing(device)
+    rest = [given[name] for name in ("x", "gate_up", "down")]
+    torch.testing.assert_close(experts(*rest, index.flip(1), given["weight"].flip(1)), experts(*rest, index, given["weight"]))
+
+
+def test_an_expert_without_tokens_gets_a_gradient_of_zero(device: torch.device) -> None:
+    given = arguments(device)
+    index = routing(device, EXPERTS - 1)
+    experts(*[given[name] for name in ("x", "gate_up", "down")], index, given["weight"]).sum().backward()
+    for name in ("gate_up", "down"):
+        gradient = given[name].grad
+        assert gradient is not None
+        assert not gradient[-1].any()
+        assert gradient[:-1].any()
+
+
+def test_matrices_stored_transposed_get_gradients_that_are_stored_so(device: torch.device) -> None:
+    given, index = arguments(device), routing(device)
+    stored = [given[name].detach().mT.contiguous().requires_grad_() for name in ("gate_up", "down")]
+    experts(given["x"], *[matrix.mT for matrix in stored], index, given["weight"]).sum().backward()
+    assert all(matrix.grad is not None and matrix.grad.is_contiguous() for matrix in stored)
+
+
+def saved(call: Any) -> list[Tensor]:
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        call()
+    return kept
+
+
+def test_a_fused_backend_keeps_one_tensor_of_as_many_rows_as_there_are_slots(device: torch.device, chosen_backend: str) -> None:
+    if chosen_backend == "reference" or (chosen_backend == "auto" and device.type == "cpu"):
+        pytest.skip("the reference keeps what autograd keeps")
+    given, index = arguments(device), routing(device)
+    kept = saved(lambda: experts(given["x"], given["gate_up"], given["down"], index, given["weight"]))
+    rows = [t.shape for t in kept if t.dim() == 2 and t.shape[0] == TOKENS * TOP]
+    assert rows == [(TOKENS * TOP, 2 * INNER)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kept_graph_gives_the_same_gradients_again(dtype: torch.dtype, device: torch.device) -> None:
+    # A backward pass that frees its graph works in the memory of what was kept.
+    given, index = arguments(device, dtype), routing(device)
+    y = experts(*[given[name] for name in ("x", "gate_up", "down")], index, given["weight"])
+    inputs = [given[name] for name in ("x", "gate_up", "down", "weight")]
+    first = torch.autograd.grad(y.float().square().sum(), inputs, retain_graph=True)
+    second = torch.autograd.grad(y.float().square().sum(), inputs)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
