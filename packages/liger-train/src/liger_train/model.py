@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ def _loaded(setup: Setup, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     config, dtype = config_of(setup), weights_dtype(setup)
+    if setup.tp > 1:
+        return _tensor_parallel(setup, device)
     if _is_random(setup):
         with contextlib.nullcontext() if _comes_in_pieces(setup) else device:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
@@ -71,6 +73,28 @@ def _loaded(setup: Setup, device: torch.device) -> Any:
         return AutoModelForCausalLM.from_pretrained(setup.model, config=config, dtype=dtype, **loading_options(setup), **place)
     except (OSError, ValueError) as problem:
         raise not_found(setup.model, problem) from problem
+
+
+def _tensor_parallel(setup: Setup, device: torch.device) -> Any:
+    """Each rank has its shards of the layers and of the LM head, by the plan of Transformers."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = config_of(setup)
+    options: dict[str, Any] = {"config": config, "dtype": weights_dtype(setup), "distributed_config": DistributedConfig(tp_size=setup.tp)}
+    if not _is_random(setup):
+        try:
+            return AutoModelForCausalLM.from_pretrained(setup.model, **loading_options(setup), **options)
+        except (OSError, ValueError) as problem:
+            raise not_found(setup.model, problem) from problem
+    whole = _loaded(replace(setup, tp=1, shard="none"), device)
+    model = type(whole).from_pretrained(None, state_dict=whole.state_dict(), **options)
+    del whole
+    if device.type == "cuda":
+        # The whole model was there only to be sharded.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return model
 
 
 def _is_random(setup: Setup) -> bool:

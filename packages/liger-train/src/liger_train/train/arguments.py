@@ -41,7 +41,7 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         "save_strategy": "no",
         "report_to": [],
     }
-    given |= techniques.arguments(setup) | _sharding(setup) | joined | more
+    given |= techniques.arguments(setup) | _sharding(setup) | _parallelism(setup) | joined | more
     from transformers import TrainingArguments
 
     made = TrainingArguments(**given)
@@ -51,6 +51,14 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         # Otherwise the Trainer splits the batch over all GPUs that the process sees.
         made._n_gpu = 1
     return made
+
+
+def _parallelism(setup: Setup) -> dict[str, Any]:
+    if setup.tp * setup.cp == 1:
+        return {}
+    from accelerate import ParallelismConfig
+
+    return {"parallelism_config": ParallelismConfig(tp_size=setup.tp, cp_size=setup.cp, dp_shard_size=setup.replicas)}
 
 
 def _mixed(dtype: str) -> Any:
