@@ -54,6 +54,11 @@ def _joined_on_cpu(setup: Setup) -> dict[str, Any]:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     if setup.shard in ZERO:
         zero.start()
+    if setup.cp > 1:
+        # Imported here, since only this needs it.
+        from liger_train.train import context_parallel
+
+        context_parallel.install()
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True)
     kind = DistributedType.DEEPSPEED if setup.shard in ZERO else DistributedType.MULTI_GPU
