@@ -92,5 +92,43 @@ def quantized(setup: Setup) -> str:
     return ""
 
 
+def tensor_parallel(setup: Setup) -> str:
+    if setup.shard in ZERO:
+        return f"cannot be combined with --shard {setup.shard}, since DeepSpeed does not know of it; use --shard none"
+    if setup.ranks != setup.tp:
+        return f"needs exactly {setup.tp} ranks, got {setup.ranks}: accelerate does not support data or context parallelism on top of it"
+    if setup.shard != "none":
+        return f"leaves no ranks for --shard {setup.shard} to shard over; use --shard none"
+    if setup.optimizer != "adamw":
+        return f"needs --optimizer adamw, got {setup.optimizer}, which does not know of sharded weights"
+    if setup.adapter != "none":
+        return f"cannot be combined with --adapter {setup.adapter}, whose weights Transformers does not shard; use --adapter none"
+    from liger_train.configs import config_of
+
+    text = config_of(setup).get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % setup.tp:
+        return f"must divide the {heads} key heads of {setup.model}, since a head is never split"
+    if not getattr(text, "base_model_tp_plan", None):
+        return f"needs a model for which Transformers has a tensor-parallel plan, got {setup.model}, a {text.model_type}"
+    return ""
+
+
+def context_parallel(setup: Setup) -> str:
+    if setup.shard != "fsdp2":
+        return f"needs --shard fsdp2, over whose ranks accelerate shards sequences, too, got {setup.shard}"
+    if setup.sequence % (2 * setup.cp):
+        return f"needs a --sequence that is a multiple of {2 * setup.cp}, two parts for each rank, got {setup.sequence}"
+    if setup.device == "cuda" and setup.precision == "fp32":
+        return "needs --precision bf16, since the ring attention of PyTorch does not support float32, got fp32"
+    from liger_train.configs import config_of
+
+    text = config_of(setup).get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or (["sliding_attention"] if getattr(text, "sliding_window", None) else []))
+    if kinds - {"full_attention"}:
+        return f"needs a model with full attention in every layer, got {setup.model} with {', '.join(sorted(kinds))}"
+    return ""
+
+
 def _shards(setup: Setup) -> str:
     return f"cannot be combined with --shard {setup.shard}, which splits"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from liger_bench import checkpointing
 from liger_hf.presets import PRESETS
@@ -80,21 +81,30 @@ def _tensor_parallel(setup: Setup, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    config = config_of(setup)
-    options: dict[str, Any] = {"config": config, "dtype": weights_dtype(setup), "distributed_config": DistributedConfig(tp_size=setup.tp)}
-    if not _is_random(setup):
+    options = {"config": config_of(setup), "dtype": weights_dtype(setup), "distributed_config": DistributedConfig(tp_size=setup.tp)}
+    if _is_random(setup):
+        whole = _loaded(replace(setup, tp=1), device)
+        model = type(whole).from_pretrained(None, state_dict=whole.state_dict(), **options)
+        del whole
+    else:
         try:
-            return AutoModelForCausalLM.from_pretrained(setup.model, **loading_options(setup), **options)
+            model = AutoModelForCausalLM.from_pretrained(setup.model, **loading_options(setup), **options)
         except (OSError, ValueError) as problem:
             raise not_found(setup.model, problem) from problem
-    whole = _loaded(replace(setup, tp=1, shard="none"), device)
-    model = type(whole).from_pretrained(None, state_dict=whole.state_dict(), **options)
-    del whole
+    _copy_shards(model)
     if device.type == "cuda":
         # The whole model was there only to be sharded.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return model
+
+
+@torch.no_grad()
+def _copy_shards(model: nn.Module) -> None:
+    """A shard that Transformers loads may be a view of the whole weight, which would stay in memory."""
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):
+            weight._local_tensor.data = weight._local_tensor.clone()
 
 
 def _is_random(setup: Setup) -> bool:
