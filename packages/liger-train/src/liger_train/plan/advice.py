@@ -70,7 +70,12 @@ def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternati
     """Every technique that the setup does not use and its device supports, each by itself in place of what it uses."""
     for option, values in TECHNIQUES.items():
         for value, technique in values.items():
-            if value in NO_ALTERNATIVE or option in MESH or value == getattr(setup, option) or (option == "shard" and setup.ranks == 1 and value != "none"):
+            if (
+                value in NO_ALTERNATIVE
+                or option in MESH
+                or value == getattr(setup, option)
+                or (option == "shard" and setup.ranks == 1 and value != "none")
+            ):
                 continue
             if setup.device not in technique.devices or _stays_where_it_is(setup, option, value):
                 continue

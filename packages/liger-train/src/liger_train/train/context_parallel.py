@@ -17,7 +17,7 @@ from torch.nn import functional
 
 def install() -> None:
     """Make accelerate use `context_parallel`."""
-    experimental.context_parallel = context_parallel
+    vars(experimental)["context_parallel"] = context_parallel
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def _check_resumable(setup: Setup) -> None:
     if setup.tp > 1:
         # The Trainer saves the optimizer state of the first rank alone.
         raise OptionError(
-            "train: --resume cannot restore --tp, since the saved optimizer state is that of one rank; "
+            f"train: --resume cannot restore --tp {setup.tp}, since the saved optimizer state is that of one rank; "
             "give the checkpoint as --model, which starts with new optimizer state"
         )
     if setup.offload == "nvme":
