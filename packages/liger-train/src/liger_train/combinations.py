@@ -94,11 +94,13 @@ def quantized(setup: Setup) -> str:
 
 def tensor_parallel(setup: Setup) -> str:
     if setup.shard in ZERO:
-        return f"cannot be combined with --shard {setup.shard}, since DeepSpeed does not know of it; use --shard none"
-    if setup.ranks != setup.tp:
-        return f"needs exactly {setup.tp} ranks, got {setup.ranks}: accelerate does not support data or context parallelism on top of it"
-    if setup.shard != "none":
+        return f"cannot be combined with --shard {setup.shard}, since DeepSpeed does not know of it; use --shard fsdp2"
+    if setup.ranks > setup.tp and setup.shard != "fsdp2":
+        return f"needs --shard fsdp2 for data or context parallelism over the {setup.ranks // setup.tp} other ranks, got {setup.shard}"
+    if setup.ranks == setup.tp and setup.shard != "none":
         return f"leaves no ranks for --shard {setup.shard} to shard over; use --shard none"
+    if setup.offload != "none":
+        return f"cannot be combined with --offload {setup.offload}; use --offload none"
     if setup.optimizer != "adamw":
         return f"needs --optimizer adamw, got {setup.optimizer}, which does not know of sharded weights"
     if setup.adapter != "none":

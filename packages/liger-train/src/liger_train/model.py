@@ -16,6 +16,7 @@ from liger_bench import checkpointing
 from liger_hf.presets import PRESETS
 from liger_train.combinations import ZERO
 from liger_train.configs import config_of, loading_options, not_found
+from liger_train.parallelism import parallelism
 from liger_train.setup import Setup
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
@@ -81,7 +82,14 @@ def _tensor_parallel(setup: Setup, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    options = {"config": config_of(setup), "dtype": weights_dtype(setup), "distributed_config": DistributedConfig(tp_size=setup.tp)}
+    ranks = parallelism(setup)
+    options = {
+        "config": config_of(setup),
+        "dtype": weights_dtype(setup),
+        # The ranks of FSDP2 are counted here, but Transformers leaves them to others.
+        "distributed_config": DistributedConfig(tp_size=setup.tp, fsdp_size=setup.ranks // setup.tp),
+        "device_mesh": ranks.get_device_mesh(device.type)["tp"] if ranks else None,
+    }
     if _is_random(setup):
         whole = _loaded(replace(setup, tp=1), device)
         model = type(whole).from_pretrained(None, state_dict=whole.state_dict(), **options)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from liger_train import techniques, zero
 from liger_train.combinations import ZERO
+from liger_train.parallelism import parallelism
 from liger_train.setup import Setup
 from liger_train.train import processes
 
@@ -40,8 +41,9 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         "logging_strategy": "no",
         "save_strategy": "no",
         "report_to": [],
+        "parallelism_config": parallelism(setup),
     }
-    given |= techniques.arguments(setup) | _sharding(setup) | _parallelism(setup) | joined | more
+    given |= techniques.arguments(setup) | _sharding(setup) | joined | more
     from transformers import TrainingArguments
 
     made = TrainingArguments(**given)
@@ -51,14 +53,6 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         # Otherwise the Trainer splits the batch over all GPUs that the process sees.
         made._n_gpu = 1
     return made
-
-
-def _parallelism(setup: Setup) -> dict[str, Any]:
-    if setup.tp * setup.cp == 1:
-        return {}
-    from accelerate import ParallelismConfig
-
-    return {"parallelism_config": ParallelismConfig(tp_size=setup.tp, cp_size=setup.cp, dp_shard_size=setup.replicas)}
 
 
 def _mixed(dtype: str) -> Any:
@@ -76,5 +70,7 @@ def _sharding(setup: Setup) -> dict[str, Any]:
     if setup.shard in ZERO:
         return {"deepspeed": zero.config(setup)}
     if setup.shard == "fsdp2":
-        return {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, "cpu_offload": setup.offload == "parameters"}}
+        config = {"version": 2, "reshard_after_forward": True, "cpu_offload": setup.offload == "parameters"}
+        # accelerate would load weights that tensor parallelism has sharded as if they were whole.
+        return {"fsdp": True, "fsdp_config": config | ({"cpu_ram_efficient_loading": False} if setup.tp > 1 else {})}
     return {}

@@ -10,6 +10,7 @@ from typing import Any
 
 from liger_train import zero
 from liger_train.combinations import ZERO
+from liger_train.parallelism import allow_fsdp2_over_tensor_parallelism
 from liger_train.setup import Setup
 
 # A rank that waits for a failed one gives up after this time, not after half an hour.
@@ -24,6 +25,8 @@ def join(setup: Setup) -> dict[str, Any]:
         _alone()
     if setup.shard in ZERO:
         zero.prepare(setup)
+    if setup.shard == "fsdp2" and setup.tp > 1:
+        allow_fsdp2_over_tensor_parallelism()
     if setup.device == "cpu":
         return _joined_on_cpu(setup)
     # The norms of offloaded gradients are summed on the CPU.
