@@ -18,7 +18,7 @@ import torch
 from liger_bench import checkpointing
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_hf.presets import PRESETS, preset
-from liger_train import documentation, techniques, zero
+from liger_train import combinations, documentation, techniques, zero
 from liger_train.configs import config_of
 from liger_train.model import build
 from liger_train.setup import Setup
@@ -198,6 +198,15 @@ MISUSES = [
     ({"cp": 2, "ranks": 2, "shard": "fsdp2", "precision": "fp32"}, "--cp 2 needs --precision bf16", ""),
     ({"adapter": "qlora", "shard": "zero3"}, "--adapter qlora cannot be combined with --shard zero3", "use --adapter lora"),
 ]
+
+
+def test_newer_transformers_are_refused_that_shard_over_tensor_parallelism_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Setup("tiny", tp=2, ranks=4, shard="fsdp2")
+    monkeypatch.setattr(combinations, "_transformers_shards_both", lambda: False)
+    techniques.check(both)
+    monkeypatch.setattr(combinations, "_transformers_shards_both", lambda: True)
+    with pytest.raises(LigerError, match="--tp 2 and --shard fsdp2 need Transformers before"):
+        techniques.check(both)
 
 
 @pytest.mark.parametrize(("options", "sentence", "advice"), MISUSES, ids=lambda value: " ".join(map(str, value)) if value else "-")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from liger_core.errors import nearest
@@ -101,6 +102,8 @@ def tensor_parallel(setup: Setup) -> str:
         return f"leaves no ranks for --shard {setup.shard} to shard over; use --shard none"
     if setup.offload != "none":
         return f"cannot be combined with --offload {setup.offload}; use --offload none"
+    if setup.ranks > setup.tp and _transformers_shards_both():
+        return f"and --shard {setup.shard} need Transformers before 5.18, which leaves FSDP2 to accelerate"
     if setup.optimizer != "adamw":
         return f"needs --optimizer adamw, got {setup.optimizer}, which does not know of sharded weights"
     if setup.adapter != "none":
@@ -130,6 +133,13 @@ def context_parallel(setup: Setup) -> str:
     if kinds - {"full_attention"}:
         return f"needs a model with full attention in every layer, got {setup.model} with {', '.join(sorted(kinds))}"
     return ""
+
+
+def _transformers_shards_both() -> bool:
+    """Whether Transformers itself puts FSDP2 over tensor parallelism, as it does since it has replicas of both."""
+    from transformers.distributed import DistributedConfig
+
+    return "dp_replicate_size" in {field.name for field in fields(DistributedConfig)}
 
 
 def _shards(setup: Setup) -> str:
