@@ -74,6 +74,11 @@ class Setup:
         """The number of data-parallel ranks or groups of ranks, each with sequences of its own."""
         return self.ranks // (self.tp * self.cp)
 
+    @property
+    def sharing_ranks(self) -> int:
+        """The number of ranks over which --shard shards weights: data- and context-parallel ones."""
+        return self.ranks // self.tp
+
     def command(self) -> str:
         """The command line of this run: every option that is not the default on its device."""
         words = ["liger", "train"]
