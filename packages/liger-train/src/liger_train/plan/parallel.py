@@ -30,7 +30,6 @@ STYLES = {
     "embedding_rowwise": 0,
     "replicated_with_grad_allreduce": None,
 }
-GATHERED = ("colwise_rep", "colwise_gather_output")
 
 
 def shard(model: Any, setup: Setup) -> None:
@@ -50,17 +49,13 @@ def shard(model: Any, setup: Setup) -> None:
             _shard(module, dimension, setup.tp)
     if tied:
         model.get_input_embeddings().weight = model.get_output_embeddings().weight
+    _set_classes(model, model.get_output_embeddings().weight.shape[0])
 
 
-def gather_logits(model: Any, setup: Setup, fused: bool) -> None:
-    """A head whose loss is not fused gathers the logits of all ranks; the fused loss takes those of the classes of the rank."""
-    head, text = model.get_output_embeddings(), model.config.get_text_config()
-    if not fused:
-        head.register_forward_hook(lambda module, inputs, output: _Gathered.apply(output, -1, setup.tp))
-        return
-    for each in (model, text):
-        if getattr(each, "vocab_size", None) is not None:
-            each.vocab_size = head.weight.shape[0]
+def gather_logits(model: Any, setup: Setup, classes: int) -> None:
+    """Let the head gather the logits of all ranks, which a fused loss does not need."""
+    model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: _Gathered.apply(output, -1, setup.tp))
+    _set_classes(model, classes)
 
 
 @contextmanager
@@ -79,6 +74,12 @@ def in_parallel(setup: Setup, classes: int) -> Iterator[None]:
 
 def _style(plan: dict[str, str], name: str) -> str | None:
     return next((style for pattern, style in plan.items() if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name)), None)
+
+
+def _set_classes(model: Any, classes: int) -> None:
+    for part in (model, model.config.get_text_config()):
+        if getattr(part, "vocab_size", None) is not None:
+            part.vocab_size = classes
 
 
 def _shard(module: nn.Module, dimension: int, ranks: int) -> None:

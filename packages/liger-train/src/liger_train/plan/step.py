@@ -151,7 +151,7 @@ def _ledger_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: FakeTe
     classes = config_of(setup).get_text_config().vocab_size
     ledger = Ledger(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model, classes))
     written_out = devices.attention_is_written_out(setup.device, LOW.get(setup.precision, torch.float32), model.config.get_text_config())
-    with mode, devices.as_on(setup.device, sharded=sharding.gathers, written_out=written_out) as notes, parallel.in_parallel(setup, classes), ledger:
+    with mode, devices.as_on(setup.device, sharded=sharding.learns, written_out=written_out) as notes, parallel.in_parallel(setup, classes), ledger:
         step(setup, model, ledger, sharding)
     ledger.notes.extend(notes if setup.liger != "none" else [])
     return ledger
@@ -170,8 +170,8 @@ def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
         built = build(simple, CPU)
         if setup.adapter == "qlora":
             _prepare_for_four_bits(built.model)
-        if setup.tp > 1:
-            parallel.gather_logits(built.model, setup, fused=LOSS in built.replaced)
+        if setup.tp > 1 and LOSS not in built.replaced:
+            parallel.gather_logits(built.model, setup, config_of(setup).get_text_config().vocab_size)
     return built.model, built.notes + ([AUTO] if setup.checkpoint == "auto" else [])
 
 
