@@ -160,7 +160,7 @@ def problem_of(setup: Setup) -> str:
     """Why techniques cannot be combined, or nothing; whether this machine has their libraries does not matter."""
     for option, values in TECHNIQUES.items():
         value = str(getattr(setup, option))
-        technique = values.get(value)
+        technique = values.get(value) or (values.get(NUMBER) if value.isdecimal() else None)
         if technique is None or value == "nvme":
             continue
         if setup.device not in technique.devices:

@@ -44,9 +44,8 @@ def shard(model: Any, setup: Setup) -> None:
         raise OptionError(f"plan: --tp needs a model whose tensor-parallel plan shards linear layers alone, got {what} for {setup.model}")
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     for name, module in model.named_modules():
-        dimension = STYLES[_style(plan, name)] if _style(plan, name) else None
-        if dimension is not None:
-            _shard(module, dimension, setup.tp)
+        for style in (style for pattern, style in plan.items() if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name)):
+            _shard(module, STYLES[style], setup.tp)
     if tied:
         model.get_input_embeddings().weight = model.get_output_embeddings().weight
     _set_classes(model, model.get_output_embeddings().weight.shape[0])
@@ -72,20 +71,16 @@ def in_parallel(setup: Setup, classes: int) -> Iterator[None]:
         yield
 
 
-def _style(plan: dict[str, str], name: str) -> str | None:
-    return next((style for pattern, style in plan.items() if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name)), None)
-
-
 def _set_classes(model: Any, classes: int) -> None:
     for part in (model, model.config.get_text_config()):
         if getattr(part, "vocab_size", None) is not None:
             part.vocab_size = classes
 
 
-def _shard(module: nn.Module, dimension: int, ranks: int) -> None:
+def _shard(module: nn.Module, dimension: int | None, ranks: int) -> None:
     """The shard of the first rank, which is never the smallest."""
     for name, weight in list(module.named_parameters(recurse=False)):
-        if dimension < weight.dim():
+        if dimension is not None and dimension < weight.dim():
             size = list(weight.shape)
             size[dimension] = -(-size[dimension] // ranks)
             setattr(module, name, nn.Parameter(weight.new_empty(size), weight.requires_grad))

@@ -151,7 +151,12 @@ def _ledger_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: FakeTe
     classes = config_of(setup).get_text_config().vocab_size
     ledger = Ledger(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model, classes))
     written_out = devices.attention_is_written_out(setup.device, LOW.get(setup.precision, torch.float32), model.config.get_text_config())
-    with mode, devices.as_on(setup.device, sharded=sharding.learns, written_out=written_out) as notes, parallel.in_parallel(setup, classes), ledger:
+    with (
+        mode,
+        devices.as_on(setup.device, sharded=sharding.learns, written_out=written_out) as notes,
+        parallel.in_parallel(setup, classes),
+        ledger,
+    ):
         step(setup, model, ledger, sharding)
     ledger.notes.extend(notes if setup.liger != "none" else [])
     return ledger
