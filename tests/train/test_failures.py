@@ -342,7 +342,9 @@ def test_a_sharded_run_resumes_exactly_and_saves_a_model(small: Setup, tmp_path:
     assert all(0 < each < 4.1 * small.learning_rate for each in moved)
 
 
-@pytest.mark.parametrize("technique", [{"optimizer": "galore-layerwise"}, {"shard": "zero3", "offload": "nvme"}], ids=["layerwise", "nvme"])
+@pytest.mark.parametrize(
+    "technique", [{"optimizer": "galore-layerwise"}, {"shard": "zero3", "offload": "nvme"}, {"tp": 2}], ids=["layerwise", "nvme", "tp"]
+)
 def test_a_run_whose_state_is_not_saved_cannot_resume(
     small: Setup, stopped: Path, monkeypatch: pytest.MonkeyPatch, technique: dict[str, Any]
 ) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+import forks
 from hf.two_ranks import on_two_ranks
 from liger_bench import checkpointing
-from liger_train import zero
+from liger_train import combinations, zero
 from train.training import STEPS, Trained, saved_model, setup_of, trained
 
 pytestmark = [
@@ -28,8 +29,11 @@ needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not
 # One way of each library also computes layers again.
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
+    # Before FSDP2, which accelerate remembers in the environment.
+    "tp": {"tp": 2, "checkpoint": "full"},
     "fsdp2": {"shard": "fsdp2", "checkpoint": "full"},
     "fsdp2-bf16": {"shard": "fsdp2", "precision": "bf16"},
+    "cp": {"cp": 2, "shard": "fsdp2", "checkpoint": "full"},
     "fsdp2-offload-parameters": {"shard": "fsdp2", "offload": "parameters"},
     "zero1": {"shard": "zero1", "checkpoint": "full"},
     "zero2-offload-optimizer": {"shard": "zero2", "offload": "optimizer"},
@@ -50,7 +54,8 @@ def enable(model: Any, how: str) -> None:
 
 
 def ways(device: str) -> dict[str, dict[str, Any]]:
-    return {way: options for way, options in WAYS.items() if device == "cuda" or way != "fsdp2-offload-parameters"}
+    """FSDP2 pins host memory for a GPU, and ring attention on GPUs does not support float32."""
+    return {way: options for way, options in WAYS.items() if way != ("cp" if device == "cuda" else "fsdp2-offload-parameters")}
 
 
 def work(rank: int, folder: str, device: str) -> None:
@@ -76,6 +81,22 @@ def work(rank: int, folder: str, device: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+def four(rank: int, folder: str) -> None:
+    """One of four processes: two ranks of tensor parallelism, and over them FSDP2 on other sequences, or on the other half of each."""
+    torch.set_num_threads(1)
+    gc.freeze()
+    found = {}
+    for name, options in (("dp", {}), ("cp", {"cp": 2, "checkpoint": "full"})):
+        done = trained(setup_of(Path(folder) / "model", ranks=4, tp=2, shard="fsdp2", liger="all", **options))
+        weight = done.built.model.model.layers[0].mlp.up_proj.weight
+        assert weight.to_local().numel() * 4 == weight.numel()
+        losses = torch.tensor(done.losses)
+        torch.distributed.all_reduce(losses)
+        found[name] = (losses / 4).tolist()
+    (Path(folder) / f"four{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
 def is_there(way: str, trained: Trained) -> None:
     """The way was gone, and nothing fell back to every rank holding everything."""
     wrapped, weight = trained.trainer.model_wrapped, trained.built.model.model.layers[0].mlp.up_proj.weight
@@ -88,6 +109,9 @@ def is_there(way: str, trained: Trained) -> None:
         device = wrapped.zero_offload_optimizer()
         assert (device is not None and str(device.device) == "cpu") == ("offload" in way)
         assert (wrapped.zero_offload_param() is not None) == way.endswith("parameters")
+    if way == "tp":
+        head = trained.built.model.lm_head.weight
+        assert all(w.to_local().untyped_storage().nbytes() * 2 == w.numel() * w.itemsize for w in (weight, head))
 
 
 @pytest.fixture(scope="module", params=DEVICES, ids=["gloo", "nccl"])
@@ -103,12 +127,27 @@ def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sharded_run_has_the_losses_of_an_unsharded_one(rank: int, way: str, losses: list[dict[str, Any]]) -> None:
     if way not in losses[rank]:
-        pytest.skip("FSDP2 pins host memory for a GPU")
+        pytest.skip("not supported on this device")
     plain = losses[rank]["none"]["none"]
     assert len(plain) == STEPS
     assert plain[-1] < plain[0], "it does not learn"
     for liger in ("none", "all"):
-        assert losses[rank][way][liger] == pytest.approx(plain, rel=2e-2 if way == "fsdp2-bf16" else 1e-4)
+        found = [run[way][liger] for run in losses]
+        if way == "cp":
+            # All sequences are alike, but not their halves.
+            assert found[0] != pytest.approx(found[1], rel=1e-2)
+            found = [[sum(step) / len(step) for step in zip(*found, strict=True)]] * len(found)
+        assert found[rank] == pytest.approx(plain, rel=2e-2 if way == "fsdp2-bf16" else 1e-4)
+
+
+@pytest.mark.skipif(combinations._transformers_shards_both(), reason="supported with Transformers before 5.18")
+def test_data_and_context_parallelism_over_tensor_parallelism_have_the_losses_of_one_process(tmp_path: Path) -> None:
+    saved_model(tmp_path / "model")
+    expected = trained(setup_of(tmp_path / "model", liger="all")).losses
+    forks.on_ranks(4, four, str(tmp_path))
+    for rank in range(4):
+        for losses in json.loads((tmp_path / f"four{rank}.json").read_text()).values():
+            assert losses == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

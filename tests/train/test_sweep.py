@@ -128,6 +128,14 @@ def test_several_sweeps_give_every_combination_small_ones_first() -> None:
     ]
 
 
+def test_a_sweep_over_tensor_and_context_parallelism_starts_as_many_ranks_as_they_need() -> None:
+    found = cells(TINY, swept(["tp=1,2", "cp=1,4"]), ["all"])
+    assert [(each.tp, each.cp, each.ranks) for each in found] == [(1, 1, 1), (1, 4, 4), (2, 1, 2), (2, 4, 8)]
+    assert [each.ranks for each in cells(TINY, swept(["tp=2", "ranks=4,8"]), ["all"])] == [4, 8]
+    assert "--nproc-per-node 8" in found[-1].command()
+    assert "--tp 2 --cp 4" in found[-1].command()
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

@@ -18,7 +18,7 @@ import torch
 from liger_bench import checkpointing
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_hf.presets import PRESETS, preset
-from liger_train import documentation, techniques, zero
+from liger_train import combinations, documentation, techniques, zero
 from liger_train.configs import config_of
 from liger_train.model import build
 from liger_train.setup import Setup
@@ -46,8 +46,8 @@ def value_of(technique: Technique) -> str:
 
 
 def alone(technique: Technique) -> bool:
-    """Whether it runs in one process; shards and what they offload need two, in test_shards.py."""
-    return technique.option not in ("shard", "offload", "liger") and technique.value not in COMPILED
+    """Whether it runs in one process; shards and what they offload need two, in test_shards.py, as do parallel layers and sequences."""
+    return technique.option not in ("shard", "tp", "cp", "offload", "liger") and technique.value not in COMPILED
 
 
 @pytest.mark.parametrize("technique", [t for t in ALL if alone(t)], ids=lambda t: f"{t.option}-{value_of(t)}")
@@ -184,8 +184,29 @@ MISUSES = [
     ({"optimizer": "adamw-8bit", "shard": "zero2", "offload": "optimizer"}, "--optimizer adamw-8bit cannot be combined with --offload", ""),
     ({"optimizer": "adamw-torchao-8bit", "shard": "zero2"}, "--optimizer adamw-torchao-8bit cannot be combined with --shard zero2", ""),
     ({"optimizer": "galore-layerwise", "accumulation": 2}, "supports neither --accumulation 2", "use galore"),
+    ({"tp": 2}, "the number of ranks must be a multiple of --tp × --cp, got 2 × 1 and 1 rank", "run it under torchrun"),
+    ({"cp": 0}, "--cp must be from 1 to 2147483647, got 0", ""),
+    ({"tp": 2, "ranks": 2, "shard": "zero3"}, "--tp 2 cannot be combined with --shard zero3", "use --shard fsdp2"),
+    ({"tp": 2, "ranks": 4}, "--tp 2 needs --shard fsdp2", "over the 2 other ranks, got none"),
+    ({"tp": 2, "ranks": 2, "shard": "fsdp2"}, "--tp 2 leaves no ranks for --shard fsdp2", "use --shard none"),
+    ({"tp": 2, "ranks": 4, "shard": "fsdp2", "offload": "parameters"}, "--tp 2 cannot be combined with --offload parameters", ""),
+    ({"tp": 2, "ranks": 2, "optimizer": "adafactor"}, "--tp 2 needs --optimizer adamw, got adafactor", ""),
+    ({"tp": 2, "ranks": 2, "adapter": "lora"}, "--tp 2 cannot be combined with --adapter lora", "use --adapter none"),
+    ({"tp": 4, "ranks": 4}, "--tp 4 must divide the 2 key heads of tiny", ""),
+    ({"cp": 2, "ranks": 2}, "--cp 2 needs --shard fsdp2", ""),
+    ({"cp": 2, "ranks": 2, "shard": "fsdp2", "sequence": 1026}, "--cp 2 needs a --sequence that is a multiple of 4", ""),
+    ({"cp": 2, "ranks": 2, "shard": "fsdp2", "precision": "fp32"}, "--cp 2 needs --precision bf16", ""),
     ({"adapter": "qlora", "shard": "zero3"}, "--adapter qlora cannot be combined with --shard zero3", "use --adapter lora"),
 ]
+
+
+def test_newer_transformers_are_refused_that_shard_over_tensor_parallelism_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Setup("tiny", tp=2, ranks=4, shard="fsdp2")
+    monkeypatch.setattr(combinations, "_transformers_shards_both", lambda: False)
+    techniques.check(both)
+    monkeypatch.setattr(combinations, "_transformers_shards_both", lambda: True)
+    with pytest.raises(LigerError, match="--tp 2 and --shard fsdp2 need Transformers before"):
+        techniques.check(both)
 
 
 @pytest.mark.parametrize(("options", "sentence", "advice"), MISUSES, ids=lambda value: " ".join(map(str, value)) if value else "-")

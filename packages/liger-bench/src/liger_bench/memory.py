@@ -69,8 +69,9 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
     """The memory behind a tensor, or behind all tensors in a dictionary, list, wrapper or object."""
     if isinstance(value, Tensor):
         if is_traceable_wrapper_subclass(value):
-            for name in value.__tensor_flatten__()[0]:
-                yield from storages(getattr(value, name))
+            # A DTensor names its mesh, too, which refers to itself.
+            parts = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+            yield from storages([part for part in parts if isinstance(part, Tensor)])
         else:
             yield value.untyped_storage()
     elif isinstance(value, dict | list | tuple):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from liger_core.errors import nearest
@@ -90,6 +91,55 @@ def quantized(setup: Setup) -> str:
     if setup.shard != "none":
         return f"{_shards(setup)} weights, and 4-bit weights cannot be split; use --adapter lora, or --shard none"
     return ""
+
+
+def tensor_parallel(setup: Setup) -> str:
+    if setup.shard in ZERO:
+        return f"cannot be combined with --shard {setup.shard}, since DeepSpeed does not know of it; use --shard fsdp2"
+    if setup.ranks > setup.tp and setup.shard != "fsdp2":
+        return f"needs --shard fsdp2 for data or context parallelism over the {setup.ranks // setup.tp} other ranks, got {setup.shard}"
+    if setup.ranks == setup.tp and setup.shard != "none":
+        return f"leaves no ranks for --shard {setup.shard} to shard over; use --shard none"
+    if setup.offload != "none":
+        return f"cannot be combined with --offload {setup.offload}; use --offload none"
+    if setup.ranks > setup.tp and _transformers_shards_both():
+        return f"and --shard {setup.shard} need Transformers before 5.18, which leaves FSDP2 to accelerate"
+    if setup.optimizer != "adamw":
+        return f"needs --optimizer adamw, got {setup.optimizer}, which does not know of sharded weights"
+    if setup.adapter != "none":
+        return f"cannot be combined with --adapter {setup.adapter}, whose weights Transformers does not shard; use --adapter none"
+    from liger_train.configs import config_of
+
+    text = config_of(setup).get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if heads % setup.tp:
+        return f"must divide the {heads} key heads of {setup.model}, since a head is never split"
+    if not getattr(text, "base_model_tp_plan", None):
+        return f"needs a model for which Transformers has a tensor-parallel plan, got {setup.model}, a {text.model_type}"
+    return ""
+
+
+def context_parallel(setup: Setup) -> str:
+    if setup.shard != "fsdp2":
+        return f"needs --shard fsdp2, over whose ranks accelerate shards sequences, too, got {setup.shard}"
+    if setup.sequence % (2 * setup.cp):
+        return f"needs a --sequence that is a multiple of {2 * setup.cp}, two parts for each rank, got {setup.sequence}"
+    if setup.device == "cuda" and setup.precision == "fp32":
+        return "needs --precision bf16, since the ring attention of PyTorch does not support float32, got fp32"
+    from liger_train.configs import config_of
+
+    text = config_of(setup).get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or (["sliding_attention"] if getattr(text, "sliding_window", None) else []))
+    if kinds - {"full_attention"}:
+        return f"needs a model with full attention in every layer, got {setup.model} with {', '.join(sorted(kinds))}"
+    return ""
+
+
+def _transformers_shards_both() -> bool:
+    """Whether Transformers itself puts FSDP2 over tensor parallelism, as it does since it has replicas of both."""
+    from transformers.distributed import DistributedConfig
+
+    return "dp_replicate_size" in {field.name for field in fields(DistributedConfig)}
 
 
 def _shards(setup: Setup) -> str:

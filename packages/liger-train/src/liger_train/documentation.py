@@ -34,7 +34,7 @@ def _of_option(option: str, values: dict[str, Technique]) -> str:
 
 def _row(technique: Technique) -> str:
     value = SHOWN.get(technique.value, f"`{technique.value}`")
-    if technique.value == getattr(Setup, technique.option):
+    if technique.value == str(getattr(Setup, technique.option)):
         value += " (default)"
     carried = technique.implemented_by + (f"; `pip install {' '.join(technique.packages)}`" if technique.packages else "")
     where = f" Only on a GPU: {technique.reason}." if technique.devices == ("cuda",) else ""

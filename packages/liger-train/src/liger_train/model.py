@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from liger_bench import checkpointing
 from liger_hf.presets import PRESETS
 from liger_train.combinations import ZERO
 from liger_train.configs import config_of, loading_options, not_found
+from liger_train.parallelism import parallelism
 from liger_train.setup import Setup
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
@@ -63,6 +65,8 @@ def _loaded(setup: Setup, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     config, dtype = config_of(setup), weights_dtype(setup)
+    if setup.tp > 1:
+        return _tensor_parallel(setup, device)
     if _is_random(setup):
         with contextlib.nullcontext() if _comes_in_pieces(setup) else device:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
@@ -71,6 +75,44 @@ def _loaded(setup: Setup, device: torch.device) -> Any:
         return AutoModelForCausalLM.from_pretrained(setup.model, config=config, dtype=dtype, **loading_options(setup), **place)
     except (OSError, ValueError) as problem:
         raise not_found(setup.model, problem) from problem
+
+
+def _tensor_parallel(setup: Setup, device: torch.device) -> Any:
+    """Each rank has its shards of the layers and of the LM head, by the plan of Transformers."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    ranks = parallelism(setup)
+    options = {
+        "config": config_of(setup),
+        "dtype": weights_dtype(setup),
+        # The ranks of FSDP2 are counted here, but Transformers leaves them to others.
+        "distributed_config": DistributedConfig(tp_size=setup.tp, fsdp_size=setup.ranks // setup.tp),
+        "device_mesh": ranks.get_device_mesh(device.type)["tp"] if ranks else None,
+    }
+    if _is_random(setup):
+        whole = _loaded(replace(setup, tp=1), device)
+        model = type(whole).from_pretrained(None, state_dict=whole.state_dict(), **options)
+        del whole
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(setup.model, **loading_options(setup), **options)
+        except (OSError, ValueError) as problem:
+            raise not_found(setup.model, problem) from problem
+    _copy_shards(model)
+    if device.type == "cuda":
+        # The whole model was there only to be sharded.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return model
+
+
+@torch.no_grad()
+def _copy_shards(model: nn.Module) -> None:
+    """A shard that Transformers loads may be a view of the whole weight, which would stay in memory."""
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):
+            weight._local_tensor.data = weight._local_tensor.clone()
 
 
 def _is_random(setup: Setup) -> bool:

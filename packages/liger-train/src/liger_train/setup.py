@@ -18,6 +18,8 @@ LIMITS = {
     "sequence": (2, 2**24),
     "accumulation": (1, MOST),
     "ranks": (1, MOST),
+    "tp": (1, MOST),
+    "cp": (1, MOST),
     "steps": (1, MOST),
     "seed": (0, 2**32 - 1),
 }
@@ -30,12 +32,13 @@ class Setup:
     """Everything that determines the losses, the speed and the memory of a training run.
 
     model         preset, folder or name on the hub
-    batch         sequences per micro-batch and rank, of `sequence` tokens each
+    batch         sequences per micro-batch and rank, of `sequence` tokens each; ranks of tp and cp share theirs
     data          a file, a folder, a dataset saved by Hugging Face's datasets, or "library"
     liger         "all", "none", "all-but-loss", or ops separated by commas
     precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16
     checkpoint    "none", "full", "offload", "auto", or the number of layers to recompute
     optimizer, shard, offload, adapter    names in techniques.py
+    ranks         all of them; `tp` of them share each layer, `cp` each sequence, and the others are data parallel
     memory_limit  bytes; None for all memory of the device
     nvme_folder   where --offload nvme writes
     trust_remote_code  whether the model's own code may run
@@ -55,6 +58,8 @@ class Setup:
     adapter: str = "none"
     accumulation: int = 1
     ranks: int = 1
+    tp: int = 1
+    cp: int = 1
     device: str = "cuda"
     memory_limit: int | None = None
     steps: int = 20
@@ -63,6 +68,16 @@ class Setup:
     nvme_folder: str | None = None
     trust_remote_code: bool = False
     random_weights: bool = False
+
+    @property
+    def replicas(self) -> int:
+        """The number of data-parallel ranks or groups of ranks, each with sequences of its own."""
+        return self.ranks // (self.tp * self.cp)
+
+    @property
+    def sharing_ranks(self) -> int:
+        """The number of ranks over which --shard shards weights: data- and context-parallel ones."""
+        return self.ranks // self.tp
 
     def command(self) -> str:
         """The command line of this run: every option that is not the default on its device."""
@@ -88,6 +103,12 @@ def check_values(setup: Setup, command: str = "train") -> None:
         value = getattr(setup, name)
         if not low <= value <= high:
             raise OptionError(f"{command}: --{name} must be from {low} to {high}, got {value}")
+    if setup.ranks % (setup.tp * setup.cp):
+        ranks = f"{setup.ranks} rank{'s' if setup.ranks > 1 else ''}"
+        raise OptionError(
+            f"{command}: the number of ranks must be a multiple of --tp × --cp, got {setup.tp} × {setup.cp} and {ranks}; "
+            + ("run it under torchrun --nproc-per-node N -m liger_core train" if command == "train" else "give --ranks")
+        )
     if setup.batch * setup.sequence > MOST:
         raise OptionError(f"{command}: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}")
     if not 0 < setup.learning_rate < math.inf:

@@ -17,6 +17,7 @@ from liger_train.techniques import LIST, NUMBER, TECHNIQUES
 Predict = Callable[[Setup], Prediction]
 # These depend on free memory, on the user or on the machine.
 NO_ALTERNATIVE = ("auto", NUMBER, LIST, "nvme")
+MESH = ("tp", "cp")
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,12 @@ def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternati
     """Every technique that the setup does not use and its device supports, each by itself in place of what it uses."""
     for option, values in TECHNIQUES.items():
         for value, technique in values.items():
-            if value in NO_ALTERNATIVE or value == getattr(setup, option) or (option == "shard" and setup.ranks == 1 and value != "none"):
+            if (
+                value in NO_ALTERNATIVE
+                or option in MESH
+                or value == getattr(setup, option)
+                or (option == "shard" and setup.ranks == 1 and value != "none")
+            ):
                 continue
             if setup.device not in technique.devices or _stays_where_it_is(setup, option, value):
                 continue
@@ -154,7 +160,7 @@ def problem_of(setup: Setup) -> str:
     """Why techniques cannot be combined, or nothing; whether this machine has their libraries does not matter."""
     for option, values in TECHNIQUES.items():
         value = str(getattr(setup, option))
-        technique = values.get(value)
+        technique = values.get(value) or (values.get(NUMBER) if value.isdecimal() else None)
         if technique is None or value == "nvme":
             continue
         if setup.device not in technique.devices:

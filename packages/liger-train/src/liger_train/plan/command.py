@@ -24,10 +24,12 @@ def plan(
     model: Annotated[
         str | None, typer.Option(help=f"{', '.join(PRESETS)}, a folder with a config.json, or a name on the Hugging Face Hub.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch and rank.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch and rank, or group of --tp and --cp.")] = 1,
     sequence: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 1024,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
-    ranks: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. Default: tp × cp.", show_default=False)] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism: GPUs that share each layer.")] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="Context parallelism: GPUs that share each sequence.")] = 1,
     liger: Annotated[str, typer.Option(help=f"{values_of('liger')}, or ops separated by commas.")] = "all",
     precision: Annotated[str | None, typer.Option(help=f"{values_of('precision')}. Default: as for `liger train`.")] = None,
     checkpoint: Annotated[
@@ -80,7 +82,9 @@ def plan(
         offload=offload,
         adapter=adapter,
         accumulation=accumulation,
-        ranks=ranks,
+        ranks=ranks or tp * cp,
+        tp=tp,
+        cp=cp,
         device=device,
         # As an option of `liger train`: a limit simulates a smaller GPU, and a whole GPU needs none.
         memory_limit=limit if memory_limit is not None and device == "cuda" else None,

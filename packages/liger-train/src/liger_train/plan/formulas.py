@@ -27,7 +27,7 @@ def formulas(setup: Setup, parameters: int) -> list[Formula]:
     text = config_of(setup).get_text_config()
     width, layers, words = text.hidden_size, text.num_hidden_layers, text.vocab_size
     itemsize = 2 if setup.precision in LOW else 4
-    batch, sequence = setup.batch, setup.sequence
+    batch, sequence = setup.batch, setup.sequence // setup.cp
     checkpoints = batch * sequence * width * itemsize * layers
     logits = batch * sequence * words * 4
     return [

@@ -35,7 +35,7 @@ class Sharding:
     def enter(self, model: Any, ledger: Ledger) -> None:
         """Record the memory before a step; hooks record what changes within it."""
         self.ledger = ledger
-        if self.setup.ranks > 1:
+        if self.setup.sharing_ranks > 1:
             ledger.hold(sum(w.elements * w.itemsize for w in self.trained), GRADIENTS)
 
     def after_a_step(self) -> Sharding:
@@ -58,7 +58,7 @@ class Zero(Sharding):
         super().__init__(setup, model)
         self.stage = int(setup.shard.removeprefix("zero"))
         self.on_host = setup.offload != "none"
-        self.part = -(-sum(w.elements for w in self.trained) // setup.ranks)
+        self.part = -(-sum(w.elements for w in self.trained) // setup.sharing_ranks)
         self.itemsize = max((w.itemsize for w in self.trained), default=2)
         width = model.config.get_text_config().hidden_size
         # The value that Transformers fills in for "auto"; stages 1 and 2 have two buckets, for two streams.
@@ -87,12 +87,12 @@ class Zero(Sharding):
         self.filled.append(elements)
         weight.grad = None
         if self.stage == 2 and not self.on_host:
-            self.ledger.hold(rounded(-(-elements // self.setup.ranks) * self.itemsize), GRADIENTS)
+            self.ledger.hold(rounded(-(-elements // self.setup.sharing_ranks) * self.itemsize), GRADIENTS)
 
     def _reduce(self) -> None:
         """Reduce the bucket. An offloaded gradient is converted to float64 for its norm; stage 3 first reads it back."""
         if self.on_host and self.filled:
-            part = -(-max(self.filled) // self.setup.ranks)
+            part = -(-max(self.filled) // self.setup.sharing_ranks)
             copied = self.itemsize if self.stage == 3 else 0
             self.ledger.pass_by(rounded(part * copied) + rounded(8 * min(part, NORMED)), GRADIENTS)
         self.filled, self.waiting = [], None
@@ -117,11 +117,11 @@ class Zero3(Zero):
             size = weight.numel() * weight.itemsize
             if weight.numel() > small:
                 # A single rank without offload computes with its shard, which is the whole weight.
-                kept = 0 if away else -(-size // self.setup.ranks)
+                kept = 0 if away else -(-size // self.setup.sharing_ranks)
                 ledger.move(weight, rounded(size) - rounded(kept))
         if not self.on_host:
             ledger.hold(rounded(self.part * self.itemsize), GRADIENTS)
-        if away or self.setup.ranks > 1:
+        if away or self.setup.sharing_ranks > 1:
             from liger_train.zero import live
 
             self.gathering = Gathering(ledger, small, live(self.setup) if away else 10**9, int(0.9 * width * width), self.order)
@@ -163,7 +163,7 @@ class Fsdp2(Sharding):
     def _part(self, weight: Tensor) -> int:
         """The bytes of a shard of a weight or gradient: in float32 for mixed precision, in bfloat16 for bf16-pure."""
         itemsize = weight.itemsize if self.setup.precision == "bf16-pure" else 4
-        return -(-weight.numel() // self.setup.ranks) * itemsize
+        return -(-weight.numel() // self.setup.sharing_ranks) * itemsize
 
 
 def sharding_of(setup: Setup, model: Any) -> Sharding:
@@ -177,7 +177,7 @@ def optimizer_memory(setup: Setup, kind: Optimizer, weights: Sequence[Weight]) -
     parts = list(weights)
     if setup.shard in ZERO:
         # DeepSpeed's optimizer has one flat float32 weight; the shard of the gradients becomes one, too.
-        elements, itemsize = -(-sum(w.elements for w in weights) // setup.ranks), max((w.itemsize for w in weights), default=2)
+        elements, itemsize = -(-sum(w.elements for w in weights) // setup.sharing_ranks), max((w.itemsize for w in weights), default=2)
         if setup.offload != "none":
             return 0, 0
         flat = Weight(elements, (elements,), 4)
@@ -188,7 +188,7 @@ def optimizer_memory(setup: Setup, kind: Optimizer, weights: Sequence[Weight]) -
         if setup.offload != "none":
             return 0, 0
         itemsize = 2 if setup.precision == "bf16-pure" else 4
-        parts = [replace(w, elements=-(-w.elements // setup.ranks), itemsize=itemsize) for w in weights]
+        parts = [replace(w, elements=-(-w.elements // setup.sharing_ranks), itemsize=itemsize) for w in weights]
     return sum(map(kind.state, parts)), max(map(kind.step, parts), default=0)
 
 

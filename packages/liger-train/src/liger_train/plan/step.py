@@ -20,8 +20,8 @@ from liger_bench.checkpointing import layers
 from liger_core.errors import LigerError, OptionError
 from liger_train import model as train_model
 from liger_train.configs import config_of
-from liger_train.model import LOW, build, weights_dtype
-from liger_train.plan import devices
+from liger_train.model import LOSS, LOW, build, weights_dtype
+from liger_train.plan import devices, parallel
 from liger_train.plan.adapters import adapted
 from liger_train.plan.ledger import ACTIVATIONS, CATEGORIES, CHECKPOINTS, GRADIENTS, LOGITS, OPTIMIZER, OTHER, WEIGHTS, Ledger, Moment
 from liger_train.plan.optimizers import OPTIMIZERS, Weight, weights_of
@@ -63,13 +63,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Step:
-    """Memory without the optimizer: at the peak, and when the weights are updated."""
+    """Memory of a rank without the optimizer: at the peak, and when the weights are updated; parameters of the whole model: all, trained."""
 
     peak: Moment
     end: Moment
     static: int
     weights: tuple[Weight, ...]
-    parameters: int
+    parameters: tuple[int, int]
     notes: tuple[str, ...]
 
 
@@ -90,8 +90,7 @@ def predict(setup: Setup) -> Prediction:
         {name: _with(peak.held, state).get(name, 0) for name in CATEGORIES},
         peak.doing,
         taken.static + state,
-        taken.parameters,
-        sum(weight.elements for weight in taken.weights),
+        *taken.parameters,
         taken.notes,
     )
 
@@ -117,8 +116,15 @@ def _step(setup: Setup) -> Step:
         if sharding.learns:
             # DeepSpeed prefetches after it has traced a step.
             ledger = _ledger_of_a_step(setup, model, sharding.after_a_step(), mode)
-    parameters = sum(p.numel() for p in model.parameters())
-    return Step(ledger.peak(), ledger.end(), ledger.static, tuple(weights_of(model)), parameters, (*notes, *ledger.notes))
+    return Step(ledger.peak(), ledger.end(), ledger.static, tuple(weights_of(model)), _counts(setup, model), (*notes, *ledger.notes))
+
+
+def _counts(setup: Setup, model: Any) -> tuple[int, int]:
+    """The number of weights of the whole model, and of those that are trained."""
+    if setup.tp > 1:
+        model, _ = fake_model(replace(setup, tp=1, liger="none"), FakeTensorMode(allow_non_fake_inputs=True))
+    weights = list(model.parameters())
+    return sum(w.numel() for w in weights), sum(w.numel() for w in weights if w.requires_grad)
 
 
 @contextmanager
@@ -142,9 +148,15 @@ def _in_a_sentence(setup: Setup) -> Iterator[None]:
 
 
 def _ledger_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: FakeTensorMode) -> Ledger:
-    ledger = Ledger(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model))
+    classes = config_of(setup).get_text_config().vocab_size
+    ledger = Ledger(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model, classes))
     written_out = devices.attention_is_written_out(setup.device, LOW.get(setup.precision, torch.float32), model.config.get_text_config())
-    with mode, devices.as_on(setup.device, sharded=sharding.gathers, written_out=written_out) as notes, ledger:
+    with (
+        mode,
+        devices.as_on(setup.device, sharded=sharding.learns, written_out=written_out) as notes,
+        parallel.in_parallel(setup, classes),
+        ledger,
+    ):
         step(setup, model, ledger, sharding)
     ledger.notes.extend(notes if setup.liger != "none" else [])
     return ledger
@@ -163,13 +175,18 @@ def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
         built = build(simple, CPU)
         if setup.adapter == "qlora":
             _prepare_for_four_bits(built.model)
+        if setup.tp > 1 and LOSS not in built.replaced:
+            parallel.gather_logits(built.model, setup, config_of(setup).get_text_config().vocab_size)
     return built.model, built.notes + ([AUTO] if setup.checkpoint == "auto" else [])
 
 
 def _from_config(setup: Setup, device: torch.device) -> Any:
-    """A model without its weights, which a plan does not need."""
+    """A model without its weights, which a plan does not need, as tensor parallelism leaves it to a rank."""
     with device:
-        return AutoModelForCausalLM.from_config(config_of(setup), dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config_of(setup), dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code)
+    if setup.tp > 1:
+        parallel.shard(model, setup)
+    return model
 
 
 def _swap(old: Tensor, new: Tensor) -> None:
@@ -186,12 +203,12 @@ def _prepare_for_four_bits(model: nn.Module) -> None:
                     weight.data = weight.data.float()
 
 
-def _logits_of(model: Any) -> Callable[[Tensor], str | None]:
-    """Recognize logits: their last dimension is the vocabulary size."""
-    words = getattr(model.config.get_text_config(), "vocab_size", None)
+def _logits_of(model: Any, classes: int) -> Callable[[Tensor], str | None]:
+    """Recognize logits: their last dimension is the vocabulary size, or the part of a rank."""
+    sizes = {classes, model.get_output_embeddings().weight.shape[0]}
 
     def known_as(tensor: Tensor) -> str | None:
-        return LOGITS if tensor.dim() > 1 and tensor.shape[-1] == words else None
+        return LOGITS if tensor.dim() > 1 and tensor.shape[-1] in sizes else None
 
     return known_as
 
@@ -207,7 +224,7 @@ def step(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> None:
     ledger.hold(devices.WORKSPACES[setup.device], OTHER)
     with _watched(setup, model, ledger, sharding):
         for _ in range(min(2, setup.accumulation)):
-            tokens = torch.zeros(setup.batch, setup.sequence, dtype=torch.long)
+            tokens = torch.zeros(setup.batch, setup.sequence // setup.cp, dtype=torch.long)
             ledger.doing = FORWARD
             loss = _loss(setup, model, tokens)
             for number in ledger.alive() - ledger.labels.keys():
@@ -222,6 +239,8 @@ def step(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> None:
 def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
     """As Trainer.compute_loss with the forward pass that accelerate wraps; other outputs are freed on return."""
     inputs = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": torch.zeros((), dtype=torch.long)}
+    if setup.cp > 1:
+        inputs |= {"shift_labels": torch.zeros_like(tokens), "position_ids": torch.zeros_like(tokens)}
     mixed = setup.precision in ("bf16", "fp16") and setup.shard == "none"
     if not mixed:
         plain: Tensor = model(**inputs).loss

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from liger_train import techniques, zero
 from liger_train.combinations import ZERO
+from liger_train.parallelism import parallelism
 from liger_train.setup import Setup
 from liger_train.train import processes
 
@@ -40,6 +41,7 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         "logging_strategy": "no",
         "save_strategy": "no",
         "report_to": [],
+        "parallelism_config": parallelism(setup),
     }
     given |= techniques.arguments(setup) | _sharding(setup) | joined | more
     from transformers import TrainingArguments
@@ -68,5 +70,7 @@ def _sharding(setup: Setup) -> dict[str, Any]:
     if setup.shard in ZERO:
         return {"deepspeed": zero.config(setup)}
     if setup.shard == "fsdp2":
-        return {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, "cpu_offload": setup.offload == "parameters"}}
+        config = {"version": 2, "reshard_after_forward": True, "cpu_offload": setup.offload == "parameters"}
+        # accelerate would load weights that tensor parallelism has sharded as if they were whole.
+        return {"fsdp": True, "fsdp_config": config | ({"cpu_ram_efficient_loading": False} if setup.tp > 1 else {})}
     return {}

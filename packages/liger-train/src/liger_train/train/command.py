@@ -48,7 +48,7 @@ def train(
             help="Text to train on: a file, a folder, a dataset saved by datasets, or library, the sources of Python's standard library."
         ),
     ] = LIBRARY,
-    batch: Annotated[str, typer.Option(help="Sequences per micro-batch and rank; auto: as many as fit.")] = "1",
+    batch: Annotated[str, typer.Option(help="Sequences per micro-batch and rank, or group of --tp and --cp; auto: as many as fit.")] = "1",
     sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
     steps: Annotated[
@@ -64,6 +64,8 @@ def train(
     ] = None,
     optimizer: Annotated[str, typer.Option(help=f"{values_of('optimizer')}.")] = "adamw",
     shard: Annotated[str, typer.Option(help=f"{values_of('shard')}; across the ranks of torchrun, or with --offload.")] = "none",
+    tp: Annotated[int, typer.Option(help="Tensor parallelism: ranks that share each layer, by Transformers' tp_plan='auto'.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context parallelism: ranks that share each sequence.")] = 1,
     offload: Annotated[str, typer.Option(help=f"{values_of('offload')}; needs --shard.")] = "none",
     nvme_folder: Annotated[str | None, typer.Option(help="Where --offload nvme writes.")] = None,
     adapter: Annotated[str, typer.Option(help=f"{values_of('adapter')}.")] = "none",
@@ -130,6 +132,8 @@ def train(
         adapter=adapter,
         accumulation=accumulation,
         ranks=ranks.count(),
+        tp=tp,
+        cp=cp,
         device=place.type,
         memory_limit=None if memory_limit is None else bytes_of("train: --memory-limit", memory_limit),
         steps=(SWEEP_STEPS if sweeping else Setup.steps) if steps is None else steps,
@@ -243,6 +247,7 @@ def _print(row: Row, printed: list[str]) -> None:
     console = output()
     tokens = f"{row.batch} × {row.sequence} tokens" + (f" × {row.accumulation}" if row.accumulation > 1 else "")
     where = f"{row.ranks} × {row.device}" if row.ranks > 1 else row.device
+    where += "".join(f", {name} {size}" for name, size in (("tp", row.tp), ("cp", row.cp)) if size > 1)
     title = f"{row.model}, {tokens} per step, {row.precision}, Liger {row.liger}, on {where}"
     print_table(console, [Column(""), Column("", prose=True)], [list(line) for line in _figures(row).items()], title=title)
     if row.reason:

@@ -62,7 +62,7 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     Raises OptionError if there is no text, or not enough.
     """
     notes: list[str] = []
-    a_step = setup.batch * setup.accumulation * setup.ranks
+    a_step = setup.batch * setup.accumulation * setup.replicas
     wanted = CHARACTERS_OF_A_TOKEN * setup.steps * a_step * setup.sequence
     texts = _up_to(_documents(setup.data, notes), max(CHARACTERS, wanted))
     if not any(texts):

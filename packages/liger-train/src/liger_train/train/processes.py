@@ -9,6 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 from liger_train import zero
+from liger_train.combinations import ZERO
+from liger_train.parallelism import allow_fsdp2_over_tensor_parallelism
 from liger_train.setup import Setup
 
 # A rank that waits for a failed one gives up after this time, not after half an hour.
@@ -16,13 +18,15 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def join(setup: Setup) -> dict[str, Any]:
-    """The TrainingArguments with which this process trains by setup.shard together with the other processes of torchrun."""
-    if setup.shard == "none":
+    """The TrainingArguments with which this process trains by the sharding of the setup together with the other processes of torchrun."""
+    if setup.shard == "none" and setup.tp * setup.cp == 1:
         return {"ddp_backend": "gloo"} if setup.device == "cpu" and setup.ranks > 1 else {}
     if setup.ranks == 1:
         _alone()
-    if setup.shard != "fsdp2":
+    if setup.shard in ZERO:
         zero.prepare(setup)
+    if setup.shard == "fsdp2" and setup.tp > 1:
+        allow_fsdp2_over_tensor_parallelism()
     if setup.device == "cpu":
         return _joined_on_cpu(setup)
     # The norms of offloaded gradients are summed on the CPU.
@@ -51,10 +55,15 @@ def _joined_on_cpu(setup: Setup) -> dict[str, Any]:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=TIMEOUT)
-    if setup.shard != "fsdp2":
+    if setup.shard in ZERO:
         zero.start()
+    if setup.cp > 1:
+        # Imported here, since only this needs it.
+        from liger_train.train import context_parallel
+
+        context_parallel.install()
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True)
-    kind = DistributedType.MULTI_GPU if setup.shard == "fsdp2" else DistributedType.DEEPSPEED
+    kind = DistributedType.DEEPSPEED if setup.shard in ZERO else DistributedType.MULTI_GPU
     PartialState._shared_state["distributed_type"] = kind
     return {"accelerator_config": {"use_configured_state": True}}

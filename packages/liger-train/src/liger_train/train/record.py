@@ -208,7 +208,7 @@ class Recorder(TrainerCallback):
 
     def _tokens(self) -> int:
         """Tokens per step, of all ranks."""
-        return self.setup.batch * self.setup.sequence * self.setup.accumulation * self.setup.ranks
+        return self.setup.batch * self.setup.sequence * self.setup.accumulation * self.setup.replicas
 
     def _show_figures(self) -> None:
         """Show the last step that has ended; on a GPU, later ones are already enqueued."""

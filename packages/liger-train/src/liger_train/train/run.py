@@ -115,6 +115,12 @@ def _check_resumable(setup: Setup) -> None:
     if setup.optimizer == "galore-layerwise":
         # It has one optimizer per weight, and the Trainer saves the state of none of them.
         raise OptionError("train: --resume cannot restore --optimizer galore-layerwise, whose state is not saved; use galore")
+    if setup.tp > 1:
+        # The Trainer saves the optimizer state of the first rank alone.
+        raise OptionError(
+            f"train: --resume cannot restore --tp {setup.tp}, since the saved optimizer state is that of one rank; "
+            "give the checkpoint as --model, which starts with new optimizer state"
+        )
     if setup.offload == "nvme":
         # DeepSpeed 0.19 restores the float32 weights of the optimizer, but takes the first step with the weights from before that.
         raise OptionError(
@@ -159,6 +165,8 @@ def _device(setup: Setup) -> torch.device:
             raise DeviceError("train: --memory-limit needs a GPU, got --device cpu")
         return device
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.index >= torch.cuda.device_count():
+        raise DeviceError(f"train: every rank needs a GPU of its own, got {setup.ranks} ranks and {torch.cuda.device_count()} GPUs here")
     torch.cuda.set_device(device)
     has = torch.cuda.get_device_properties(device).total_memory
     limit = has if setup.memory_limit is None else setup.memory_limit

@@ -125,6 +125,9 @@ def sweep(
         techniques.check(setup)
         check_source(setup.data)
     chosen = _gpus(gpus, base)
+    there, most = len(chosen) or torch.cuda.device_count(), max(setup.ranks for setup in setups)
+    if base.device == "cuda" and most > there:
+        raise OptionError(f"train: every rank needs a GPU of its own, got {most} ranks and {there} GPUs")
     if len(chosen) > 1:
         # Each run gets this number of threads; it is part of the machine's description.
         torch.set_num_threads(threads(len(chosen)))

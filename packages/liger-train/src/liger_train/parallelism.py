@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mesh of a setup's ranks: data-parallel, context-parallel and tensor-parallel ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator, ParallelismConfig
+
+from liger_train.setup import Setup
+
+
+def parallelism(setup: Setup) -> ParallelismConfig | None:
+    """The mesh as accelerate describes it; None if all ranks are data-parallel."""
+    if setup.tp * setup.cp == 1:
+        return None
+    return ParallelismConfig(tp_size=setup.tp, cp_size=setup.cp, dp_shard_size=setup.replicas)
+
+
+def allow_fsdp2_over_tensor_parallelism() -> None:
+    """accelerate 1.15 first makes DTensors of unsharded weights, by a class that Transformers has no more; FSDP2 does not need them."""
+
+    def unchanged(self: Accelerator, *prepared: Any) -> tuple[Any, ...]:
+        return prepared
+
+    vars_of: Any = Accelerator
+    vars_of._prepare_tp = unchanged

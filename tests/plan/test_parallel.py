@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of tensor and context parallelism: the shards that Transformers makes, and the memory that two ranks take on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import forks
+from hf.tensor_ranks import distributed
+from hf.tiny_models import make
+from liger_core.errors import OptionError
+from liger_train.plan import parallel
+from liger_train.plan.ledger import LOGITS
+from liger_train.plan.step import predict
+from liger_train.setup import Setup
+from plan.measuring import measured_bytes, tiny
+
+# FSDP2 last: accelerate remembers it in the environment.
+SETUPS: dict[str, dict[str, Any]] = {
+    "tp, plain": {"tp": 2, "liger": "none"},
+    "tp, all but the loss": {"tp": 2, "liger": "all-but-loss"},
+    "tp, plain, mixed precision": {"tp": 2, "liger": "none", "precision": "bf16"},
+    "tp, with Liger": {"tp": 2, "checkpoint": "full", "batch": 8},
+    "cp, plain": {"cp": 2, "shard": "fsdp2", "liger": "none"},
+    "cp, with Liger": {"cp": 2, "shard": "fsdp2"},
+    "cp, with Liger, mixed precision": {"cp": 2, "shard": "fsdp2", "precision": "bf16"},
+}
+# Tied weights are tied again when a model is loaded.
+MODELS = ("llama", "qwen3", "gemma2", "phi")
+
+
+def work(rank: int, folder: str) -> None:
+    """One of two processes: the shapes of the shards of each model, and the peak of each setup."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    shapes = {}
+    for name in MODELS:
+        model = distributed(make(name, tie_word_embeddings=False), mesh)
+        shapes[name] = {n: list(getattr(p, "_local_tensor", p).shape) for n, p in model.named_parameters()}
+    peaks = {name: measured_bytes(tiny(ranks=2, **options)) for name, options in SETUPS.items()}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps({"shapes": shapes, "peaks": peaks}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    forks.on_ranks(2, work, str(folder))
+    first: dict[str, dict[str, Any]] = json.loads((folder / "0.json").read_text())
+    return first
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.cpu]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rank_has_the_shards_that_transformers_gives_it(name: str, found: dict[str, dict[str, Any]]) -> None:
+    model = make(name, tie_word_embeddings=False)
+    parallel.shard(model, Setup(name, tp=2, ranks=2))
+    assert {n: list(p.shape) for n, p in model.named_parameters()} == found["shapes"][name]
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_prediction_for_a_rank_is_its_peak(name: str, found: dict[str, dict[str, Any]]) -> None:
+    assert predict(tiny(ranks=2, **SETUPS[name])).peak_bytes == pytest.approx(found["peaks"][name], rel=0.02)
+
+
+def test_only_the_fused_loss_leaves_the_logits_of_other_ranks_to_them() -> None:
+    one, plain, fused = (predict(tiny(tp=tp, ranks=tp, liger=liger)) for tp, liger in ((1, "none"), (2, "none"), (2, "all")))
+    assert plain.held[LOGITS] == one.held[LOGITS]
+    assert fused.held[LOGITS] < one.held[LOGITS] / 2
+    assert plain.parameters == fused.parameters == one.parameters
+
+
+def test_tensor_parallelism_without_a_plan_of_linear_layers_cannot_be_planned() -> None:
+    with pytest.raises(OptionError, match="plan: --tp needs a model whose tensor-parallel plan shards linear layers alone"):
+        parallel.shard(make("mixtral"), Setup("mixtral", tp=2, ranks=2))
