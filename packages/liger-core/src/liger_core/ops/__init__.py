@@ -11,8 +11,8 @@ from liger_core.ops.layer_norm import layer_norm as layer_norm
 from liger_core.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from liger_core.ops.linear_divergence import linear_divergence as linear_divergence
 from liger_core.ops.linear_log_prob import linear_log_prob as linear_log_prob
-from liger_core.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from liger_core.ops.lora_linear import lora_linear as lora_linear
+from liger_core.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from liger_core.ops.relu_squared import relu_squared as relu_squared
 from liger_core.ops.rms_norm import rms_norm as rms_norm
 from liger_core.ops.rope import rope as rope
