@@ -220,7 +220,7 @@ The best `tp` for each number of GPUs:
 
 {ratios}
 
-## Is it three times as fast?
+## Where a factor of three would come from
 
 LinkedIn reported that Liger Kernel cut the end-to-end training time of a 70B model to a third, without its setup. Where both fit, each at its largest batch,
 these estimates give Liger {low} to {high} times the throughput. Two things make the difference: passes over memory that Liger saves in every step, and larger
