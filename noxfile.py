@@ -176,6 +176,12 @@ def vram(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def paper(session: nox.Session) -> None:
+    """What 70B takes on 8 to 64 GPUs, as `liger plan` predicts it; writes docs/parallel-70b.md. A second start resumes."""
+    python(session, "docs/generate/parallel_70b.py")
+
+
+@nox.session(venv_backend="none")
 def techniques(session: nox.Session) -> None:
     """Training runs on the CPU with techniques whose libraries first compile for half a minute."""
     python(session, "-m", "pytest", "--device", "cpu", "tests/train/techniques_that_compile.py", *session.posargs)

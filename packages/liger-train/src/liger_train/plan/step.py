@@ -112,10 +112,10 @@ def _step(setup: Setup) -> Step:
         with torch.random.fork_rng(devices=[]):
             model, notes = fake_model(setup, mode)
         sharding = sharding_of(setup, model)
-        ledger = _ledger_of_a_step(setup, model, sharding, mode)
+        ledger = ledger_of_a_step(setup, model, sharding, mode)
         if sharding.learns:
             # DeepSpeed prefetches after it has traced a step.
-            ledger = _ledger_of_a_step(setup, model, sharding.after_a_step(), mode)
+            ledger = ledger_of_a_step(setup, model, sharding.after_a_step(), mode)
     return Step(ledger.peak(), ledger.end(), ledger.static, tuple(weights_of(model)), _counts(setup, model), (*notes, *ledger.notes))
 
 
@@ -147,9 +147,13 @@ def _in_a_sentence(setup: Setup) -> Iterator[None]:
         ) from None
 
 
-def _ledger_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: FakeTensorMode) -> Ledger:
+def ledger_of_a_step(
+    setup: Setup, model: Any, sharding: Sharding, mode: FakeTensorMode, kind: type[Ledger] = Ledger, **fields: Any
+) -> Ledger:
+    """A ledger of this kind after a step; `fields` are set on it before."""
     classes = config_of(setup).get_text_config().vocab_size
-    ledger = Ledger(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model, classes))
+    ledger = kind(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model, classes))
+    vars(ledger).update(fields)
     written_out = devices.attention_is_written_out(setup.device, LOW.get(setup.precision, torch.float32), model.config.get_text_config())
     with (
         mode,

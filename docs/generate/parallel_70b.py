@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""70B on paper: `nox -s paper` predicts what 8 to 64 GPUs of 80 GB take, by tensor parallelism × FSDP2, and writes docs/parallel-70b.md.
+
+It needs neither a GPU nor a network. It keeps what it has found in .sweep/parallel-70b.json, and resumes when it is started again.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from vram import CARDS, GIB, ROOT, _folder
+
+from liger_bench import markdown
+from liger_train.plan.chart import picture
+from liger_train.plan.estimate import Rates, estimate
+from liger_train.plan.step import Prediction, predict
+from liger_train.setup import Setup
+
+PAGE = ROOT / "docs" / "parallel-70b.md"
+PICTURE = ROOT / "docs" / "images" / "parallel-70b.png"
+RESULTS = ROOT / ".sweep" / "parallel-70b.json"
+CHECKS = RESULTS.with_name("parallel-70b-checks.json")
+# Matmuls and memory as `liger bench` measured them on an H200 (docs/benchmarks.md); the others are assumptions, and the page says so.
+RATES = Rates(matmul=750e12, memory=4.2e12, attention=375e12, links=350e9, hosts=45e9)
+MODEL = "meta-llama/Llama-3.1-70B"
+SEQUENCE = 8192
+GPUS, TENSOR = (8, 16, 32, 64), (1, 2, 4, 8)
+STRATEGIES = {"none": "Transformers", "all": "Liger"}
+LARGEST = 8
+# GPUs and batch of the picture.
+DRAWN = 64, 4
+
+
+def setup_of(gpus: int, tp: int, liger: str, batch: int) -> Setup:
+    shard = "none" if gpus == tp else "fsdp2"
+    return Setup(str(_folder(MODEL)), batch, SEQUENCE, liger=liger, shard=shard, ranks=gpus, tp=tp)
+
+
+def predictions() -> Iterator[dict[str, Any]]:
+    """Of every number of GPUs × tensor parallelism × strategy: batches of 1, 2, 4, 8 sequences, as long as they fit."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    known = {tuple(row[name] for name in ("gpus", "tp", "liger", "batch")): row for row in rows}
+    for gpus in GPUS:
+        for tp in TENSOR:
+            for liger in STRATEGIES:
+                batch = 1
+                while batch <= LARGEST:
+                    row = known.get((gpus, tp, liger, batch))
+                    if row is None:
+                        found = predict(setup_of(gpus, tp, liger, batch))
+                        row = {"gpus": gpus, "tp": tp, "liger": liger, "batch": batch, "peak_bytes": found.peak_bytes, "held": found.held}
+                        row |= {"static_bytes": found.static_bytes, "parameters": found.parameters, "doing": found.doing}
+                        rows.append(row)
+                        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+                        print(gpus, tp, liger, batch, f"{row['peak_bytes'] / GIB:.1f} GiB", flush=True)
+                    yield row
+                    if row["peak_bytes"] > CARDS[80] * GIB:
+                        break
+                    batch *= 2
+
+
+def timed(rows: Iterable[dict[str, Any]]) -> dict[tuple[int, int, str], dict[str, Any]]:
+    """GPUs, tensor parallelism, strategy → the row of the largest batch that fits, with seconds of a step and tokens per second and GPU."""
+    best: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for row in rows:
+        if row["peak_bytes"] <= CARDS[80] * GIB:
+            best[row["gpus"], row["tp"], row["liger"]] = row
+    for row in best.values():
+        found = estimate(setup_of(row["gpus"], row["tp"], row["liger"], row["batch"]), RATES, row["parameters"])
+        row["seconds"], row["links"] = found.seconds, found.sharding > found.operations + found.tensor
+        row["speed"] = row["batch"] * SEQUENCE / row["tp"] / found.seconds
+    return best
+
+
+def drawn(rows: Iterable[dict[str, Any]]) -> None:
+    """The memory of DRAWN, by tensor parallelism and strategy."""
+    gpus, batch = DRAWN
+    found = {(row["tp"], row["liger"]): row for row in rows if (row["gpus"], row["batch"]) == DRAWN}
+    bars = [
+        (f"tp {tp}, {words}", Prediction(setup_of(gpus, tp, liger, batch), row["peak_bytes"], row["held"], row["doing"], 0, 0, 0))
+        for tp in TENSOR
+        for liger, words in STRATEGIES.items()
+        if (row := found.get((tp, liger)))
+    ]
+    picture(bars, CARDS[80] * GIB, PICTURE, f"Llama 70B on {gpus} GPUs, {batch} × {SEQUENCE:,} tokens per group of tp GPUs")
+
+
+def checks() -> list[dict[str, Any]]:
+    """Every committed training row with a time, beside its estimate. `--checkpoint auto` has no step that is like the others."""
+    done: dict[str, dict[str, Any]] = {row["key"]: row for row in json.loads(CHECKS.read_text())} if CHECKS.exists() else {}
+    for path in sorted(ROOT.glob("benchmarks/results/*/train.json")):
+        for row in json.loads(path.read_text()):
+            key = f"{path.parent.name} {json.dumps([row[f.name] for f in fields(Setup) if f.name in row])}"
+            if key in done or not row["step_seconds"] or row["checkpoint"] == "auto" or row["device"] != "cuda":
+                continue
+            setup = Setup(**{f.name: row[f.name] for f in fields(Setup) if f.name in row})
+            error = estimate(setup, RATES, row["trainable_parameters"]).seconds / row["step_seconds"] - 1
+            plain = row["optimizer"] == "adamw" and row["offload"] == row["adapter"] == "none" and row["liger"] in STRATEGIES
+            done[key] = {
+                "key": key,
+                "model": row["model"],
+                "host": row["offload"] != "none",
+                "plain": plain,
+                "liger": row["liger"],
+                "error": error,
+            }
+            CHECKS.write_text(json.dumps(list(done.values()), indent=1) + "\n")
+            print(f"{error:+.0%}", key, flush=True)
+    return list(done.values())
+
+
+def page(rows: list[dict[str, Any]], best: dict[tuple[int, int, str], dict[str, Any]], checked: list[dict[str, Any]]) -> str:
+    first = {(row["gpus"], row["tp"], row["liger"]): row for row in rows if row["batch"] == 1}
+    memory = [[str(gpus), *(_both(first, gpus, tp, _peak) for tp in TENSOR)] for gpus in GPUS]
+    batches = [[str(gpus), *(_both(best, gpus, tp, lambda row: str(row["batch"])) for tp in TENSOR)] for gpus in GPUS]
+    speeds = [[str(gpus), *(_both(best, gpus, tp, lambda row: f"{row['speed']:,.0f}") for tp in TENSOR)] for gpus in GPUS]
+    limits = [[str(gpus), *(_both(first, gpus, tp, _limit) for tp in TENSOR)] for gpus in GPUS]
+    head = ["GPUs", *(f"tp {tp}" for tp in TENSOR)]
+    fastest = {(gpus, liger): max((r["speed"] for (g, _, name), r in best.items() if (g, name) == (gpus, liger)), default=None)
+               for gpus in GPUS for liger in STRATEGIES}  # fmt: skip
+    ratios = [
+        [str(gpus), *(_speed(fastest[gpus, liger]) for liger in STRATEGIES), _ratio(fastest[gpus, "all"], fastest[gpus, "none"])]
+        for gpus in GPUS
+    ]
+    same = [found for gpus in GPUS for tp in TENSOR if (found := _same(gpus, tp, best)) is not None]
+    return TEXT.format(
+        memory=markdown.table(head, memory, right=range(1, 5)),
+        batches=markdown.table(head, batches, right=range(1, 5)),
+        speeds=markdown.table(head, speeds, right=range(1, 5)),
+        limits=markdown.table(head, limits),
+        ratios=markdown.table(["GPUs", *STRATEGIES.values(), "÷"], ratios, right=range(1, 4)),
+        errors=markdown.table(["rows", "number", "median error", "from", "to"], _errors(checked), right=range(1, 5)),
+        sequence=f"{SEQUENCE:,}", limit=f"{CARDS[80]:.0f}", largest=LARGEST,
+        matmul=f"{RATES.matmul / 1e12:.0f}", bandwidth=f"{RATES.memory / 1e12:.1f}", attention=f"{RATES.attention / 1e12:.0f}",
+        links=f"{RATES.links / 1e9:.0f}", hosts=f"{RATES.hosts / 1e9:.0f}", per_host=RATES.per_host,
+        low=f"{min(same):.2f}" if same else "–", high=f"{max(same):.2f}" if same else "–",
+    )  # fmt: skip
+
+
+def _both(found: dict[tuple[int, int, str], dict[str, Any]], gpus: int, tp: int, words: Callable[[dict[str, Any]], str]) -> str:
+    return " / ".join(words(row) if (row := found.get((gpus, tp, liger))) else "–" for liger in STRATEGIES)
+
+
+def _peak(row: dict[str, Any]) -> str:
+    return f"{row['peak_bytes'] / GIB:.1f}"
+
+
+def _limit(row: dict[str, Any]) -> str:
+    """The category with the most memory at the peak besides what stays between steps, or that this alone does not fit."""
+    if row["static_bytes"] > CARDS[80] * GIB:
+        return "weights and optimizer"
+    changing = {name: size for name, size in row["held"].items() if name not in ("weights", "optimizer")}
+    return max(changing, key=lambda name: changing[name])
+
+
+def _speed(speed: float | None) -> str:
+    return "does not fit" if speed is None else f"{speed:,.0f}"
+
+
+def _ratio(liger: float | None, plain: float | None) -> str:
+    return "–" if liger is None or plain is None else f"{liger / plain:.2f}"
+
+
+def _same(gpus: int, tp: int, best: dict[tuple[int, int, str], dict[str, Any]]) -> float | None:
+    plain, liger = (best.get((gpus, tp, name)) for name in STRATEGIES)
+    return None if plain is None or liger is None else liger["speed"] / plain["speed"]
+
+
+def _errors(checked: list[dict[str, Any]]) -> list[list[str]]:
+    groups = {
+        "AdamW, nothing offloaded, Transformers": [r for r in checked if r["plain"] and r["liger"] == "none"],
+        "AdamW, nothing offloaded, Liger": [r for r in checked if r["plain"] and r["liger"] == "all"],
+        "other optimizers, adapters and strategies": [r for r in checked if not r["plain"] and not r["host"]],
+        "offloaded to the host": [r for r in checked if r["host"]],
+    }
+    return [
+        [name, str(len(found)), *(f"{value:+.0%}" for value in (statistics.median(errors), min(errors), max(errors)))]
+        for name, found in groups.items()
+        if (errors := [row["error"] for row in found])
+    ]
+
+
+TEXT = """# 70B on paper
+
+<!-- Generated by `nox -s paper`; do not edit. -->
+
+What training Llama 70B takes on 8 to 64 GPUs of 80 GB, with Transformers alone and with Liger, by tensor parallelism (`tp`) and FSDP2 over the other ranks.
+**Nothing on this page was measured on such machines.** Memory is what `liger plan` predicts ([accuracy](plan-accuracy.md)); times are estimates from rates,
+whose error is [below](#how-far-to-trust-the-times).
+
+Weights and AdamW in float32, matmuls in bfloat16 (`--precision bf16`), all layers recomputed (`--checkpoint full`), sequences of {sequence} tokens. A batch is
+that of a group of `tp` GPUs. Of 80 GB, {limit} GiB can be allocated. Each cell: Transformers / Liger.
+
+## Peak memory with one sequence, GiB
+
+{memory}
+
+Under FSDP2 the logits are the same for every number of GPUs, while all else shrinks with it. What decides the peak, beside weights and optimizer state:
+
+{limits}
+
+![Llama 70B on 64 GPUs: predicted memory of a rank](images/parallel-70b.png)
+
+## The largest batch that fits
+
+Of 1, 2, 4 and 8 sequences, so that {largest} stands for {largest} or more.
+
+{batches}
+
+## Estimated tokens per second and GPU, at that batch
+
+{speeds}
+
+The best `tp` for each number of GPUs:
+
+{ratios}
+
+## Where a factor of three would come from
+
+LinkedIn reported that Liger Kernel cut the end-to-end training time of a 70B model to a third, without its setup. Where both fit, each at its largest batch,
+these estimates give Liger {low} to {high} times the throughput. Two things make the difference: passes over memory that Liger saves in every step, and larger
+batches, which matter where the links between hosts decide: FSDP2 moves the same bytes for one sequence as for eight. The matmuls stay as they are. So a factor
+of three is not what Liger's ops give on these GPUs; it takes a setup whose batch the logits keep so small that it waits for its links, or that offloads.
+
+## How far to trust the times
+
+The estimate adds up every operation of a step on fake tensors, each at the rate of a matmul or of the memory that it moves, whichever takes longer. It counts
+neither gaps between kernels, nor the host, nor waiting for other ranks. The error on every committed training row with a time (`benchmarks/results`), estimated ÷ measured − 1:
+
+{errors}
+
+Estimates are thus too fast by the same tenth or two for both, so that ratios are better than times. Offloaded runs wait for the host, which the estimate leaves out.
+
+| rate | value | from |
+| --- | ---: | --- |
+| matmul in bfloat16 | {matmul} TFLOP/s | measured by `liger bench` on one H200 ([benchmarks](benchmarks.md)) |
+| memory, read and written | {bandwidth} TB/s | measured by `liger bench` on one H200; an H100 has less |
+| attention | {attention} TFLOP/s | assumption: half of the rate of a matmul |
+| collectives within a host of {per_host} GPUs | {links} GB/s | assumption |
+| collectives between hosts, per GPU | {hosts} GB/s | assumption: one 400 Gbit/s adapter for each GPU |
+
+FSDP2 gathers weights in 16 bits for the forward and the backward pass and sums gradients in 32 bits, while layers compute: the longer of the two counts. The
+all-reduces of tensor parallelism, and the logits that Transformers gathers, wait for nothing else and are added.
+
+A setup of your own:
+
+<!-- not run: tests/plan has plans like this one -->
+
+```bash
+liger plan --model llama-3-8b --batch 2 --sequence 8192 --shard fsdp2 --tp 2 --ranks 8 --memory-limit 78GiB --no-techniques
+```
+"""
+
+
+if __name__ == "__main__":
+    found = list(predictions())
+    drawn(found)
+    PAGE.write_text(page(found, timed(found), checks()))

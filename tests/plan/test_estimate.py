@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of a step on paper, against training runs on an H200."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liger_train.plan.estimate import Rates, estimate
+from liger_train.setup import Setup
+
+RATES = Rates(matmul=750e12, memory=4.2e12, attention=375e12, links=350e9, hosts=45e9)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-h200-training-runs" / "train.json"
+TRAINED = [
+    row
+    for row in json.loads(RESULTS.read_text())
+    if (row["model"], row["batch"], row["checkpoint"]) == ("llama-3-8b", 32, "full") and row["liger"] in ("none", "all")
+]
+ONE = Setup("llama-3.2-1b", 4, 1024)
+WEIGHTS = 1_235_814_400
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    pytest.importorskip("liger_triton.table")
+
+
+def seconds(row: dict[str, Any]) -> float:
+    setup = Setup("llama-3-8b", row["batch"], row["sequence"], liger=row["liger"], precision=row["precision"])
+    return estimate(setup, RATES, row["trainable_parameters"]).seconds
+
+
+def test_a_step_of_an_8b_model_takes_about_what_was_measured_and_liger_as_much_less() -> None:
+    estimated = {row["liger"]: seconds(row) for row in TRAINED}
+    measured = {row["liger"]: row["step_seconds"] for row in TRAINED}
+    for liger in ("none", "all"):
+        assert estimated[liger] == pytest.approx(measured[liger], rel=0.2)
+    assert estimated["none"] / estimated["all"] == pytest.approx(measured["none"] / measured["all"], rel=0.1)
+
+
+def test_tensor_parallelism_shares_the_matmuls_and_adds_its_collectives() -> None:
+    one, two = (estimate(replace(ONE, ranks=tp, tp=tp), RATES, WEIGHTS) for tp in (1, 2))
+    assert one.tensor == one.sharding == 0
+    assert 0.4 < two.operations / one.operations < 0.8
+    gathered, fused = (estimate(replace(ONE, ranks=2, tp=2, liger=liger), RATES, WEIGHTS).tensor for liger in ("none", "all"))
+    logits = 4 * 1024 * 128_256 * 2
+    assert gathered - fused == pytest.approx(logits / 2 / RATES.links)
+
+
+def test_fsdp2_counts_only_where_it_takes_longer_than_the_step() -> None:
+    near, far = (estimate(replace(ONE, ranks=ranks, shard="fsdp2"), RATES, WEIGHTS) for ranks in (8, 16))
+    assert near.seconds == near.operations
+    assert far.seconds == far.sharding == pytest.approx(8 * WEIGHTS * 15 / 16 / RATES.hosts)
+
+
+def test_recomputing_half_of_the_layers_takes_half_of_the_time_that_recomputing_all_adds() -> None:
+    none, some, every = (estimate(replace(ONE, checkpoint=how), RATES, WEIGHTS).operations for how in ("none", "8", "full"))
+    assert some == pytest.approx((none + every) / 2)
