@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 
 from hf.sweep import build
 from liger_hf import inspect
-from liger_hf.implementations import notes
+from liger_hf.implementations import sentences
 
 pytestmark = pytest.mark.cpu
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
@@ -24,18 +24,18 @@ def llama(attention: str) -> nn.Module:
 
 
 def test_attention_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert notes(llama("sdpa")) == ["Attention runs by sdpa."]
+    assert sentences(llama("sdpa")) == ["Attention runs by sdpa."]
 
 
 def test_eager_attention_comes_with_advice() -> None:
-    (sentence,) = notes(llama("eager"))
+    (sentence,) = sentences(llama("eager"))
     assert "attn_implementation='sdpa'" in sentence
 
 
 def test_a_kernel_whose_package_is_missing_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("liger_hf.implementations.find_spec", lambda package: None)
     with torch.device("meta"):
-        found = notes(MambaForCausalLM(MambaConfig(**SMALL)))
+        found = sentences(MambaForCausalLM(MambaConfig(**SMALL)))
     assert [sentence.rpartition("; ")[2] for sentence in found] == [
         "pip install causal-conv1d (CUDA only).",
         "pip install mamba-ssm (CUDA only).",
@@ -45,15 +45,15 @@ def test_a_kernel_whose_package_is_missing_is_named_once(monkeypatch: pytest.Mon
 def test_a_kernel_whose_package_is_installed_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("liger_hf.implementations.find_spec", lambda package: object())
     with torch.device("meta"):
-        assert notes(MambaForCausalLM(MambaConfig(**SMALL))) == []
+        assert sentences(MambaForCausalLM(MambaConfig(**SMALL))) == []
 
 
 @pytest.mark.parametrize(("name", "words"), [("eager", "experts_implementation='grouped_mm'"), ("grouped_mm", "run by grouped_mm")])
 def test_experts_are_named_where_there_are_some(name: str, words: str) -> None:
     model = build("mixtral")
     model.set_experts_implementation(name)
-    assert sum(words in sentence for sentence in notes(model)) == 1
+    assert sum(words in sentence for sentence in sentences(model)) == 1
 
 
 def test_the_report_of_an_inspection_has_the_notes() -> None:
-    assert "Attention runs by sdpa." in inspect(llama("sdpa")).notes
+    assert inspect(llama("sdpa")).implementations == ["Attention runs by sdpa."]

@@ -66,5 +66,5 @@ def _print(report: Report, all_columns: bool) -> None:
     console = output()
     console.print(report.title(), markup=False)
     print_table(console, [*columns, Column("verdict: reason", prose=True)], rows, all_columns=all_columns)
-    for note in report.notes:
+    for note in [*report.implementations, *report.notes]:
         console.print(note, markup=False)

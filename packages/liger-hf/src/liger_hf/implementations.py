@@ -18,7 +18,7 @@ FALLBACK = "use_kernel_func_from_hub_with_fallback"
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 
 
-def notes(model: nn.Module) -> list[str]:
+def sentences(model: nn.Module) -> list[str]:
     """A sentence for each part of which Transformers has several implementations, with what to do where a faster one is not used."""
     return [*_attention(model), *_experts(model), *_fallbacks(model)]
 

@@ -46,7 +46,7 @@ def inspect(
     place = _device(device) if isinstance(model, nn.Module) and _without_weights(model) else None
     report, _ = survey(model, "liger_hf.inspect", only, exclude, verify, place, REPLACEABLE)
     assert isinstance(model, nn.Module)
-    report.notes.extend(implementations.notes(model))
+    report.implementations = implementations.sentences(model)
     if place is not None:
         report.notes.append(f"No weights were loaded: small random ones were checked, on {place}, and backends are those for {place.type}.")
     return report

@@ -45,14 +45,16 @@ class Row:
 class Report:
     """The result of `apply` or `inspect`; as a context manager it undoes what was applied when the block ends.
 
-    absent  op → why no module was a candidate for it
-    notes   what else the user should know
+    absent           op → why no module was a candidate for it
+    notes            what else the user should know
+    implementations  `inspect`: what the model runs where Transformers has several implementations, and what would be faster
     """
 
     model: str
     rows: list[Row] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    implementations: list[str] = field(default_factory=list)
     patches: list[Patch] = field(default_factory=list, repr=False)
     owner: nn.Module | None = field(default=None, repr=False)
     earlier: Report | None = field(default=None, repr=False)
@@ -135,7 +137,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything the report says, as plain data."""
-        return {"model": self.model, "rows": [asdict(row) for row in self.rows], "absent": dict(self.absent), "notes": list(self.notes)}
+        lists = {"notes": list(self.notes), "implementations": list(self.implementations)}
+        return {"model": self.model, "rows": [asdict(row) for row in self.rows], "absent": dict(self.absent), **lists}
 
     def to_json(self) -> str:
         """The same as one JSON object."""
@@ -152,8 +155,8 @@ class Report:
             table.add_row(*map(Text, cells), Text(row.verdict, style=style), Text(row.reason))
         for op, reason in self.absent.items():
             table.add_row("–", "0", "–", op, "", Text(LEFT, style="yellow"), Text(reason))
-        if self.notes:
-            table.caption = Text("\n".join(self.notes))
+        if sentences := [*self.implementations, *self.notes]:
+            table.caption = Text("\n".join(sentences))
         return table
 
     def title(self) -> str:
@@ -168,7 +171,7 @@ class Report:
         cells += [("–", "0", "–", op, "", f"{LEFT}: {reason}") for op, reason in self.absent.items()]
         widths = [max(len(row[i]) for row in cells) for i in range(5)]
         lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in cells]
-        return "\n".join([self.title(), *lines, *self.notes])
+        return "\n".join([self.title(), *lines, *self.implementations, *self.notes])
 
 
 def _replicate_for_data_parallel(self: nn.Module) -> Any:
