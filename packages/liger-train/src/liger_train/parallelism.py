@@ -23,5 +23,5 @@ def allow_fsdp2_over_tensor_parallelism() -> None:
     def unchanged(self: Accelerator, *prepared: Any) -> tuple[Any, ...]:
         return prepared
 
-    vars_of: Any = Accelerator
-    vars_of._prepare_tp = unchanged
+    patched: Any = Accelerator
+    patched._prepare_tp = unchanged
