@@ -221,7 +221,7 @@ CHANGES = pytest.mark.parametrize("change", [another_module, another_forward, ho
 
 @ORDERS
 @CHANGES
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", OF_ACTIVATION)
 def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any], None], first: str) -> None:
     plain = build(kind).train()
     patched = twin(plain)
@@ -229,7 +229,7 @@ def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any]
     unchanged = step(plain, **inputs)
     path = next(name for name, module in plain.named_modules() if isinstance(getattr(module, "act_fn", None), nn.Module))
     if first == "liger":
-        assert liger_hf.apply(patched).replaced["swiglu"] > 1
+        assert liger_hf.apply(patched).replaced[OF_ACTIVATION[kind]] > 1
     for model in (plain, patched):
         change(model.get_submodule(path))
     if first == "change":
@@ -239,12 +239,16 @@ def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any]
     torch.testing.assert_close(step(patched, **inputs), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+# The op that computes the activation of a type.
+OF_ACTIVATION = {"llama": "swiglu", "mixtral": "experts"}
+
+
+@pytest.mark.parametrize("kind", OF_ACTIVATION)
 def test_a_hook_on_the_activation_when_apply_comes_is_a_reason(kind: str) -> None:
     model, seen = build(kind), []
     path = next(name for name, module in model.named_modules() if isinstance(getattr(module, "act_fn", None), nn.Module))
     model.get_submodule(path).act_fn.register_forward_hook(lambda *args: seen.append(args))
-    rows = [row for row in liger_hf.apply(model).rows if row.op == "swiglu"]
+    rows = [row for row in liger_hf.apply(model).rows if row.op == OF_ACTIVATION[kind]]
     assert "it would pass over act_fn, and the hooks on that have to run" in {row.reason for row in rows if row.verdict == "left"}
     assert [row.verdict for row in rows].count("replaced") == 1
     assert seen == []
