@@ -219,6 +219,10 @@ def hook_that_ablates(owner: Any) -> None:
 CHANGES = pytest.mark.parametrize("change", [another_module, another_forward, hook_that_ablates])
 
 
+# The op that computes the activation of a type.
+OF_ACTIVATION = {"llama": "swiglu", "mixtral": "experts"}
+
+
 @ORDERS
 @CHANGES
 @pytest.mark.parametrize("kind", OF_ACTIVATION)
@@ -237,10 +241,6 @@ def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any]
     expected = step(plain, **inputs)
     assert not torch.isclose(expected["loss"], unchanged["loss"], rtol=1e-5)
     torch.testing.assert_close(step(patched, **inputs), expected, rtol=1e-4, atol=1e-5)
-
-
-# The op that computes the activation of a type.
-OF_ACTIVATION = {"llama": "swiglu", "mixtral": "experts"}
 
 
 @pytest.mark.parametrize("kind", OF_ACTIVATION)
