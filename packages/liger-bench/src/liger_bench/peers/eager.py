@@ -80,7 +80,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Ten
     # The implementation of Transformers that its models get on a GPU, for experts without biases and limits.
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    module = SimpleNamespace(
+    module: Any = SimpleNamespace(
         gate_up_proj=gate_up, down_proj=down, num_experts=gate_up.shape[0], _apply_gate=swiglu,
         has_gate=True, has_bias=False, is_transposed=False, has_post_expert_norm=False, _is_expert_parallel=False,
     )  # fmt: skip
