@@ -176,14 +176,15 @@ class LowRank:
         grad_x, grad_weight, grad_a, grad_b, grad_bias, grad_base = gradients
         if grad_base is not None and grad_base is not grad_y:
             grad_base.copy_(grad_y)
-        # More precise only beside such a base; autograd itself would cast the gradient of what is added to it.
-        grad_y = grad_y.to(x.dtype)
+        # More precise only beside such a base, which has no weight here; an adapter in the dtype of x adds nothing more precise to it.
+        if a.dtype == x.dtype:
+            grad_y = grad_y.to(x.dtype)
         if grad_x is not None or grad_a is not None:
             columns, dtype = factor_columns(grad_y, b, b.shape[1])
             back = torch.empty(grad_y.shape[0], columns, dtype=dtype, device=x.device)
             self.passes.project(grad_y, b.t(), scale, back)
             if grad_x is not None:
-                add_product(None, back, self.passes.right(a.t(), x.dtype).t(), grad_x)
+                add_product(None, back, self.passes.right(a.t(), grad_y.dtype).t(), grad_x)
                 if weight is not None:
                     torch.addmm(grad_x, grad_y, weight, out=grad_x)
             if grad_a is not None:

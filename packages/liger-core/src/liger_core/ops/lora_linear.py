@@ -158,7 +158,8 @@ def work(
     moved = (x.numel() + rows * outer) * size + own
     operations = 2 * rows * inner * outer if weight is not None else 0
     if weight is None:
-        return Work(moved + rows * outer * size, 3 * moved)
+        added = 2 * rows * a.shape[0] * (inner + outer)
+        return Work(moved + rows * outer * size, 3 * moved, added, 3 * added)
     products = (
         Product(rows, inner, outer, "right"),
         Product(rows, outer, inner, "", "x"),
