@@ -8,6 +8,7 @@ import shlex
 from dataclasses import dataclass, fields
 
 from liger_core.errors import OptionError
+from liger_train import fields as training_fields
 
 # The text that every machine has: the sources of Python's standard library.
 LIBRARY = "library"
@@ -43,6 +44,7 @@ class Setup:
     nvme_folder   where --offload nvme writes
     trust_remote_code  whether the model's own code may run
     random_weights     use only the config of a folder or name
+    set           more fields of transformers.TrainingArguments, as "name=value" words; with num_train_epochs, `steps` has no effect
     """
 
     model: str
@@ -68,6 +70,7 @@ class Setup:
     nvme_folder: str | None = None
     trust_remote_code: bool = False
     random_weights: bool = False
+    set: str = ""
 
     @property
     def replicas(self) -> int:
@@ -87,6 +90,11 @@ class Setup:
         for field in fields(self):
             value, option = getattr(self, field.name), "--" + field.name.replace("_", "-")
             if value == DEFAULTS[self.device].get(field.name, field.default) or field.name == "ranks":
+                continue
+            if field.name == "set":
+                words += [word for pair in shlex.split(self.set) for word in ("--set", pair)]
+                continue
+            if field.name == "steps" and training_fields.epochs(self.set) is not None:
                 continue
             words += [option] if value is True else [option, _size(value) if field.name == "memory_limit" else str(value)]
         return shlex.join(words)

@@ -7,7 +7,7 @@ import importlib.util
 from typing import Any
 
 from liger_core.errors import DeviceError, OptionError, nearest
-from liger_train import combinations
+from liger_train import combinations, fields
 from liger_train.setup import Setup, check_values
 from liger_train.technique import Technique
 
@@ -424,6 +424,7 @@ def check(setup: Setup) -> None:
         problem = technique.problem(setup)
         if problem:
             raise OptionError(f"train: {given} {problem}")
+    fields.values(setup.set, arguments(setup))
 
 
 def arguments(setup: Setup) -> dict[str, Any]:

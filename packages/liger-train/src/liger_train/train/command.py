@@ -21,7 +21,7 @@ from liger_bench.progress import progress_bar
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_core.tables import Column, output, print_table
 from liger_hf.presets import PRESETS, preset_name
-from liger_train import techniques
+from liger_train import fields, techniques
 from liger_train.row import COLUMNS, Row, where_of
 from liger_train.setup import DEFAULTS, LIBRARY, Setup
 from liger_train.techniques import values_of
@@ -86,6 +86,15 @@ def train(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Use deterministic algorithms: two runs have bit-identical losses. Slower on a GPU.")
     ] = False,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Set a field of transformers.TrainingArguments, for instance weight_decay=0.1; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder with train.csv and train.json, to which the row is appended.")] = None,
     csv: Annotated[Path | None, typer.Option(help="CSV file to which the row is appended.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
@@ -142,7 +151,10 @@ def train(
         nvme_folder=nvme_folder,
         trust_remote_code=trust_remote_code,
         random_weights=random_weights,
+        set=fields.joined(sets or []),
     )
+    if fields.EPOCHS in fields.given(setup.set) and (steps is not None or sweeping):
+        raise OptionError(f"train: --set {fields.EPOCHS} cannot be combined with --steps or --sweep; give one of them")
     if batch == AUTO:
         _check_search(setup, resume)
         if sweeping or snapshot or profile:

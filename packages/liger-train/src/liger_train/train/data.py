@@ -7,10 +7,12 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from liger_bench.text import library, trained_tokenizer
 from liger_core.errors import OptionError
 from liger_hf.presets import VOCABULARY
 from liger_train.configs import has_code_of_its_own, loading_options
+from liger_train.fields import epochs
 from liger_train.setup import LIBRARY, Setup
 
 # Longer texts are cut to this length, or to what the steps need, at no more than six characters per token.
@@ -64,7 +67,9 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     notes: list[str] = []
     a_step = setup.batch * setup.accumulation * setup.replicas
     wanted = CHARACTERS_OF_A_TOKEN * setup.steps * a_step * setup.sequence
-    texts = _up_to(_documents(setup.data, notes), max(CHARACTERS, wanted))
+    # An epoch is the whole text.
+    limit = max(CHARACTERS, wanted) if epochs(setup.set) is None else sys.maxsize
+    texts = _up_to(_documents(setup.data, notes), limit)
     if not any(texts):
         raise OptionError(f"train: --data must hold text, got {setup.data}, which has none{'; ' + notes[0] if notes else ''}")
     tokenizer = _tokenizer(setup, notes) if own_tokenizer else None
@@ -87,6 +92,15 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     # Drop the rest of the text, which does not fill a step.
     sequences = ids[: steps * a_step * setup.sequence].view(-1, setup.sequence)
     return Data(sequences, tokenizer, hashlib.sha256(sequences.numpy().tobytes()).hexdigest(), notes)
+
+
+def with_steps(setup: Setup, data: Data) -> Setup:
+    """The setup with the number of steps of its epochs, if it has any."""
+    number = epochs(setup.set)
+    if number is None:
+        return setup
+    a_step = setup.batch * setup.accumulation * setup.replicas
+    return replace(setup, steps=max(1, math.ceil(number * (len(data.sequences) // a_step))))
 
 
 def _documents(source: str, notes: list[str]) -> Iterator[str]:

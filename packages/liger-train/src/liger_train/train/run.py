@@ -38,7 +38,7 @@ from liger_train.setup import Setup
 from liger_train.train import ranks, saved, spending
 from liger_train.train.arguments import training_arguments
 from liger_train.train.cpu_memory import CpuMemory
-from liger_train.train.data import Data, read
+from liger_train.train.data import Data, read, with_steps
 from liger_train.train.profile import Profile
 from liger_train.train.record import Interruption, Recorder
 from liger_train.train.snapshot import Snapshot
@@ -191,13 +191,15 @@ class _Run:
         self.task = bar.add_task("preparing", total=setup.steps, unit="step") if bar else None
 
     def train(self, folder: Path | None, resume: bool, save_every: int, observers: Sequence[TrainerCallback]) -> None:
-        with _place(folder) as place, _with_private_disk_folder(self.setup) as setup, _quiet():
-            # Before the model: while these arguments exist, DeepSpeed shards weights as they are created.
-            arguments = self._arguments(setup, place, folder, save_every)
+        with _place(folder) as place, _quiet(), _with_private_disk_folder(self.setup) as private:
             self._show(None, "reading the text")
             vocabulary = config_of(self.setup).get_text_config().vocab_size
             data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in PRESETS)
             self.notes.extend(data.notes)
+            self.setup = with_steps(self.setup, data)
+            self._show(None, "preparing")
+            # Before the model: while these arguments exist, DeepSpeed shards weights as they are created.
+            arguments = self._arguments(replace(self.setup, nvme_folder=private), place, folder, save_every)
             before = self._before(folder, resume, data)
             if before is not None:
                 self.recorder.restore(before.progress)
@@ -223,7 +225,7 @@ class _Run:
         # A device that failed cannot be synchronized.
         with contextlib.suppress(Exception):
             self.recorder.settle()
-        return self.known | self.recorder.results() | {"notes": self.notes}
+        return {"steps": self.setup.steps} | self.known | self.recorder.results() | {"notes": self.notes}
 
     def _arguments(self, setup: Setup, place: Path, folder: Path | None, save_every: int) -> TrainingArguments:
         more: dict[str, Any] = {"logging_nan_inf_filter": False, "full_determinism": self.deterministic}
@@ -275,7 +277,7 @@ class _Run:
 
     def _show(self, step: int | None, doing: str) -> None:
         if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, completed=step, description=doing)
+            self.bar.update(self.task, completed=step, total=self.setup.steps, description=doing)
 
 
 class _Trainer(Trainer):
@@ -380,13 +382,13 @@ def _place(folder: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _with_private_disk_folder(setup: Setup) -> Iterator[Setup]:
-    """The setup with a private folder in its `nvme_folder`: DeepSpeed names its files only by rank, and does not remove them."""
+def _with_private_disk_folder(setup: Setup) -> Iterator[str | None]:
+    """A private folder in the `nvme_folder` of a setup: DeepSpeed names its files only by rank, and does not remove them."""
     if setup.offload != "nvme":
-        yield setup
+        yield setup.nvme_folder
         return
     with tempfile.TemporaryDirectory(prefix="liger-train-", dir=setup.nvme_folder, ignore_cleanup_errors=True) as own:
-        yield replace(setup, nvme_folder=own)
+        yield own
 
 
 def _same(setup: Setup) -> dict[str, Any]:
