@@ -12,6 +12,8 @@ from liger_train import fields as training_fields
 
 # The text that every machine has: the sources of Python's standard library.
 LIBRARY = "library"
+# Adapters on every linear layer but the LM head.
+ALL_LINEAR = "all-linear"
 MOST = 2**31 - 1
 # Transformers seeds NumPy, too, which takes 32 bits.
 LIMITS = {
@@ -22,6 +24,8 @@ LIMITS = {
     "tp": (1, MOST),
     "cp": (1, MOST),
     "steps": (1, MOST),
+    "adapter_rank": (1, MOST),
+    "adapter_alpha": (1, MOST),
     "seed": (0, 2**32 - 1),
 }
 # The defaults of `liger train` by device, where they differ from those of the fields.
@@ -45,6 +49,7 @@ class Setup:
     trust_remote_code  whether the model's own code may run
     random_weights     use only the config of a folder or name
     set           more fields of transformers.TrainingArguments, as "name=value" words; with num_train_epochs, `steps` has no effect
+    adapter_targets    "all-linear", or names of linear layers separated by commas
     """
 
     model: str
@@ -71,6 +76,9 @@ class Setup:
     trust_remote_code: bool = False
     random_weights: bool = False
     set: str = ""
+    adapter_rank: int = 16
+    adapter_alpha: int = 32
+    adapter_targets: str = ALL_LINEAR
 
     @property
     def replicas(self) -> int:
@@ -110,7 +118,7 @@ def check_values(setup: Setup, command: str = "train") -> None:
     for name, (low, high) in LIMITS.items():
         value = getattr(setup, name)
         if not low <= value <= high:
-            raise OptionError(f"{command}: --{name} must be from {low} to {high}, got {value}")
+            raise OptionError(f"{command}: --{name.replace('_', '-')} must be from {low} to {high}, got {value}")
     if setup.ranks % (setup.tp * setup.cp):
         ranks = f"{setup.ranks} rank{'s' if setup.ranks > 1 else ''}"
         raise OptionError(
@@ -121,7 +129,10 @@ def check_values(setup: Setup, command: str = "train") -> None:
         raise OptionError(f"{command}: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}")
     if not 0 < setup.learning_rate < math.inf:
         raise OptionError(f"{command}: --learning-rate must be a positive number, got {setup.learning_rate}")
-    for name in ("model", "data", "nvme_folder"):
+    for name in ("adapter_rank", "adapter_alpha", "adapter_targets"):
+        if setup.adapter == "none" and getattr(setup, name) != getattr(Setup, name):
+            raise OptionError(f"{command}: --{name.replace('_', '-')} needs --adapter lora or qlora, got none")
+    for name in ("model", "data", "nvme_folder", "adapter_targets"):
         if (word := getattr(setup, name)) is not None and not word.strip():
             option = name.replace("_", "-")
             raise OptionError(f"{command}: --{option} must not be empty, as it is when it is a shell variable that is not set")

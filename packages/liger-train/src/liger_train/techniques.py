@@ -363,12 +363,13 @@ ALL = (
     Technique(
         "adapter",
         "lora",
-        "Freezes the weights and trains adapters of rank 16 on every linear layer.",
+        "Freezes the weights and trains adapters of --adapter-rank 16 on every linear layer, or those of --adapter-targets.",
         "about 99 % of gradients and optimizer state",
         "limited to what low-rank adapters can express",
         "peft",
         ("peft",),
         "peft",
+        problem=combinations.adapted,
     ),
     Technique(
         "adapter",

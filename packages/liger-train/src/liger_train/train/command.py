@@ -69,6 +69,11 @@ def train(
     offload: Annotated[str, typer.Option(help=f"{values_of('offload')}; needs --shard.")] = "none",
     nvme_folder: Annotated[str | None, typer.Option(help="Where --offload nvme writes.")] = None,
     adapter: Annotated[str, typer.Option(help=f"{values_of('adapter')}.")] = "none",
+    adapter_rank: Annotated[int, typer.Option(help="Rank of adapters.")] = Setup.adapter_rank,
+    adapter_alpha: Annotated[int, typer.Option(help="Adapters are scaled by alpha / rank.")] = Setup.adapter_alpha,
+    adapter_targets: Annotated[
+        str, typer.Option(help="Linear layers that get adapters: all-linear, or names separated by commas, for instance q_proj,v_proj.")
+    ] = Setup.adapter_targets,
     random_weights: Annotated[
         bool,
         typer.Option("--random-weights", help="Use only the config of a folder or name, with random weights by --seed."),
@@ -139,6 +144,9 @@ def train(
         shard=shard,
         offload=offload,
         adapter=adapter,
+        adapter_rank=adapter_rank,
+        adapter_alpha=adapter_alpha,
+        adapter_targets=adapter_targets,
         accumulation=accumulation,
         ranks=ranks.count(),
         tp=tp,
