@@ -54,6 +54,12 @@ def build(setup: Setup, device: torch.device) -> Built:
     return Built(model, _patched(model, setup.liger, notes), notes)
 
 
+def loaded_again(setup: Setup, device: torch.device) -> Any:
+    """The model as it was before training, without adapters."""
+    torch.manual_seed(setup.seed)
+    return _loaded(setup, device)
+
+
 def weights_dtype(setup: Setup) -> torch.dtype:
     """Weights are float32 if they are trained, unless DeepSpeed keeps a float32 copy of them in its optimizer."""
     low = setup.precision == "bf16-pure" or setup.adapter != "none" or setup.shard in ZERO

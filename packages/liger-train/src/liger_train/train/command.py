@@ -84,6 +84,7 @@ def train(
     ] = False,
     memory_limit: Annotated[str | None, typer.Option(help="Cap GPU memory, to simulate a smaller card, for instance 24GiB.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for saved checkpoints; the last one is the trained model.")] = None,
+    export: Annotated[Path | None, typer.Option(help="Empty folder for the trained model, with adapters merged.")] = None,
     save_every: Annotated[int, typer.Option(min=0, help="Steps between saved checkpoints; 0: only one at the end.")] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the latest intact checkpoint in --output; a sweep: skip the runs in --out.")
@@ -167,8 +168,12 @@ def train(
         _check_search(setup, resume)
         if sweeping or snapshot or profile:
             raise OptionError("train: --sweep, --snapshot and --profile need a number as --batch, got auto, which trains several times")
+        if export is not None:
+            raise OptionError("train: --export needs a number as --batch, got auto, which trains several times")
     if sweeping:
         _check_sweep(liger, output, deterministic)
+        if export is not None:
+            raise OptionError("train: --export cannot be combined with --sweep; train once with the values to export")
         _print_sentences(notes)
         results: dict[str, Any] = {"out": out, "csv": csv, "resume": resume, "snapshot": snapshot, "profile": profile, "as_json": as_json}
         sweep(setup, sweeps or [], strategies, gpus=gpus, skip=skip_larger, settle=steps is None, **results)
@@ -185,7 +190,14 @@ def train(
         if output is not None:
             saved.check_output(output, resume)
         _print_sentences(notes)
-    options = {"folder": output, "resume": resume, "save_every": save_every, "deterministic": deterministic, "notes": notes}
+    options = {
+        "folder": output,
+        "resume": resume,
+        "save_every": save_every,
+        "deterministic": deterministic,
+        "notes": notes,
+        "export": export,
+    }
     try:
         row = _trained(setup, batch == AUTO, options, extras)
     except LigerError:
