@@ -15,6 +15,7 @@ OPTIONS = {
     "output_dir": "use --output",
     "max_steps": "use --steps",
     "per_device_train_batch_size": "use --batch",
+    "per_device_eval_batch_size": "it is that of --batch",
     "auto_find_batch_size": "use --batch auto",
     "gradient_accumulation_steps": "use --accumulation",
     "learning_rate": "use --learning-rate",
@@ -52,6 +53,8 @@ OPTIONS = {
 # Names from before Transformers 5, where these fields take a share of the steps as a number below 1.
 FORMER = {"warmup_ratio": "warmup_steps"}
 EPOCHS = "num_train_epochs"
+# Fields that say when the validation loss is computed.
+EVALUATION = ("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end")
 
 
 def joined(words: Iterable[str]) -> str:

@@ -50,6 +50,7 @@ class Setup:
     random_weights     use only the config of a folder or name
     set           more fields of transformers.TrainingArguments, as "name=value" words; with num_train_epochs, `steps` has no effect
     adapter_targets    "all-linear", or names of linear layers separated by commas
+    validation    share of the sequences that is never trained on, for the validation loss
     """
 
     model: str
@@ -79,6 +80,7 @@ class Setup:
     adapter_rank: int = 16
     adapter_alpha: int = 32
     adapter_targets: str = ALL_LINEAR
+    validation: float = 0.0
 
     @property
     def replicas(self) -> int:
@@ -129,6 +131,10 @@ def check_values(setup: Setup, command: str = "train") -> None:
         raise OptionError(f"{command}: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}")
     if not 0 < setup.learning_rate < math.inf:
         raise OptionError(f"{command}: --learning-rate must be a positive number, got {setup.learning_rate}")
+    if not 0 <= setup.validation < 1:
+        raise OptionError(f"{command}: --validation must be from 0 to below 1, got {setup.validation}")
+    if setup.validation and setup.tp * setup.cp > 1:
+        raise OptionError(f"{command}: --validation needs ranks with sequences of their own, got --tp {setup.tp} --cp {setup.cp}")
     for name in ("adapter_rank", "adapter_alpha", "adapter_targets"):
         if setup.adapter == "none" and getattr(setup, name) != getattr(Setup, name):
             raise OptionError(f"{command}: --{name.replace('_', '-')} needs --adapter lora or qlora, got none")

@@ -426,6 +426,9 @@ def check(setup: Setup) -> None:
         if problem:
             raise OptionError(f"train: {given} {problem}")
     fields.values(setup.set, arguments(setup))
+    evaluating = [name for name in fields.EVALUATION if name in fields.given(setup.set)]
+    if evaluating and not setup.validation:
+        raise OptionError(f"train: --set {evaluating[0]} needs --validation, the share of the text to hold out, for instance 0.02")
 
 
 def arguments(setup: Setup) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         "output_dir": str(folder),
         "max_steps": setup.steps,
         "per_device_train_batch_size": setup.batch,
+        "per_device_eval_batch_size": setup.batch,
         "gradient_accumulation_steps": setup.accumulation,
         "learning_rate": setup.learning_rate,
         "lr_scheduler_type": "constant",
@@ -67,6 +68,8 @@ def _chosen(setup: Setup) -> dict[str, Any]:
     required: dict[str, Any] = {}
     if "warmup_steps" in found:
         required["lr_scheduler_type"] = "constant_with_warmup"
+    if "eval_steps" in found:
+        required["eval_strategy"] = "steps"
     if "report_to" in found:
         required |= {"logging_strategy": "steps", "logging_steps": 1}
     # The number of steps of these epochs is known by now.

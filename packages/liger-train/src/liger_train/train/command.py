@@ -48,6 +48,7 @@ def train(
             help="Text to train on: a file, a folder, a dataset saved by datasets, or library, the sources of Python's standard library."
         ),
     ] = LIBRARY,
+    validation: Annotated[float, typer.Option(help="Share of the text to hold out for a validation loss, for instance 0.02.")] = 0.0,
     batch: Annotated[str, typer.Option(help="Sequences per micro-batch and rank, or group of --tp and --cp; auto: as many as fit.")] = "1",
     sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
@@ -140,6 +141,7 @@ def train(
         batch=_batch(batch),
         sequence=sequence,
         data=data,
+        validation=validation,
         **chosen,
         optimizer=optimizer,
         shard=shard,
@@ -295,6 +297,8 @@ def _figures(row: Row) -> dict[str, str]:
     if row.losses:
         found["steps"] = f"{len(row.losses)} of {row.steps}"
         found["loss, first and last"] = f"{row.losses[0]:.5f}, {row.losses[-1]:.5f}"
+    if row.validation_loss is not None:
+        found["validation loss"] = f"{row.validation_loss:.5f}"
     if row.tokens_per_second:
         found["tokens per second"] = f"{row.tokens_per_second:,.0f} ({row.low_tokens_per_second:,.0f} to {row.high_tokens_per_second:,.0f})"
     if row.peak_bytes is not None:

@@ -21,9 +21,7 @@ def check(setup: Setup, folder: Path) -> None:
     """Raise OptionError if the model could not be written there."""
     if setup.shard in ("zero3", "fsdp2") or setup.tp > 1:
         given = f"--tp {setup.tp}" if setup.tp > 1 else f"--shard {setup.shard}"
-        raise OptionError(
-            f"train: --export needs a rank that holds the whole model, got {given}; use --output"
-        )
+        raise OptionError(f"train: --export needs a rank that holds the whole model, got {given}; use --output")
     check_folder("train: --export", folder)
     if any(folder.iterdir()):
         raise OptionError(f"train: --export must be an empty or a new folder, got {folder}, which has files")

@@ -315,7 +315,8 @@ class _Trainer(Trainer):
         callbacks: list[TrainerCallback],
         parts: Callable[[], int],
     ) -> None:
-        super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), callbacks=callbacks)
+        held = None if data.held is None else Sequences(data.held)
+        super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), eval_dataset=held, callbacks=callbacks)
         # It prints a summary to standard output, which may have to be a single JSON object.
         self.remove_callback(PrinterCallback)
         self.micro, self.parts = recorder.micro, parts
