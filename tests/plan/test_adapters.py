@@ -107,3 +107,14 @@ def test_a_plan_needs_no_adapter_library(device: str, monkeypatch: pytest.Monkey
     assert not ended.value.code
     found = {row["value"]: row["peak_bytes"] for row in json.loads(capsys.readouterr().out)["techniques"]}
     assert found["lora"]
+
+
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_a_plan_has_the_rank_and_the_targets_of_adapters(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"batch": 2, "sequence": 64, "device": "cuda", "checkpoint": "none", "precision": "bf16"}
+    setup = Setup("tiny", adapter=adapter, adapter_rank=64, adapter_alpha=8, adapter_targets="q_proj,v_proj", **options)
+    with_peft, without = predict_both(setup, monkeypatch)
+    assert without == with_peft
+    # Frozen layers without an adapter are in 4 bits, too.
+    everywhere = predict(Setup("tiny", adapter=adapter, adapter_rank=64, **options))
+    assert with_peft.static_bytes < everywhere.static_bytes

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from liger_core.errors import nearest
-from liger_train.setup import Setup
+from liger_train.setup import ALL_LINEAR, Setup
 
 ZERO = ("zero1", "zero2", "zero3")
 
@@ -90,6 +90,29 @@ def offloaded_to_disk(setup: Setup) -> str:
 def quantized(setup: Setup) -> str:
     if setup.shard != "none":
         return f"{_shards(setup)} weights, and 4-bit weights cannot be split; use --adapter lora, or --shard none"
+    return adapted(setup)
+
+
+def adapted(setup: Setup) -> str:
+    """Every target must be a linear layer of the model, whose names a model without memory shows."""
+    if setup.adapter_targets == ALL_LINEAR:
+        return ""
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    from liger_train.configs import config_of
+    from liger_train.model import names_of_targets
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(setup), trust_remote_code=setup.trust_remote_code)
+    head = model.get_output_embeddings()
+    linear = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D) and one is not head]
+    for target in names_of_targets(setup):
+        if not any(f".{name}".endswith(f".{target}") for name in linear):
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            return f"needs --adapter-targets among the linear layers {', '.join(known)}, got {target!r}.{nearest(target, known)}"
     return ""
 
 

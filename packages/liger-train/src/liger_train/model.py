@@ -17,11 +17,10 @@ from liger_hf.presets import PRESETS
 from liger_train.combinations import ZERO
 from liger_train.configs import config_of, loading_options, not_found
 from liger_train.parallelism import parallelism
-from liger_train.setup import Setup
+from liger_train.setup import ALL_LINEAR, Setup
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 LOSS = "linear_cross_entropy"
-RANK, ALPHA = 16, 32
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,12 @@ def build(setup: Setup, device: torch.device) -> Built:
     checkpointing.enable(model, setup.checkpoint)
     # Last, because adapters wrap the modules that Liger replaces.
     return Built(model, _patched(model, setup.liger, notes), notes)
+
+
+def loaded_again(setup: Setup, device: torch.device) -> Any:
+    """The model as it was before training, without adapters."""
+    torch.manual_seed(setup.seed)
+    return _loaded(setup, device)
 
 
 def weights_dtype(setup: Setup) -> torch.dtype:
@@ -144,16 +149,27 @@ def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
     peft = importlib.import_module("peft")
     if setup.adapter == "qlora":
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    adapters = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    targets = ALL_LINEAR if setup.adapter_targets == ALL_LINEAR else names_of_targets(setup)
+    adapters = peft.LoraConfig(r=setup.adapter_rank, lora_alpha=setup.adapter_alpha, target_modules=targets, task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, adapters)
     notes.append(note_of_adapters(setup))
     return model
 
 
+def names_of_targets(setup: Setup) -> list[str]:
+    return [name.strip() for name in setup.adapter_targets.split(",")]
+
+
+def is_target(setup: Setup, name: str) -> bool:
+    """Whether the linear layer of this name gets an adapter, as peft matches names."""
+    return setup.adapter_targets == ALL_LINEAR or any(f".{name}".endswith(f".{target}") for target in names_of_targets(setup))
+
+
 def note_of_adapters(setup: Setup) -> str:
     frozen = "4 bits" if setup.adapter == "qlora" else str(weights_dtype(setup)).removeprefix("torch.")
     own = frozen if setup.shard in ZERO else "float32"
-    return f"Training adapters of rank {RANK} on every linear layer, in {own}; the frozen weights are in {frozen}."
+    places = "every linear layer" if setup.adapter_targets == ALL_LINEAR else ", ".join(names_of_targets(setup))
+    return f"Training adapters of rank {setup.adapter_rank} on {places}, in {own}; the frozen weights are in {frozen}."
 
 
 def _patched(model: nn.Module, wanted: str, notes: list[str]) -> str:

@@ -22,6 +22,7 @@ class Row(Setup):
     peak_reserved_bytes  the peak including what the GPU's allocator has reserved
     static_bytes         held between steps: weights, remaining gradients, optimizer state
     losses               of every step
+    validation_loss      the last of validation_losses, which were computed after the steps validation_steps
     checkpointed_layers  the number of layers that were recomputed
     replaced             the ops that Liger inserted, and how often
     notes                decisions made for the user, one sentence each
@@ -37,6 +38,9 @@ class Row(Setup):
     peak_reserved_bytes: int | None
     static_bytes: int | None
     losses: list[float] | None
+    validation_loss: float | None
+    validation_losses: list[float] | None
+    validation_steps: list[int] | None
     parameters: int | None
     trainable_parameters: int | None
     checkpointed_layers: int | None

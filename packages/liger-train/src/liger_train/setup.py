@@ -8,9 +8,12 @@ import shlex
 from dataclasses import dataclass, fields
 
 from liger_core.errors import OptionError
+from liger_train import fields as training_fields
 
 # The text that every machine has: the sources of Python's standard library.
 LIBRARY = "library"
+# Adapters on every linear layer but the LM head.
+ALL_LINEAR = "all-linear"
 MOST = 2**31 - 1
 # Transformers seeds NumPy, too, which takes 32 bits.
 LIMITS = {
@@ -21,6 +24,8 @@ LIMITS = {
     "tp": (1, MOST),
     "cp": (1, MOST),
     "steps": (1, MOST),
+    "adapter_rank": (1, MOST),
+    "adapter_alpha": (1, MOST),
     "seed": (0, 2**32 - 1),
 }
 # The defaults of `liger train` by device, where they differ from those of the fields.
@@ -43,6 +48,9 @@ class Setup:
     nvme_folder   where --offload nvme writes
     trust_remote_code  whether the model's own code may run
     random_weights     use only the config of a folder or name
+    set           more fields of transformers.TrainingArguments, as "name=value" words; with num_train_epochs, `steps` has no effect
+    adapter_targets    "all-linear", or names of linear layers separated by commas
+    validation    share of the sequences that is never trained on, for the validation loss
     """
 
     model: str
@@ -68,6 +76,11 @@ class Setup:
     nvme_folder: str | None = None
     trust_remote_code: bool = False
     random_weights: bool = False
+    set: str = ""
+    adapter_rank: int = 16
+    adapter_alpha: int = 32
+    adapter_targets: str = ALL_LINEAR
+    validation: float = 0.0
 
     @property
     def replicas(self) -> int:
@@ -88,6 +101,11 @@ class Setup:
             value, option = getattr(self, field.name), "--" + field.name.replace("_", "-")
             if value == DEFAULTS[self.device].get(field.name, field.default) or field.name == "ranks":
                 continue
+            if field.name == "set":
+                words += [word for pair in shlex.split(self.set) for word in ("--set", pair)]
+                continue
+            if field.name == "steps" and training_fields.epochs(self.set) is not None:
+                continue
             words += [option] if value is True else [option, _size(value) if field.name == "memory_limit" else str(value)]
         return shlex.join(words)
 
@@ -102,7 +120,7 @@ def check_values(setup: Setup, command: str = "train") -> None:
     for name, (low, high) in LIMITS.items():
         value = getattr(setup, name)
         if not low <= value <= high:
-            raise OptionError(f"{command}: --{name} must be from {low} to {high}, got {value}")
+            raise OptionError(f"{command}: --{name.replace('_', '-')} must be from {low} to {high}, got {value}")
     if setup.ranks % (setup.tp * setup.cp):
         ranks = f"{setup.ranks} rank{'s' if setup.ranks > 1 else ''}"
         raise OptionError(
@@ -113,7 +131,14 @@ def check_values(setup: Setup, command: str = "train") -> None:
         raise OptionError(f"{command}: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}")
     if not 0 < setup.learning_rate < math.inf:
         raise OptionError(f"{command}: --learning-rate must be a positive number, got {setup.learning_rate}")
-    for name in ("model", "data", "nvme_folder"):
+    if not 0 <= setup.validation < 1:
+        raise OptionError(f"{command}: --validation must be from 0 to below 1, got {setup.validation}")
+    if setup.validation and setup.tp * setup.cp > 1:
+        raise OptionError(f"{command}: --validation needs ranks with sequences of their own, got --tp {setup.tp} --cp {setup.cp}")
+    for name in ("adapter_rank", "adapter_alpha", "adapter_targets"):
+        if setup.adapter == "none" and getattr(setup, name) != getattr(Setup, name):
+            raise OptionError(f"{command}: --{name.replace('_', '-')} needs --adapter lora or qlora, got none")
+    for name in ("model", "data", "nvme_folder", "adapter_targets"):
         if (word := getattr(setup, name)) is not None and not word.strip():
             option = name.replace("_", "-")
             raise OptionError(f"{command}: --{option} must not be empty, as it is when it is a shell variable that is not set")

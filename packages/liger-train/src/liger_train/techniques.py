@@ -7,7 +7,7 @@ import importlib.util
 from typing import Any
 
 from liger_core.errors import DeviceError, OptionError, nearest
-from liger_train import combinations
+from liger_train import combinations, fields
 from liger_train.setup import Setup, check_values
 from liger_train.technique import Technique
 
@@ -363,12 +363,13 @@ ALL = (
     Technique(
         "adapter",
         "lora",
-        "Freezes the weights and trains adapters of rank 16 on every linear layer.",
+        "Freezes the weights and trains adapters of --adapter-rank 16 on every linear layer, or those of --adapter-targets.",
         "about 99 % of gradients and optimizer state",
         "limited to what low-rank adapters can express",
         "peft",
         ("peft",),
         "peft",
+        problem=combinations.adapted,
     ),
     Technique(
         "adapter",
@@ -424,6 +425,10 @@ def check(setup: Setup) -> None:
         problem = technique.problem(setup)
         if problem:
             raise OptionError(f"train: {given} {problem}")
+    fields.values(setup.set, arguments(setup))
+    evaluating = [name for name in fields.EVALUATION if name in fields.given(setup.set)]
+    if evaluating and not setup.validation:
+        raise OptionError(f"train: --set {evaluating[0]} needs --validation, the share of the text to hold out, for instance 0.02")
 
 
 def arguments(setup: Setup) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from liger_core.errors import OptionError
 from liger_train import model as train_model
-from liger_train.model import ALPHA, RANK, note_of_adapters
+from liger_train.model import is_target, note_of_adapters
 from liger_train.setup import Setup
 
 with_peft = train_model._adapted
@@ -28,15 +28,15 @@ class Adapted(nn.Module):
 
     disable_adapters = merged = False
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Any, rank: int, alpha: int) -> None:
         super().__init__()
         self.base_layer = base
-        self.active_adapters, self.scaling = [NAME], {NAME: ALPHA / RANK}
+        self.active_adapters, self.scaling = [NAME], {NAME: alpha / rank}
         first, second = base.weight.shape
         self.in_features, self.out_features = (second, first) if isinstance(base, nn.Linear) else (first, second)
         with base.weight.device:
-            a = nn.Linear(self.in_features, RANK, bias=False, dtype=torch.float32)
-            b = nn.Linear(RANK, self.out_features, bias=False, dtype=torch.float32)
+            a = nn.Linear(self.in_features, rank, bias=False, dtype=torch.float32)
+            b = nn.Linear(rank, self.out_features, bias=False, dtype=torch.float32)
         self.lora_A, self.lora_B = nn.ModuleDict({NAME: a}), nn.ModuleDict({NAME: b})
         self.lora_dropout = nn.ModuleDict({NAME: nn.Identity()})
 
@@ -61,13 +61,12 @@ def adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
 
 
 def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
-    """Add adapters to every linear layer except the LM head."""
+    """Add adapters to the linear layers that the setup targets, except the LM head."""
     model.requires_grad_(False)
     head = model.get_output_embeddings()
-    places = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    for parent, name, child in places:
-        if isinstance(child, nn.Linear | Conv1D) and child is not head:
-            setattr(parent, name, Adapted(child))
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear | Conv1D) and layer is not head and is_target(setup, name):
+            model.set_submodule(name, Adapted(layer, setup.adapter_rank, setup.adapter_alpha))
     notes.append(note_of_adapters(setup))
     return model
 

@@ -39,6 +39,11 @@ def plan(
     shard: Annotated[str, typer.Option(help=f"{values_of('shard')}.")] = "none",
     offload: Annotated[str, typer.Option(help=f"{values_of('offload')}.")] = "none",
     adapter: Annotated[str, typer.Option(help=f"{values_of('adapter')}.")] = "none",
+    adapter_rank: Annotated[int, typer.Option(help="Rank of adapters.")] = Setup.adapter_rank,
+    adapter_alpha: Annotated[int, typer.Option(help="Adapters are scaled by alpha / rank.")] = Setup.adapter_alpha,
+    adapter_targets: Annotated[
+        str, typer.Option(help="Linear layers that get adapters: all-linear, or names separated by commas, for instance q_proj,v_proj.")
+    ] = Setup.adapter_targets,
     device: Annotated[str, typer.Option(help="cuda or cpu; no GPU is needed.")] = "cuda",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run. Read it first.")
@@ -81,6 +86,9 @@ def plan(
         shard=shard,
         offload=offload,
         adapter=adapter,
+        adapter_rank=adapter_rank,
+        adapter_alpha=adapter_alpha,
+        adapter_targets=adapter_targets,
         accumulation=accumulation,
         ranks=ranks or tp * cp,
         tp=tp,

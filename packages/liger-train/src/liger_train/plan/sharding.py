@@ -192,17 +192,17 @@ def optimizer_memory(setup: Setup, kind: Optimizer, weights: Sequence[Weight]) -
     return sum(map(kind.state, parts)), max(map(kind.step, parts), default=0)
 
 
-def held_in_four_bits(name: str, module: nn.Module) -> bool:
-    """Whether a module is quantized: linear layers with adapters are; the LM head has none and is not quantized."""
-    return isinstance(module, nn.Linear) and name.endswith("base_layer")
+def held_in_four_bits(model: Any) -> list[nn.Linear]:
+    """The layers that are quantized: frozen linear ones, with an adapter or without, but not the LM head."""
+    head = model.get_output_embeddings()
+    return [one for one in model.modules() if isinstance(one, nn.Linear) and one is not head and not one.weight.requires_grad]
 
 
 def in_four_bits(model: Any, ledger: Ledger) -> set[int]:
     """Record frozen linear weights as 4 bits; returns their storages, which are dequantized at each use."""
     found = set()
-    for name, module in model.named_modules():
-        if held_in_four_bits(name, module):
-            size = rounded(module.weight.numel() * module.weight.itemsize)
-            ledger.move(module.weight, size - rounded(int(module.weight.numel() * BITS_OF_NF4 / 8)))
-            found.add(module.weight.untyped_storage()._cdata)
+    for module in held_in_four_bits(model):
+        size = rounded(module.weight.numel() * module.weight.itemsize)
+        ledger.move(module.weight, size - rounded(int(module.weight.numel() * BITS_OF_NF4 / 8)))
+        found.add(module.weight.untyped_storage()._cdata)
     return found

@@ -198,10 +198,11 @@ def _swap(old: Tensor, new: Tensor) -> None:
     old.data = new
 
 
-def _prepare_for_four_bits(model: nn.Module) -> None:
+def _prepare_for_four_bits(model: Any) -> None:
     """As peft.prepare_model_for_kbit_training: frozen weights that are not in 4 bits, such as an untied LM head, are in float32."""
-    for name, module in model.named_modules():
-        if not held_in_four_bits(name, module):
+    quantized = set(held_in_four_bits(model))
+    for module in model.modules():
+        if module not in quantized:
             for weight in module.parameters(recurse=False):
                 if not weight.requires_grad:
                     weight.data = weight.data.float()

@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_train import techniques, zero
+from liger_core.errors import OptionError
+from liger_train import fields, techniques, zero
 from liger_train.combinations import ZERO
 from liger_train.parallelism import parallelism
 from liger_train.setup import Setup
@@ -29,6 +30,7 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         "output_dir": str(folder),
         "max_steps": setup.steps,
         "per_device_train_batch_size": setup.batch,
+        "per_device_eval_batch_size": setup.batch,
         "gradient_accumulation_steps": setup.accumulation,
         "learning_rate": setup.learning_rate,
         "lr_scheduler_type": "constant",
@@ -43,16 +45,35 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         "report_to": [],
         "parallelism_config": parallelism(setup),
     }
-    given |= techniques.arguments(setup) | _sharding(setup) | joined | more
+    given |= techniques.arguments(setup) | _sharding(setup) | joined | more | _chosen(setup)
     from transformers import TrainingArguments
 
-    made = TrainingArguments(**given)
+    try:
+        made = TrainingArguments(**given)
+    except ValueError as error:
+        if not setup.set:
+            raise
+        raise OptionError(f"train: --set must have values that TrainingArguments accepts, got {setup.set}: {error}") from error
     if setup.shard == "fsdp2" and setup.precision in LOW_IN_FSDP2:
         made.fsdp_plugin_args["mixed_precision_policy"] = _mixed(LOW_IN_FSDP2[setup.precision])
     if made.n_gpu > 1:
         # Otherwise the Trainer splits the batch over all GPUs that the process sees.
         made._n_gpu = 1
     return made
+
+
+def _chosen(setup: Setup) -> dict[str, Any]:
+    """What --set sets, and what that requires: a constant learning rate would ignore warm-up, and without logging nothing is reported."""
+    found = fields.values(setup.set)
+    required: dict[str, Any] = {}
+    if "warmup_steps" in found:
+        required["lr_scheduler_type"] = "constant_with_warmup"
+    if "eval_steps" in found:
+        required["eval_strategy"] = "steps"
+    if "report_to" in found:
+        required |= {"logging_strategy": "steps", "logging_steps": 1}
+    # The number of steps of these epochs is known by now.
+    return required | {name: value for name, value in found.items() if name != fields.EPOCHS}
 
 
 def _mixed(dtype: str) -> Any:

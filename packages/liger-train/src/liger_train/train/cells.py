@@ -15,7 +15,7 @@ from liger_train.setup import Setup
 
 STRATEGIES = ("none", "all-but-loss", "all")
 # Option → type, of all options that can vary.
-SWEPT = {field.name: str(field.type) for field in fields(Setup) if field.name not in ("liger", "device") and field.type != "bool"}
+SWEPT = {field.name: str(field.type) for field in fields(Setup) if field.name not in ("liger", "device", "set") and field.type != "bool"}
 
 
 def swept(options: Sequence[str]) -> dict[str, list[Any]]:

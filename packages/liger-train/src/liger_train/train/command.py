@@ -21,7 +21,7 @@ from liger_bench.progress import progress_bar
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_core.tables import Column, output, print_table
 from liger_hf.presets import PRESETS, preset_name
-from liger_train import techniques
+from liger_train import fields, techniques
 from liger_train.row import COLUMNS, Row, where_of
 from liger_train.setup import DEFAULTS, LIBRARY, Setup
 from liger_train.techniques import values_of
@@ -48,6 +48,7 @@ def train(
             help="Text to train on: a file, a folder, a dataset saved by datasets, or library, the sources of Python's standard library."
         ),
     ] = LIBRARY,
+    validation: Annotated[float, typer.Option(help="Share of the text to hold out for a validation loss, for instance 0.02.")] = 0.0,
     batch: Annotated[str, typer.Option(help="Sequences per micro-batch and rank, or group of --tp and --cp; auto: as many as fit.")] = "1",
     sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
@@ -69,6 +70,11 @@ def train(
     offload: Annotated[str, typer.Option(help=f"{values_of('offload')}; needs --shard.")] = "none",
     nvme_folder: Annotated[str | None, typer.Option(help="Where --offload nvme writes.")] = None,
     adapter: Annotated[str, typer.Option(help=f"{values_of('adapter')}.")] = "none",
+    adapter_rank: Annotated[int, typer.Option(help="Rank of adapters.")] = Setup.adapter_rank,
+    adapter_alpha: Annotated[int, typer.Option(help="Adapters are scaled by alpha / rank.")] = Setup.adapter_alpha,
+    adapter_targets: Annotated[
+        str, typer.Option(help="Linear layers that get adapters: all-linear, or names separated by commas, for instance q_proj,v_proj.")
+    ] = Setup.adapter_targets,
     random_weights: Annotated[
         bool,
         typer.Option("--random-weights", help="Use only the config of a folder or name, with random weights by --seed."),
@@ -79,6 +85,7 @@ def train(
     ] = False,
     memory_limit: Annotated[str | None, typer.Option(help="Cap GPU memory, to simulate a smaller card, for instance 24GiB.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for saved checkpoints; the last one is the trained model.")] = None,
+    export: Annotated[Path | None, typer.Option(help="Empty folder for the trained model, with adapters merged.")] = None,
     save_every: Annotated[int, typer.Option(min=0, help="Steps between saved checkpoints; 0: only one at the end.")] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the latest intact checkpoint in --output; a sweep: skip the runs in --out.")
@@ -86,6 +93,15 @@ def train(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Use deterministic algorithms: two runs have bit-identical losses. Slower on a GPU.")
     ] = False,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Set a field of transformers.TrainingArguments, for instance weight_decay=0.1; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder with train.csv and train.json, to which the row is appended.")] = None,
     csv: Annotated[Path | None, typer.Option(help="CSV file to which the row is appended.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
@@ -125,11 +141,15 @@ def train(
         batch=_batch(batch),
         sequence=sequence,
         data=data,
+        validation=validation,
         **chosen,
         optimizer=optimizer,
         shard=shard,
         offload=offload,
         adapter=adapter,
+        adapter_rank=adapter_rank,
+        adapter_alpha=adapter_alpha,
+        adapter_targets=adapter_targets,
         accumulation=accumulation,
         ranks=ranks.count(),
         tp=tp,
@@ -142,13 +162,20 @@ def train(
         nvme_folder=nvme_folder,
         trust_remote_code=trust_remote_code,
         random_weights=random_weights,
+        set=fields.joined(sets or []),
     )
+    if fields.EPOCHS in fields.given(setup.set) and (steps is not None or sweeping):
+        raise OptionError(f"train: --set {fields.EPOCHS} cannot be combined with --steps or --sweep; give one of them")
     if batch == AUTO:
         _check_search(setup, resume)
         if sweeping or snapshot or profile:
             raise OptionError("train: --sweep, --snapshot and --profile need a number as --batch, got auto, which trains several times")
+        if export is not None:
+            raise OptionError("train: --export needs a number as --batch, got auto, which trains several times")
     if sweeping:
         _check_sweep(liger, output, deterministic)
+        if export is not None:
+            raise OptionError("train: --export cannot be combined with --sweep; train once with the values to export")
         _print_sentences(notes)
         results: dict[str, Any] = {"out": out, "csv": csv, "resume": resume, "snapshot": snapshot, "profile": profile, "as_json": as_json}
         sweep(setup, sweeps or [], strategies, gpus=gpus, skip=skip_larger, settle=steps is None, **results)
@@ -165,7 +192,14 @@ def train(
         if output is not None:
             saved.check_output(output, resume)
         _print_sentences(notes)
-    options = {"folder": output, "resume": resume, "save_every": save_every, "deterministic": deterministic, "notes": notes}
+    options = {
+        "folder": output,
+        "resume": resume,
+        "save_every": save_every,
+        "deterministic": deterministic,
+        "notes": notes,
+        "export": export,
+    }
     try:
         row = _trained(setup, batch == AUTO, options, extras)
     except LigerError:
@@ -263,6 +297,8 @@ def _figures(row: Row) -> dict[str, str]:
     if row.losses:
         found["steps"] = f"{len(row.losses)} of {row.steps}"
         found["loss, first and last"] = f"{row.losses[0]:.5f}, {row.losses[-1]:.5f}"
+    if row.validation_loss is not None:
+        found["validation loss"] = f"{row.validation_loss:.5f}"
     if row.tokens_per_second:
         found["tokens per second"] = f"{row.tokens_per_second:,.0f} ({row.low_tokens_per_second:,.0f} to {row.high_tokens_per_second:,.0f})"
     if row.peak_bytes is not None:

@@ -7,10 +7,12 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from liger_bench.text import library, trained_tokenizer
 from liger_core.errors import OptionError
 from liger_hf.presets import VOCABULARY
 from liger_train.configs import has_code_of_its_own, loading_options
+from liger_train.fields import epochs
 from liger_train.setup import LIBRARY, Setup
 
 # Longer texts are cut to this length, or to what the steps need, at no more than six characters per token.
@@ -38,6 +41,7 @@ END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 class Data:
     """Sequences of tokens, the same number for each step, and their tokenizer.
 
+    held    sequences that are never trained on, a whole number of batches
     digest  identifies the data
     """
 
@@ -45,6 +49,7 @@ class Data:
     tokenizer: Any
     digest: str
     notes: list[str]
+    held: Tensor | None = None
 
 
 def check_source(source: str) -> None:
@@ -63,8 +68,10 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     """
     notes: list[str] = []
     a_step = setup.batch * setup.accumulation * setup.replicas
-    wanted = CHARACTERS_OF_A_TOKEN * setup.steps * a_step * setup.sequence
-    texts = _up_to(_documents(setup.data, notes), max(CHARACTERS, wanted))
+    wanted = math.ceil(CHARACTERS_OF_A_TOKEN * setup.steps * a_step * setup.sequence / (1 - setup.validation))
+    # An epoch is the whole text.
+    limit = max(CHARACTERS, wanted) if epochs(setup.set) is None else sys.maxsize
+    texts = _up_to(_documents(setup.data, notes), limit)
     if not any(texts):
         raise OptionError(f"train: --data must hold text, got {setup.data}, which has none{'; ' + notes[0] if notes else ''}")
     tokenizer = _tokenizer(setup, notes) if own_tokenizer else None
@@ -78,15 +85,40 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     largest = int(ids.max())
     if largest >= vocabulary:
         raise OptionError(f"train: the tokens must be below {vocabulary}, the number of embeddings of {setup.model}, got token {largest}")
-    steps = ids.numel() // (setup.sequence * a_step)
+    whole = ids[: ids.numel() // setup.sequence * setup.sequence].view(-1, setup.sequence)
+    kept, held = _split(whole, setup)
+    steps = len(kept) // a_step
     if steps == 0:
         raise OptionError(
             f"train: the text must have at least the {a_step} × {setup.sequence} tokens of a step, got {ids.numel()} from {setup.data}; "
-            "use more text, or a smaller --batch, --accumulation or --sequence"
+            "use more text, or a smaller --batch, --accumulation, --sequence or --validation"
         )
     # Drop the rest of the text, which does not fill a step.
-    sequences = ids[: steps * a_step * setup.sequence].view(-1, setup.sequence)
-    return Data(sequences, tokenizer, hashlib.sha256(sequences.numpy().tobytes()).hexdigest(), notes)
+    sequences = kept[: steps * a_step]
+    if held is not None:
+        notes.append(f"Held out {len(held)} of {len(whole)} sequences for validation.")
+    return Data(sequences, tokenizer, hashlib.sha256(sequences.numpy().tobytes()).hexdigest(), notes, held)
+
+
+def _split(whole: Tensor, setup: Setup) -> tuple[Tensor, Tensor | None]:
+    """The sequences to train on, and those held out: evenly spaced, and a whole number of batches, over which losses are averaged."""
+    if not setup.validation:
+        return whole, None
+    batch = setup.batch * setup.replicas
+    count = min(max(1, round(setup.validation * len(whole) / batch)) * batch, len(whole))
+    places = (2 * torch.arange(count) + 1) * len(whole) // (2 * max(count, 1))
+    chosen = torch.zeros(len(whole), dtype=torch.bool)
+    chosen[places] = True
+    return whole[~chosen], whole[chosen]
+
+
+def with_steps(setup: Setup, data: Data) -> Setup:
+    """The setup with the number of steps of its epochs, if it has any."""
+    number = epochs(setup.set)
+    if number is None:
+        return setup
+    a_step = setup.batch * setup.accumulation * setup.replicas
+    return replace(setup, steps=max(1, math.ceil(number * (len(data.sequences) // a_step))))
 
 
 def _documents(source: str, notes: list[str]) -> Iterator[str]:

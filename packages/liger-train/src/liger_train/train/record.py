@@ -71,6 +71,7 @@ class Recorder(TrainerCallback):
         self.losses: list[float] = []
         self.timed: list[float] = []
         self.micro: list[Tensor] = []
+        self.validation: list[tuple[int, float]] = []
         self.static_bytes: int | None = None
         self.earlier_peaks = (0, 0)
         self.interrupted = False
@@ -118,12 +119,21 @@ class Recorder(TrainerCallback):
         ends_at_once = self.interruption.asked and not dist.is_initialized()
         self._settle(1 if self.device.type == "cuda" and not ends_at_once else 0)
         self._show_figures()
+        if self.setup.validation and state.global_step == state.max_steps:
+            control.should_evaluate = True
         if self.interrupted and state.global_step < state.max_steps:
             control.should_training_stop = True
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The time to save does not count as part of the next step.
+        self._last = None
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: dict[str, float] | None = None, **more: Any
+    ) -> None:
+        self.validation.append((state.global_step, float((metrics or {})["eval_loss"])))
+        # Its time does not count as part of the next step.
         self._last = None
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -154,6 +164,7 @@ class Recorder(TrainerCallback):
     def restore(self, progress: dict[str, Any]) -> None:
         """Continue from the progress that an earlier run saved."""
         self.losses, self.timed = list(progress["losses"]), list(progress["timed"])
+        self.validation = [(step, loss) for step, loss in progress.get("validation", [])]
         self.earlier_peaks = (progress["peak_bytes"] or 0, progress["peak_reserved_bytes"] or 0)
         self.static_bytes = progress["static_bytes"]
 
@@ -161,13 +172,16 @@ class Recorder(TrainerCallback):
         """The state that a later run needs to continue."""
         self.settle()
         peaks = dict(zip(("peak_bytes", "peak_reserved_bytes"), self._peaks(), strict=True))
-        return {"losses": self.losses, "timed": self.timed, "static_bytes": self.static_bytes} | peaks
+        return {"losses": self.losses, "validation": self.validation, "timed": self.timed, "static_bytes": self.static_bytes} | peaks
 
     def results(self) -> dict[str, Any]:
         """The columns of a Row that are known so far."""
         peak, reserved = self._peaks()
         found: dict[str, Any] = {
             "losses": list(self.losses),
+            "validation_loss": self.validation[-1][1] if self.validation else None,
+            "validation_losses": [loss for _, loss in self.validation] or None,
+            "validation_steps": [step for step, _ in self.validation] or None,
             "peak_bytes": peak,
             "peak_reserved_bytes": reserved,
             "static_bytes": self.static_bytes,

@@ -35,10 +35,11 @@ from liger_train.configs import config_of
 from liger_train.model import build
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
+from liger_train.train import export as exporting
 from liger_train.train import ranks, saved, spending
 from liger_train.train.arguments import training_arguments
 from liger_train.train.cpu_memory import CpuMemory
-from liger_train.train.data import Data, read
+from liger_train.train.data import Data, read, with_steps
 from liger_train.train.profile import Profile
 from liger_train.train.record import Interruption, Recorder
 from liger_train.train.snapshot import Snapshot
@@ -62,6 +63,7 @@ def run(
     observers: Sequence[TrainerCallback] = (),
     bar: Progress | None = None,
     notes: Sequence[str] = (),
+    export: Path | None = None,
 ) -> Row:
     """Train, and return the results. Running out of memory, a failure and an interruption are results, too.
 
@@ -70,10 +72,13 @@ def run(
     deterministic  use deterministic algorithms, so that two runs have bit-identical losses
     observers      more callbacks for the Trainer
     notes          decisions made so far, one sentence each
+    export         where to write the trained model, with adapters merged into its weights
 
     Raises OptionError or DeviceError for an unsupported setup, before anything large is loaded.
     """
     techniques.check(setup)
+    if export is not None and ranks.first():
+        exporting.check(setup, export)
     if resume:
         _check_resumable(setup)
     device = _device(setup)
@@ -82,7 +87,7 @@ def run(
     results: dict[str, Any] = {}
     try:
         with _order_of_sums(), memory or contextlib.nullcontext():
-            current.train(folder, resume, save_every, observers)
+            current.train(folder, resume, save_every, observers, export)
     except LigerError:
         raise
     except KeyboardInterrupt:
@@ -190,18 +195,24 @@ class _Run:
         self.known: dict[str, Any] = {}
         self.task = bar.add_task("preparing", total=setup.steps, unit="step") if bar else None
 
-    def train(self, folder: Path | None, resume: bool, save_every: int, observers: Sequence[TrainerCallback]) -> None:
-        with _place(folder) as place, _with_private_disk_folder(self.setup) as setup, _quiet():
-            # Before the model: while these arguments exist, DeepSpeed shards weights as they are created.
-            arguments = self._arguments(setup, place, folder, save_every)
+    def train(
+        self, folder: Path | None, resume: bool, save_every: int, observers: Sequence[TrainerCallback], export: Path | None = None
+    ) -> None:
+        with _place(folder) as place, _quiet(), _with_private_disk_folder(self.setup) as private:
             self._show(None, "reading the text")
             vocabulary = config_of(self.setup).get_text_config().vocab_size
             data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in PRESETS)
             self.notes.extend(data.notes)
+            self.setup = with_steps(self.setup, data)
+            self._show(None, "preparing")
+            # Before the model: while these arguments exist, DeepSpeed shards weights as they are created.
+            arguments = self._arguments(replace(self.setup, nvme_folder=private), place, folder, save_every)
             before = self._before(folder, resume, data)
             if before is not None:
                 self.recorder.restore(before.progress)
             if before is not None and before.step >= self.setup.steps:
+                if export is not None:
+                    raise OptionError(f"train: --export needs a step to train, but all {before.step} were done before; give more --steps")
                 self.known = before.progress["known"]
                 self.notes.append(f"All {before.step} steps were done before; {before.folder} is the trained model.")
                 return
@@ -218,12 +229,15 @@ class _Run:
                 trainer.train(resume_from_checkpoint=str(before.folder) if before else None)
             self.known["checkpointed_layers"] = checkpointed_layers(built.model)
             self._end(folder)
+            if export is not None:
+                self._export(built.model, data.tokenizer, export)
 
     def results(self) -> dict[str, Any]:
         # A device that failed cannot be synchronized.
         with contextlib.suppress(Exception):
             self.recorder.settle()
-        return self.known | self.recorder.results() | {"notes": self.notes}
+        peaks = {name: value for name, value in self.known.items() if name.startswith("peak_")}
+        return {"steps": self.setup.steps} | self.known | self.recorder.results() | peaks | {"notes": self.notes}
 
     def _arguments(self, setup: Setup, place: Path, folder: Path | None, save_every: int) -> TrainingArguments:
         more: dict[str, Any] = {"logging_nan_inf_filter": False, "full_determinism": self.deterministic}
@@ -268,6 +282,17 @@ class _Run:
             kept = f"a checkpoint was saved in {folder}" if folder else "nothing was saved, since there is no --output"
             self.notes.append(f"Interrupted after step {step} of {self.setup.steps}; {kept}.")
 
+    def _export(self, model: Any, tokenizer: Any, folder: Path) -> None:
+        if self.recorder.interrupted:
+            self.notes.append("Nothing was exported, since the run was interrupted.")
+            return
+        self._show(None, "exporting the model")
+        # The memory of merging, and of loading weights again, does not count.
+        self.known |= {name: value for name, value in self.recorder.results().items() if name.startswith("peak_")}
+        if _rank() == 0:
+            exporting.export(self.setup, model, tokenizer, folder)
+        self.notes.append(f"Exported the trained model to {folder}.")
+
     def _decided(self, sentence: str) -> None:
         """Note a decision that changes the time of later steps."""
         self.notes.append(sentence)
@@ -275,7 +300,7 @@ class _Run:
 
     def _show(self, step: int | None, doing: str) -> None:
         if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, completed=step, description=doing)
+            self.bar.update(self.task, completed=step, total=self.setup.steps, description=doing)
 
 
 class _Trainer(Trainer):
@@ -290,7 +315,8 @@ class _Trainer(Trainer):
         callbacks: list[TrainerCallback],
         parts: Callable[[], int],
     ) -> None:
-        super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), callbacks=callbacks)
+        held = None if data.held is None else Sequences(data.held)
+        super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), eval_dataset=held, callbacks=callbacks)
         # It prints a summary to standard output, which may have to be a single JSON object.
         self.remove_callback(PrinterCallback)
         self.micro, self.parts = recorder.micro, parts
@@ -380,13 +406,13 @@ def _place(folder: Path | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _with_private_disk_folder(setup: Setup) -> Iterator[Setup]:
-    """The setup with a private folder in its `nvme_folder`: DeepSpeed names its files only by rank, and does not remove them."""
+def _with_private_disk_folder(setup: Setup) -> Iterator[str | None]:
+    """A private folder in the `nvme_folder` of a setup: DeepSpeed names its files only by rank, and does not remove them."""
     if setup.offload != "nvme":
-        yield setup
+        yield setup.nvme_folder
         return
     with tempfile.TemporaryDirectory(prefix="liger-train-", dir=setup.nvme_folder, ignore_cleanup_errors=True) as own:
-        yield replace(setup, nvme_folder=own)
+        yield own
 
 
 def _same(setup: Setup) -> dict[str, Any]:

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--set NAME=VALUE`: fields of transformers.TrainingArguments for which `liger train` has no option of its own."""
+
+from __future__ import annotations
+
+import shlex
+from argparse import ArgumentError
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from liger_core.errors import OptionError, nearest
+
+# Field → the option that sets it, as the end of a sentence.
+OPTIONS = {
+    "output_dir": "use --output",
+    "max_steps": "use --steps",
+    "per_device_train_batch_size": "use --batch",
+    "per_device_eval_batch_size": "it is that of --batch",
+    "auto_find_batch_size": "use --batch auto",
+    "gradient_accumulation_steps": "use --accumulation",
+    "learning_rate": "use --learning-rate",
+    "seed": "use --seed",
+    "data_seed": "use --seed",
+    "full_determinism": "use --deterministic",
+    "use_cpu": "use --device",
+    "bf16": "use --precision bf16",
+    "fp16": "use --precision fp16",
+    "optim": "use --optimizer",
+    "optim_args": "use --optimizer",
+    "optim_target_modules": "use --optimizer",
+    "gradient_checkpointing": "use --checkpoint",
+    "gradient_checkpointing_kwargs": "use --checkpoint",
+    "use_liger_kernel": "use --liger",
+    "liger_kernel_config": "use --liger",
+    "deepspeed": "use --shard zero1, zero2 or zero3",
+    "fsdp": "use --shard fsdp2",
+    "fsdp_config": "use --shard fsdp2",
+    "parallelism_config": "use --tp and --cp",
+    "save_strategy": "use --save-every",
+    "save_steps": "use --save-every",
+    "save_total_limit": "--output keeps the two most recent checkpoints",
+    "save_only_model": "--output saves all that --resume needs",
+    "resume_from_checkpoint": "use --resume",
+    "local_rank": "run it under torchrun",
+    "ddp_backend": "it depends on --device and --shard",
+    "accelerator_config": "it depends on --shard and --tp",
+    "dataloader_drop_last": "the text is cut into whole steps",
+    "disable_tqdm": "there is a progress bar of its own",
+    "do_train": "only scripts read it",
+    "do_eval": "only scripts read it",
+    "do_predict": "only scripts read it",
+}
+# Names from before Transformers 5, where these fields take a share of the steps as a number below 1.
+FORMER = {"warmup_ratio": "warmup_steps"}
+EPOCHS = "num_train_epochs"
+# Fields that say when the validation loss is computed.
+EVALUATION = ("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end")
+
+
+def joined(words: Iterable[str]) -> str:
+    """NAME=VALUE words as one string, in the order of their names.
+
+    Raises OptionError for a word without a name, and for a name given twice.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = (part.strip() for part in word.partition("="))
+        name = name.removeprefix("--").replace("-", "_")
+        if not (name and equals and value):
+            raise OptionError(f"train: --set must be a name and a value, for instance weight_decay=0.1, got {word!r}")
+        if name in found:
+            raise OptionError(f"train: --set must name each field once, got {name} twice")
+        found[name] = value
+    return shlex.join(f"{name}={value}" for name, value in sorted(found.items()))
+
+
+def given(text: str) -> dict[str, str]:
+    """Name → value, as they were given."""
+    return dict(word.split("=", 1) for word in shlex.split(text))
+
+
+def epochs(text: str) -> float | None:
+    """How often to read the text, if that determines the number of steps."""
+    value = given(text).get(EPOCHS)
+    return None if value is None else float(value)
+
+
+def values(text: str, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Name → value of the type that TrainingArguments declares; `taken` has the fields that other options set.
+
+    Raises OptionError for an unknown field, an invalid value, and a field that other options set.
+    """
+    if not text:
+        return {}
+    words = given(text)
+    from transformers import HfArgumentParser, TrainingArguments
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise OptionError(f"train: --set must have values that TrainingArguments accepts, got {shlex.join(arguments)}: {message}")
+
+    parser = Parser(TrainingArguments, allow_abbrev=False)  # type: ignore[arg-type]
+    known = TrainingArguments.__dataclass_fields__
+    for name in words:
+        if name in OPTIONS:
+            raise OptionError(f"train: --set cannot set {name}; {OPTIONS[name]}")
+        if name not in known and FORMER.get(name) not in known:
+            raise OptionError(
+                f"train: --set must name a field of transformers.TrainingArguments, got {name!r}.{nearest(name, [*known, *FORMER])}"
+            )
+        if name in (taken or {}):
+            raise OptionError(f"train: --set cannot set {name}, which another option sets; leave it out")
+    renamed = {name if name in known else FORMER[name]: value for name, value in words.items()}
+    if len(renamed) < len(words):
+        raise OptionError("train: --set must name each field once, got warmup_ratio and warmup_steps, which are one; give one of them")
+    arguments = [f"--{name}={value}" for name, value in renamed.items()]
+    try:
+        parsed = vars(parser.parse_args(arguments))
+    except ArgumentError as error:
+        parser.error(str(error))
+    found = {name: parsed[name] for name in renamed}
+    if "report_to" in found:
+        found["report_to"] = _places(found["report_to"])
+    _check(found)
+    return found
+
+
+def _places(word: str) -> list[str]:
+    """Where to report to; Transformers finds out only when the model is loaded that it does not know a place."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    names = [name.strip() for name in word.split(",")]
+    if names in (["none"], ["all"]):
+        return names
+    try:
+        get_reporting_integration_callbacks(names)
+    except ValueError as error:
+        raise OptionError(
+            f"train: --set report_to must be places that Transformers knows, separated by commas, got {word!r}: {error}"
+        ) from None
+    return names
+
+
+def _check(found: Mapping[str, Any]) -> None:
+    if EPOCHS in found and not 0 < found[EPOCHS] < float("inf"):
+        raise OptionError(f"train: --set {EPOCHS} must be a positive number, got {found[EPOCHS]}")

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger train --set`: fields of TrainingArguments beside the options of Liger."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import fields as fields_of
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import Trainer, TrainingArguments
+
+from bench.commands import InProcess
+from liger_core.errors import OptionError
+from liger_train import fields, techniques
+from liger_train.setup import Setup
+from liger_train.train.arguments import training_arguments
+from liger_train.train.data import read
+from liger_train.train.run import _same, run
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["warmup_ration=0.1"],
+            "--set must name a field of transformers.TrainingArguments, got 'warmup_ration'. Did you mean 'warmup_ratio'?",
+        ),
+        (["learning_rate=1"], "--set cannot set learning_rate; use --learning-rate"),
+        (["--per-device-train-batch-size=1"], "--set cannot set per_device_train_batch_size; use --batch"),
+        (["weight_decay=much"], "--set must have values that TrainingArguments accepts, got --weight_decay=much"),
+        (["lr_scheduler_type=cosin"], "--lr_scheduler_type"),
+        (["weight_decay"], "--set must be a name and a value, for instance weight_decay=0.1, got 'weight_decay'"),
+        (["weight_decay=0", "weight-decay=1"], "--set must name each field once, got weight_decay twice"),
+        (["warmup_steps=1", "warmup_ratio=0.1"], "got warmup_ratio and warmup_steps"),
+        (["num_train_epochs=0"], "--set num_train_epochs must be a positive number, got 0.0"),
+        (["num_train_epochs=1", "--steps=3"], "--set num_train_epochs cannot be combined with --steps or --sweep"),
+        (["report_to=tensorbored"], "--set report_to must be places that Transformers knows"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_field_that_cannot_be_set_is_a_clear_error_before_anything_is_loaded(
+    liger: InProcess, monkeypatch: pytest.MonkeyPatch, words: list[str], sentence: str
+) -> None:
+    monkeypatch.setattr("liger_train.train.command._trained", lambda *more: pytest.fail("it trained"))
+    options = [word for word in words if word.startswith("--steps")]
+    sets = [part for word in words if word not in options for part in ("--set", word)]
+    code, said = liger("train", "--model", "tiny", "--device", "cpu", *options, *sets)
+    assert (code, sentence in " ".join(said.split())) == (2, True), said
+
+
+def test_a_field_that_a_technique_sets_cannot_be_set() -> None:
+    with pytest.raises(OptionError, match="cannot set max_grad_norm, which another option sets"):
+        fields.values("max_grad_norm=1", techniques.arguments(Setup("tiny", optimizer="galore-layerwise")))
+
+
+def test_the_fields_of_options_are_fields_of_transformers() -> None:
+    known = {field.name for field in fields_of(TrainingArguments)}
+    assert set(fields.OPTIONS) <= known | {"local_rank"}
+
+
+def test_values_have_the_declared_types() -> None:
+    text = fields.joined(
+        ["weight_decay=1e-1", "logging-first-step=true", "lr_scheduler_type=cosine", "average_tokens_across_devices=false", "adam_beta2=.9"]
+    )
+    assert fields.values(text) == {
+        "weight_decay": 0.1,
+        "logging_first_step": True,
+        "lr_scheduler_type": "cosine",
+        "average_tokens_across_devices": False,
+        "adam_beta2": 0.9,
+    }
+
+
+def test_every_field_that_is_set_reaches_the_trainer(small: Setup, tmp_path: Path) -> None:
+    words = ["weight_decay=0.1", "max_grad_norm=0.5", "warmup_ratio=0.25", 'lr_scheduler_kwargs={"a": 1}', "lr_scheduler_type=cosine"]
+    found = training_arguments(replace(small, set=fields.joined(words)), tmp_path)
+    assert (found.weight_decay, found.max_grad_norm, found.warmup_steps, found.lr_scheduler_kwargs) == (0.1, 0.5, 0.25, {"a": 1})
+    assert found.lr_scheduler_type == "cosine"
+
+
+def test_warm_up_needs_no_schedule(small: Setup, tmp_path: Path) -> None:
+    assert training_arguments(replace(small, set="warmup_steps=2"), tmp_path).lr_scheduler_type == "constant_with_warmup"
+
+
+def test_what_is_reported_is_logged(small: Setup, tmp_path: Path) -> None:
+    found = training_arguments(replace(small, set="report_to=none"), tmp_path)
+    assert (found.logging_strategy, found.logging_steps, found.report_to) == ("steps", 1, [])
+
+
+def test_values_that_transformers_rejects_together_are_a_clear_error(small: Setup, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="got warmup_steps=-1: warmup_steps must be"):
+        training_arguments(replace(small, set="warmup_steps=-1"), tmp_path)
+
+
+@pytest.fixture
+def rates(monkeypatch: pytest.MonkeyPatch) -> Callable[[Setup], list[float]]:
+    """The learning rate of every step of a run."""
+
+    def of(setup: Setup) -> list[float]:
+        found: list[float] = []
+        plain = Trainer.training_step
+
+        def noting(self: Trainer, *rest: object) -> object:
+            found.append(self.lr_scheduler.get_last_lr()[0])
+            return plain(self, *rest)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Trainer, "training_step", noting)
+        row = run(setup)
+        assert not row.failed, row.reason
+        return found
+
+    return of
+
+
+def test_the_schedule_that_is_set_is_trained_with(small: Setup, rates: Callable[[Setup], list[float]]) -> None:
+    found = rates(replace(small, set="lr_scheduler_type=linear warmup_steps=2"))
+    assert found == pytest.approx([0, 0.5e-2, 1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
+
+
+def test_epochs_determine_the_number_of_steps(small: Setup, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A text of a few steps, which is read more than once. " * 40)
+    setup = replace(small, data=str(text), set="num_train_epochs=2.5")
+    sequences = len(read(setup, 400, own_tokenizer=False).sequences)
+    row = run(setup)
+    assert row.losses is not None
+    assert row.steps == len(row.losses) == -(-sequences // 2 * 5 // 2)
+    assert row.losses[-1] < row.losses[0]
+
+
+def test_an_epoch_is_the_whole_text(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liger_train.train.data.CHARACTERS", 1000)
+    assert len(read(replace(small, set="num_train_epochs=1"), 400, False).sequences) > 2 * len(
+        read(replace(small, steps=1), 400, False).sequences
+    )
+
+
+def test_the_row_and_the_command_have_what_was_set(small: Setup) -> None:
+    setup = replace(small, steps=1, set=fields.joined(["weight_decay=0.1", "run_name=a name", "max_grad_norm=2"]))
+    row = run(setup)
+    assert row.set == "max_grad_norm=2 'run_name=a name' weight_decay=0.1"
+    words = shlex.split(row.command())
+    assert [words[at + 1] for at, word in enumerate(words) if word == "--set"] == ["max_grad_norm=2", "run_name=a name", "weight_decay=0.1"]
+
+
+def test_a_run_cannot_be_resumed_with_other_fields(small: Setup, tmp_path: Path) -> None:
+    run(replace(small, steps=1, set="weight_decay=0.1"), folder=tmp_path)
+    with pytest.raises(OptionError, match=r"which had --set weight_decay=0\.1"):
+        run(replace(small, steps=2, set="weight_decay=0.2"), folder=tmp_path, resume=True)
+    assert _same(small)["set"] == ""

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--validation`: sequences that are never trained on, and their loss."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from liger_core.errors import OptionError
+from liger_train import techniques
+from liger_train.setup import Setup
+from liger_train.train.command import _figures
+from liger_train.train.data import read
+from liger_train.train.run import run
+
+
+def test_held_out_sequences_are_spread_over_the_text_and_never_trained_on(small: Setup, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(map(str, range(20_000))))
+    plain = replace(small, data=str(tmp_path / "text.txt"))
+    split = replace(plain, validation=0.1)
+    whole, data = read(plain, 400, False).sequences, read(split, 400, False)
+    assert data.held is not None
+    trained, held = ({tuple(one.tolist()) for one in part} for part in (data.sequences, data.held))
+    assert not trained & held
+    assert len(held) == pytest.approx(0.1 * len(whole), abs=2)
+    assert len(data.held) % plain.batch == 0
+    at = [index for index, one in enumerate(whole) if tuple(one.tolist()) in held]
+    assert max(b - a for a, b in itertools.pairwise(at)) <= 11
+    again = read(split, 400, False).held
+    assert again is not None
+    assert torch.equal(data.held, again)
+
+
+@pytest.mark.parametrize("liger", ["none", "all"])
+def test_the_validation_loss_is_that_of_the_trained_model_on_held_out_text(small: Setup, tmp_path: Path, liger: str) -> None:
+    setup = replace(small, validation=0.05, liger=liger)
+    row = run(setup, export=tmp_path)
+    held = read(setup, 400, False).held
+    with torch.no_grad():
+        loss = AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=held, labels=held).loss
+    assert row.validation_loss == pytest.approx(float(loss), rel=1e-4)
+    assert (row.validation_losses, row.validation_steps) == ([row.validation_loss], [6])
+    assert _figures(row)["validation loss"] == f"{row.validation_loss:.5f}"
+
+
+def test_it_is_computed_as_often_as_asked_and_kept_when_resumed(small: Setup, tmp_path: Path) -> None:
+    setup = replace(small, validation=0.05, set="eval_steps=2", steps=5)
+    whole = run(setup)
+    assert whole.validation_steps == [2, 4, 5]
+    assert whole.validation_losses == sorted(whole.validation_losses, reverse=True)
+    run(replace(setup, steps=2), folder=tmp_path)
+    assert run(setup, folder=tmp_path, resume=True).validation_losses == whole.validation_losses
+
+
+def test_a_run_without_it_has_none(small: Setup) -> None:
+    assert run(replace(small, steps=1)).validation_loss is None
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"validation": 1.0}, "--validation must be from 0 to below 1, got 1"),
+        ({"set": "eval_steps=2"}, "--set eval_steps needs --validation"),
+        ({"validation": 0.1, "set": "per_device_eval_batch_size=2"}, "cannot set per_device_eval_batch_size; it is that of --batch"),
+    ],
+)
+def test_a_validation_that_cannot_be_is_a_clear_error(small: Setup, options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(OptionError, match=sentence):
+        techniques.check(replace(small, **options))  # type: ignore[arg-type]
