@@ -26,7 +26,7 @@ from liger_train import techniques
 from liger_train.plan.step import predict
 from liger_train.row import IDENTITY, Row, row_of
 from liger_train.setup import Setup
-from liger_train.train import command, spending
+from liger_train.train import command, ranks, spending
 from liger_train.train import data as text_of_runs
 from liger_train.train.data import Data, read
 from liger_train.train.run import largest_batch, run
@@ -183,18 +183,21 @@ def test_the_command_of_a_setup_trains_that_setup(monkeypatch: pytest.MonkeyPatc
     assert asked(monkeypatch, liger, *words[2:])[0] == setup
 
 
-def documented() -> list[list[str]]:
-    """The commands in the documentation, without the program that starts them."""
+def documented() -> list[tuple[int, list[str]]]:
+    """The commands in the documentation, without the program that starts them: (ranks, arguments)."""
     lines = [line.partition("#")[0] for line in (ROOT / "docs" / "training.md").read_text().splitlines()]
-    started = re.compile(r"^(?:liger|torchrun .*liger_core) train (.*)")
-    return [shlex.split(found[1]) for line in lines if (found := started.match(line)) and "--sweep" not in line]
+    started = re.compile(r"^(?:liger|torchrun --nproc-per-node (\d+) -m liger_core) train (.*)")
+    found = [started.match(line) for line in lines if "--sweep" not in line]
+    return [(int(each[1] or 1), shlex.split(each[2])) for each in found if each]
 
 
-@pytest.mark.parametrize("arguments", documented(), ids=" ".join)
+@pytest.mark.parametrize(("number", "arguments"), documented(), ids=lambda part: " ".join(part) if isinstance(part, list) else "")
 def test_the_documented_commands_are_understood(
-    monkeypatch: pytest.MonkeyPatch, liger: InProcess, tmp_path: Path, arguments: list[str]
+    monkeypatch: pytest.MonkeyPatch, liger: InProcess, tmp_path: Path, number: int, arguments: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ranks, "count", lambda: number)
+    monkeypatch.setattr(ranks, "leave", lambda code: None)
     assert asked(monkeypatch, liger, *arguments)[0].model == arguments[1]
 
 
