@@ -38,8 +38,15 @@ NEEDED = {
     "train --gpus": ["--sweep", "batch=1"],
     "bench report --reasons": ["--targets", "results/targets.json"],
 }
-ZERO_IS_A_VALUE = {"train --save-every", "train --seed", "bench ops --seconds", "bench scaling --seconds", "bench model --seconds"}
-FOLDERS = {"train --output", "train --out", "plan --out", "demo --out"}
+ZERO_IS_A_VALUE = {
+    "train --save-every",
+    "train --seed",
+    "train --validation",
+    "bench ops --seconds",
+    "bench scaling --seconds",
+    "bench model --seconds",
+}
+FOLDERS = {"train --output", "train --export", "train --out", "plan --out", "demo --out"}
 FOLDERS |= {f"bench {name} --out" for name in ("ops", "scaling", "model", "distributed", "sharded")}
 FILES = {"train --csv", "report --html", "report --docs", "bench report --docs"}
 FILES |= {f"bench {name} --csv" for name in ("ops", "scaling", "model")}

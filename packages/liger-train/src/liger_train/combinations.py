@@ -7,9 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from liger_core.errors import nearest
-from liger_train.setup import ALL_LINEAR, Setup
-
-ZERO = ("zero1", "zero2", "zero3")
+from liger_train.setup import ALL_LINEAR, ZERO, Setup
 
 
 def is_op(name: str) -> bool:

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from liger_bench import checkpointing
 from liger_hf.presets import PRESETS
-from liger_train.combinations import ZERO
 from liger_train.configs import config_of, loading_options, not_found
 from liger_train.parallelism import parallelism
-from liger_train.setup import ALL_LINEAR, Setup
+from liger_train.setup import ALL_LINEAR, ZERO, Setup
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 LOSS = "linear_cross_entropy"

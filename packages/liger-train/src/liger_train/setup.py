@@ -14,6 +14,7 @@ from liger_train import fields as training_fields
 LIBRARY = "library"
 # Adapters on every linear layer but the LM head.
 ALL_LINEAR = "all-linear"
+ZERO = ("zero1", "zero2", "zero3")
 MOST = 2**31 - 1
 # Transformers seeds NumPy, too, which takes 32 bits.
 LIMITS = {

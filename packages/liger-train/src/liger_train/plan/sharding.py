@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from liger_train.combinations import ZERO
 from liger_train.plan.gathering import Gathering, Layerwise
 from liger_train.plan.ledger import GRADIENTS, Ledger, rounded
 from liger_train.plan.optimizers import OPTIMIZERS, Optimizer, Weight, weights_of
-from liger_train.setup import Setup
+from liger_train.setup import ZERO, Setup
 
 # DeepSpeed computes norms of this many elements at a time.
 NORMED = 250_000_000

@@ -51,10 +51,10 @@ def strategies_of(words: str) -> list[str]:
 
 
 def cells(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequence[str]) -> list[Setup]:
-    """Every combination, smallest first, each with all strategies in turn; unless ranks vary, there are as many as tp × cp needs."""
+    """Every combination, smallest first, each with all strategies in turn; unless ranks vary, there are at least as many as tp × cp needs."""
     combined = [replace(base, **dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
     if "ranks" not in values:
-        combined = [replace(setup, ranks=setup.tp * setup.cp) for setup in combined]
+        combined = [replace(setup, ranks=max(setup.ranks, setup.tp * setup.cp)) for setup in combined]
     # A stable sort: combinations with equally many tokens stay in the given order.
     combined.sort(key=lambda setup: setup.batch * setup.sequence)
     return [replace(setup, liger=liger) for setup in combined for liger in strategies]

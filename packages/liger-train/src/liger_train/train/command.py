@@ -281,7 +281,7 @@ def _print(row: Row, printed: list[str]) -> None:
     console = output()
     tokens = f"{row.batch} × {row.sequence} tokens" + (f" × {row.accumulation}" if row.accumulation > 1 else "")
     where = f"{row.ranks} × {row.device}" if row.ranks > 1 else row.device
-    where += "".join(f", {name} {size}" for name, size in (("tp", row.tp), ("cp", row.cp)) if size > 1)
+    where += "".join(f", {name} {size}" for name, size in (("tp", row.tp), ("cp", row.cp)) if size and size > 1)
     title = f"{row.model}, {tokens} per step, {row.precision}, Liger {row.liger}, on {where}"
     print_table(console, [Column(""), Column("", prose=True)], [list(line) for line in _figures(row).items()], title=title)
     if row.reason:

@@ -135,7 +135,8 @@ def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor | None:
         kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - dropout.p)
         scale = scale / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0
         return _added(base(x), torch.where(kept, x, 0.0), a, b, scale)
-    if type(base) is nn.Linear and not hooked(base) and _is_plain(base.weight):
+    own = _is_plain(base.weight) and _dtype_of(base.weight) == _dtype_of(x) if type(base) is nn.Linear else False
+    if own and not hooked(base):
         return lora_linear(x, base.weight, a, b, scale, bias=base.bias)
     return _added(base(x), x, a, b, scale)
 
