@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 from collections.abc import Iterator
@@ -106,6 +107,8 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(self: Any, *_: Any, **__: Any) -> None:
         raise AssertionError("a model was made")
 
+    # Transformers makes modules of its activations when it is imported.
+    importlib.import_module("transformers.activations")
     monkeypatch.setattr(torch.nn.Module, "__init__", refuse)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
