@@ -438,9 +438,18 @@ MUTANTS = (
     kernel(
         "experts: a limited up has a gradient beyond its limit",
         "experts.py",
-        "(grad * value * factor_passed)",
-        "(grad * value)",
+        "tl.where(factor_within, grad * value, 0.0)",
+        "grad * value",
         "experts and float32 and gpt_oss",
+    ),
+    Mutant(
+        "experts: a gradient beyond the limit is multiplied by 0",
+        f"{TRITON}/experts.py",
+        "tl.where(factor_within, grad * value, 0.0)",
+        "grad * value * tl.where(factor_within, 1.0, 0.0)",
+        ("tests/ops/test_experts.py", "--backend", "triton", "-k", "beyond_the_limit"),
+        "test_a_gradient_beyond_the_limit_is_zero_also_beside_an_overflow",
+        True,
     ),
     kernel(
         "experts: the router weight's gradient lacks the bias",

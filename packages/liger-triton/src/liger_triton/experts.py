@@ -204,18 +204,9 @@ def _sum_rows(rows: Tensor, ends: Tensor, order: Tensor | None = None, weight: T
     sums = rows.new_empty(groups, width)
     tiles = cdiv(width, NARROW)
     sum_rows_launch(
-        (groups * tiles,),
-        rows,
-        order,
-        contiguous(weight),
-        ends,
-        sums,
-        width,
-        tiles,
-        WEIGHTED=weight is not None,
-        ROWS=SUMMED,
-        COLUMNS=NARROW,
-    )
+        (groups * tiles,), rows, order, contiguous(weight), ends, sums, width, tiles,
+        WEIGHTED=weight is not None, ROWS=SUMMED, COLUMNS=NARROW,
+    )  # fmt: skip
     return sums
 
 
@@ -288,15 +279,18 @@ def joined_values(
     joined, bias, group, row, column, mask, width, limit, alpha, shift,
     ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: the activation of its gate, what multiplies it, and the derivatives of both."""
+    """Of a tile: the activation of its gate and its derivative, what multiplies it, and where gate and up lie within the limit.
+
+    Beyond the limit a gradient is 0, also where what it would be multiplied by is not finite.
+    """
     first, second = joined_at(row, column, width, GATED, INTERLEAVED)
     gate = tl.load(joined + first, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         bias_first, bias_second = joined_at(group, column, width, GATED, INTERLEAVED)
         gate += tl.load(bias + bias_first, mask=mask, other=0.0).to(tl.float32)
-    passed = tl.full(gate.shape, 1.0, dtype=tl.float32)
+    within = mask
     if LIMITED:
-        passed = tl.where(gate <= limit, 1.0, 0.0)
+        within = gate <= limit
         gate = tl.minimum(gate, limit)
     if ACTIVATION == 0:
         sigmoid = tl.sigmoid(alpha * gate)
@@ -309,16 +303,16 @@ def joined_values(
     else:
         value, slope = activated(gate, ACTIVATION)
     factor = tl.full(gate.shape, 1.0, dtype=tl.float32)
-    factor_passed = factor
+    factor_within = mask
     if GATED:
         up = tl.load(joined + second, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             up += tl.load(bias + bias_second, mask=mask, other=0.0).to(tl.float32)
         if LIMITED:
-            factor_passed = tl.where((up <= limit) & (up >= -limit), 1.0, 0.0)
+            factor_within = (up <= limit) & (up >= -limit)
             up = tl.minimum(tl.maximum(up, -limit), limit)
         factor = up + shift
-    return value, slope * passed, factor, factor_passed
+    return value, slope, factor, within, factor_within
 
 
 @triton.jit
@@ -342,7 +336,7 @@ def activate_kernel(
     inside = row < tl.load(ends + groups - 1)
     mask = inside[:, None] & (column < width)[None, :]
     group = group_of(order, index, row, inside, HAS_BIAS)
-    value, _, factor, _ = joined_values(
+    value, _, factor, _, _ = joined_values(
         joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED, INTERLEAVED, HAS_BIAS
     )
     tl.store(active + row[:, None] * width + column[None, :], (value * factor).to(active.dtype.element_ty), mask=mask)
@@ -369,7 +363,7 @@ def activate_backward_kernel(
         column = begin + tl.arange(0, COLUMNS)
         mask = inside[:, None] & (column < width)[None, :]
         place = active + row[:, None] * width + column[None, :]
-        value, slope, factor, factor_passed = joined_values(
+        value, slope, factor, within, factor_within = joined_values(
             joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED, INTERLEAVED, HAS_BIAS
         )
         if NEEDS_JOINED or NEEDS_WEIGHT:
@@ -378,9 +372,11 @@ def activate_backward_kernel(
             grad = grad * scale
         if NEEDS_JOINED:
             first, second = joined_at(row, column, width, GATED, INTERLEAVED)
-            tl.store(grad_joined + first, (grad * factor * slope).to(grad_joined.dtype.element_ty), mask=mask)
+            grad_gate = tl.where(within, grad * factor * slope, 0.0)
+            tl.store(grad_joined + first, grad_gate.to(grad_joined.dtype.element_ty), mask=mask)
             if GATED:
-                tl.store(grad_joined + second, (grad * value * factor_passed).to(grad_joined.dtype.element_ty), mask=mask)
+                grad_up = tl.where(factor_within, grad * value, 0.0)
+                tl.store(grad_joined + second, grad_up.to(grad_joined.dtype.element_ty), mask=mask)
         if NEEDS_ACTIVE:
             tl.store(place, (value * factor * scale).to(active.dtype.element_ty), mask=mask)
     if NEEDS_WEIGHT:
