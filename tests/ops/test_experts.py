@@ -93,6 +93,17 @@ def test_a_gradient_beyond_the_limit_is_zero_also_beside_an_overflow(device: tor
     assert gate_up.grad is not None and gate_up.grad[0, 1, 0] == 0
 
 
+def test_large_upstream_gradients_give_router_weights_a_gradient_that_fits(device: torch.device) -> None:
+    """In float16 down's transpose times the upstream gradient leaves the range; times the activation and in the sum it does not."""
+    weight = torch.ones(1, 1, dtype=torch.float16, device=device, requires_grad=True)
+    x, gate_up, down = (torch.ones(shape, dtype=torch.float16, device=device) for shape in ((1, 1), (1, 2, 1), (1, 8, 1)))
+    x = x.expand(1, 8).contiguous() / 1024
+    gate_up = gate_up.expand(1, 2, 8).contiguous()
+    y = experts(x, gate_up, down, torch.zeros(1, 1, dtype=torch.int64, device=device), weight)
+    y.backward(torch.full_like(y, 30000.0))
+    assert weight.grad is not None and torch.isfinite(weight.grad).all() and weight.grad.item() > 1
+
+
 def test_an_expert_without_tokens_gets_a_gradient_of_zero(device: torch.device) -> None:
     given = arguments(device)
     index = routing(device, EXPERTS - 1)
