@@ -447,8 +447,8 @@ MUTANTS = (
         f"{TRITON}/experts.py",
         "tl.where(factor_within, grad * value, 0.0)",
         "grad * value * tl.where(factor_within, 1.0, 0.0)",
-        ("tests/ops/test_experts.py", "--backend", "triton", "-k", "beyond_the_limit"),
-        "test_a_gradient_beyond_the_limit_is_zero_also_beside_an_overflow",
+        ("tests/ops/test_experts.py", "--backend", "triton", "-k", "flat"),
+        "test_where_the_activation_is_flat_the_gradient_is_zero",
         True,
     ),
     kernel(

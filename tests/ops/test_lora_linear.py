@@ -50,6 +50,12 @@ def test_gradients_of_a_float32_adapter_are_as_close_to_float64_as_those_of_peft
         assert error(ours, truth).frobenius <= 2 * error(peers, truth).frobenius + 2.0**-22
 
 
+def test_an_adapter_may_leave_the_range_of_float16_where_the_sum_does_not(device: torch.device) -> None:
+    x, weight = (torch.full(shape, value, dtype=torch.float16, device=device) for shape, value in (((1, 2), 200.0), ((1, 2), -100.0)))
+    a, b = torch.full((1, 2), 100.0, device=device), torch.full((1, 1), 2.0, device=device)
+    assert lora_linear(x, weight, a, b).item() == 40_000.0
+
+
 class Widened(TorchDispatchMode):
     """Whether a tensor of the size of x is cast to float32."""
 

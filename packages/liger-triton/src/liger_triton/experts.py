@@ -100,20 +100,23 @@ def _launch_backward(
     for_x, for_gate_up, for_down, for_weight, for_gate_up_bias, for_down_bias = needs
     through = for_x or for_gate_up or for_gate_up_bias
     grads = _spread(grad_y, place, routing)
-    # Wᵀ g may leave float16's range where w · Wᵀ g and (Wᵀ g) · a do not.
-    wide = torch.float32 if grads.dtype == torch.float16 else grads.dtype
+    # Wᵀ g and w · a may leave float16's range where w · Wᵀ g, (Wᵀ g) · a and the gradient of W do not.
+    narrow = grads.dtype == torch.float16
+    wide = torch.float32 if narrow else grads.dtype
     pulled = grouped_matmul(grads, down, ends, wide) if through or for_weight else grads.new_empty(grads.shape[0], down.shape[2])
     # The weighted activation, which the gradient of down is made of, takes the place of what has been read.
-    active = pulled if pulled.dtype == grads.dtype or not for_down else torch.empty_like(pulled, dtype=grads.dtype)
+    active = torch.empty_like(pulled, dtype=grads.dtype) if narrow and for_down else pulled
     grad_joined = (torch.empty_like(joined) if scratch is None else scratch) if through else None
     if for_weight:
         grad_weight = dense_like(routing.weight)
     along = _along_bias(grad_y, place, ends, routing, biases.down_bias) if for_weight and biases.down_bias is not None else None
     _activate_backward(joined, pulled, active, grad_joined, grad_weight, along, order, ends, routing, biases, gate, for_down)
-    if for_down:
-        grad_down = _summed_like(down, grads, active, ends)
     if for_down_bias:
         grad_down_bias = _sum_rows(grads, ends, order, routing.weight)
+    if for_down:
+        if narrow:
+            grads.mul_(routing.weight.reshape(-1)[order][:, None])
+        grad_down = _summed_like(down, grads, active, ends)
     del grads, pulled, active
     if grad_joined is not None:
         if for_gate_up_bias:
@@ -182,7 +185,7 @@ def _activate_backward(
             (cdiv(rows, ROWS),), joined, contiguous(biases.gate_up_bias), order, contiguous(routing.chosen), ends, contiguous(routing.weight), along,
             pulled, active, grad_joined, grad_weight, rows, width, ends.shape[0], *_numbers(gate),
             NEEDS_JOINED=grad_joined is not None, NEEDS_WEIGHT=grad_weight is not None, HAS_ALONG=along is not None, NEEDS_ACTIVE=for_down,
-            **_constants(joined, width, biases, gate),
+            WEIGHTED=active.dtype != torch.float16, **_constants(joined, width, biases, gate),
         )  # fmt: skip
     elif grad_weight is not None:
         grad_weight.zero_()
@@ -282,9 +285,9 @@ def joined_values(
     joined, bias, group, row, column, mask, width, limit, alpha, shift,
     ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: the activation of its gate and its derivative, what multiplies it, and where gate and up lie within the limit.
+    """Of a tile: the activation of its gate and its derivative, what multiplies it, and where gate and up have a gradient.
 
-    Beyond the limit a gradient is 0, also where what it would be multiplied by is not finite.
+    Elsewhere, as beyond the limit, it is 0 also if what it would be multiplied by is not finite.
     """
     first, second = joined_at(row, column, width, GATED, INTERLEAVED)
     gate = tl.load(joined + first, mask=mask, other=0.0).to(tl.float32)
@@ -303,6 +306,7 @@ def joined_values(
         positive = tl.maximum(gate, 0.0)
         value = positive * positive
         slope = 2.0 * positive
+        within &= gate > 0.0
     else:
         value, slope = activated(gate, ACTIVATION)
     factor = tl.full(gate.shape, 1.0, dtype=tl.float32)
@@ -348,11 +352,11 @@ def activate_kernel(
 @triton.jit
 def activate_backward_kernel(
     joined, bias, order, index, ends, weight, along, pulled, active, grad_joined, grad_weight, rows, width, groups, limit, alpha, shift,
-    NEEDS_JOINED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, HAS_ALONG: tl.constexpr, NEEDS_ACTIVE: tl.constexpr,
+    NEEDS_JOINED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, HAS_ALONG: tl.constexpr, NEEDS_ACTIVE: tl.constexpr, WEIGHTED: tl.constexpr,
     ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ROWS rows back through the router weight w and the activation a; `pulled` holds Wᵀ g, `active` gets w · a.
+    """One program takes ROWS rows back through the router weight w and the activation a; `pulled` holds Wᵀ g, `active` gets w · a, or a.
 
     grad_w = Wᵀ g · a,   grad_a = w · Wᵀ g
     """
@@ -381,7 +385,10 @@ def activate_backward_kernel(
                 grad_up = tl.where(factor_within, grad * value, 0.0)
                 tl.store(grad_joined + second, grad_up.to(grad_joined.dtype.element_ty), mask=mask)
         if NEEDS_ACTIVE:
-            tl.store(active + place, (value * factor * scale).to(active.dtype.element_ty), mask=mask)
+            activation = value * factor
+            if WEIGHTED:
+                activation = activation * scale
+            tl.store(active + place, activation.to(active.dtype.element_ty), mask=mask)
     if NEEDS_WEIGHT:
         if HAS_ALONG:
             total += tl.load(along + slot, mask=inside, other=0.0)

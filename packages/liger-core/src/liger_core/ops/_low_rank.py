@@ -145,9 +145,7 @@ class LowRank:
         if weight is None:
             add_product(base, projected, right, y)
             return
-        # The small product first: the large matmul adds to it while it computes, which a pass over its result would cost extra.
-        add_product(bias, projected, right, y)
-        torch.addmm(y, x, weight.t(), out=y)
+        add_both(bias, projected, right, x, weight.t(), y)
 
     def _allocate_backward(
         self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor, scale: float, needs: list[bool]
@@ -184,9 +182,11 @@ class LowRank:
             back = torch.empty(grad_y.shape[0], columns, dtype=dtype, device=x.device)
             self.passes.project(grad_y, b.t(), scale, back)
             if grad_x is not None:
-                add_product(None, back, self.passes.right(a.t(), grad_y.dtype).t(), grad_x)
-                if weight is not None:
-                    torch.addmm(grad_x, grad_y, weight, out=grad_x)
+                right = self.passes.right(a.t(), grad_y.dtype).t()
+                if weight is None:
+                    add_product(None, back, right, grad_x)
+                else:
+                    add_both(None, back, right, grad_y, weight, grad_x)
             if grad_a is not None:
                 self.passes.reduce(back, x, grad_a)
         if grad_b is not None:
@@ -195,6 +195,18 @@ class LowRank:
             torch.mm(grad_y.t(), x, out=grad_weight)
         if grad_bias is not None:
             grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
+
+
+def add_both(base: Tensor | None, left: Tensor, right: Tensor, rows: Tensor, matrix: Tensor, out: Tensor) -> None:
+    """base + left @ right + rows @ matrix, of which the last product is large."""
+    if out.dtype == torch.float16:
+        # The adapter's part alone may leave the range; plain PyTorch rounds only that of the layer.
+        _ = torch.mm(rows, matrix, out=out) if base is None else torch.addmm(base, rows, matrix, out=out)
+        add_product(out, left, right, out)
+    else:
+        # The small product first: the large matmul adds to it while it computes, which a pass over its result would cost extra.
+        add_product(base, left, right, out)
+        torch.addmm(out, rows, matrix, out=out)
 
 
 def add_product(base: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
