@@ -100,16 +100,32 @@ def _has_near_ties(op: Op[..., Any], arguments: dict[str, Any]) -> bool:
     """Whether the gradient hangs on which of two probabilities is larger, of some that only float64 can distinguish."""
     given = in_float64(arguments)
     if op.name == "total_variation":
-        student, teacher, magnitude = given["student"], given["teacher"], 1.0
-    elif given.get("kind") == "total_variation":
-        theirs = {"hidden": given["teacher_hidden"], "weight": given["teacher_weight"], "bias": given.get("teacher_bias")}
-        theirs |= {"logit_scale": given["teacher_logit_scale"], "softcap": given["teacher_softcap"]}
-        student, teacher = formulas.rows(op.name, given), formulas.rows(op.name, theirs)
-        magnitude = 1.0 + float(student.abs().max() + teacher.abs().max()) if student.numel() else 1.0
-    else:
+        return _differ_by_round_off(given["student"], given["teacher"], given["temperature"], 1.0)
+    if op.name != "linear_divergence":
         return False
-    apart = ((student / given["temperature"]).log_softmax(-1) - (teacher / given["temperature"]).log_softmax(-1)).abs()
+    theirs = {"hidden": given["teacher_hidden"], "weight": given["teacher_weight"], "bias": given.get("teacher_bias")}
+    theirs |= {"logit_scale": given["teacher_logit_scale"], "softcap": given["teacher_softcap"]}
+    student, teacher = formulas.rows(op.name, given), formulas.rows(op.name, theirs)
+    if not student.numel():
+        return False
+    magnitude = 1.0 + float(student.abs().max() + teacher.abs().max())
+    if given["kind"] == "total_variation" and _differ_by_round_off(student, teacher, given["temperature"], magnitude):
+        return True
+    return any(_leads_by_round_off(t, arguments[n].dtype) for t, n in ((student, "hidden"), (teacher, "teacher_hidden")))
+
+
+def _differ_by_round_off(student: Tensor, teacher: Tensor, temperature: float, magnitude: float) -> bool:
+    apart = ((student / temperature).log_softmax(-1) - (teacher / temperature).log_softmax(-1)).abs()
     return bool(((apart > 0) & (apart < 16 * torch.finfo(torch.float32).eps * magnitude)).any())
+
+
+def _leads_by_round_off(logits: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the largest logit of a row leads by less than its round-off, and by that it has all of the probability."""
+    if logits.shape[-1] < 2:
+        return False
+    first, second = logits.topk(2).values.unbind(-1)
+    round_off = 16 * torch.finfo(dtype).eps * first.abs()
+    return bool(((first > second) & (first - second < round_off) & (round_off > 16)).any())
 
 
 def _leaves_range(op: Op[..., Any], arguments: Mapping[str, Any], exact: Tensor | None, dtype: torch.dtype) -> bool:
