@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import liger_hf
 from hf.test_residual import (
     Doubled,
+    Norm,
     watched_by_a_backward_hook,
     watched_by_a_backward_pre_hook,
     watched_by_a_forward_hook,
@@ -263,16 +264,6 @@ def apply_rotary_of_one(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def turned(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
-
-
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
-        self.eps = 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
 
 
 class Attention(nn.Module):

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from liger_core import Unsupported
+
 # Name on the command line → file.
 FILES = {
     "eager": "eager",
@@ -55,6 +57,14 @@ def peers(name: str) -> list[Peer]:
     """The variants of a peer."""
     found: list[Peer] = _file(name).peers()
     return found
+
+
+def teacher_share(kind: str, beta: float) -> float:
+    """A divergence as that of Jensen and Shannon, whose share of the teacher in the mixture may be all or nothing: how peers name it."""
+    share = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": beta}.get(kind)
+    if share is None:
+        raise Unsupported("it has the forward and the reverse KL and the JSD only")
+    return share
 
 
 def by_name(*calls: Callable[..., Any]) -> dict[str, Callable[..., Any]]:

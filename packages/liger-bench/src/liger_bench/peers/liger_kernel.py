@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_bench.peers import Peer, by_name, missing
+from liger_bench.peers import Peer, by_name, missing, teacher_share
 from liger_core.errors import Unsupported
 
 # Forward passes of rope and cross_entropy, backward passes of the gated activations; rope's backward pass also turns what arrives in place.
@@ -110,9 +110,7 @@ def _divergences(package: Any) -> dict[str, Callable[..., Any]]:
         beta: float = 0.5,
         temperature: float = 1.0,
     ) -> Any:
-        share = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": beta}.get(kind)
-        if share is None:
-            raise Unsupported("it has the forward and the reverse KL and the JSD only")
+        share = teacher_share(kind, beta)
         return package.liger_fused_linear_jsd(
             hidden, weight, teacher_hidden, teacher_weight, shift_labels=None, jsd_beta=share, temperature=temperature
         )

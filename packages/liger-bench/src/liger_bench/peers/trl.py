@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_bench.peers import Peer, by_name, missing
+from liger_bench.peers import Peer, by_name, missing, teacher_share
 from liger_core.errors import Unsupported
 
 # The classes of a tile by default in its trainers.
@@ -43,9 +43,7 @@ def peers() -> list[Peer]:
         temperature: float = 1.0,
         reduction: str = "mean",
     ) -> Any:
-        share = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": beta}.get(kind)
-        if share is None:
-            raise Unsupported("it has the forward and the reverse KL and the JSD only")
+        share = teacher_share(kind, beta)
         loss, _ = divergences.apply(hidden, weight, None, teacher_hidden, teacher_weight, None, share, temperature)
         return loss if reduction == "none" else loss.mean()
 
