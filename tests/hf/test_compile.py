@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
@@ -185,6 +185,26 @@ def test_a_compiled_patched_model_needs_no_causal_mask() -> None:
         assert attention_flags(model, **tokens()) == {True}
     torch._dynamo.reset()
     assert attention_flags(model, **tokens()) == {False}
+
+
+def test_a_patched_model_needs_no_causal_mask_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: list[bool] = []
+    attention = nn.functional.scaled_dot_product_attention
+
+    def watch(*args: Any, is_causal: bool, **options: Any) -> Tensor:
+        flags.append(is_causal)
+        return attention(*args, is_causal=is_causal, **options)
+
+    model = make("llama").train()
+    inputs = tokens() | {"use_cache": False}
+    expected = model(**inputs).loss
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", watch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    model(**inputs)
+    with liger_hf.apply(model):
+        torch.testing.assert_close(model(**inputs).loss, expected)
+    layers = model.config.num_hidden_layers
+    assert flags == [False] * layers + [True] * layers
 
 
 @pytest.mark.parametrize("given", ["attention_mask", "position_ids"])

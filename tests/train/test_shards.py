@@ -16,7 +16,7 @@ import torch
 import forks
 from hf.two_ranks import on_two_ranks
 from liger_bench import checkpointing
-from liger_train import combinations, zero
+from liger_train import combinations, compiling, zero
 from train.training import STEPS, Trained, saved_model, setup_of, trained
 
 pytestmark = [
@@ -33,6 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2, "checkpoint": "full"},
     "fsdp2": {"shard": "fsdp2", "checkpoint": "full"},
     "fsdp2-bf16": {"shard": "fsdp2", "precision": "bf16"},
+    "fsdp2-compile": {"shard": "fsdp2", "checkpoint": "1", "compile": "default"},
     "cp": {"cp": 2, "shard": "fsdp2", "checkpoint": "full"},
     "fsdp2-offload-parameters": {"shard": "fsdp2", "offload": "parameters"},
     "zero1": {"shard": "zero1", "checkpoint": "full"},
@@ -70,6 +71,8 @@ def work(rank: int, folder: str, device: str) -> None:
     # It would compile for most of a minute; tests/train/techniques_that_compile.py lets it.
     zero.adam_problem = lambda: "not compiled in this test"  # type: ignore[assignment]
     checkpointing.enable = enable
+    # Inductor compiles for half a minute on the CPU.
+    compiling.COMPILER = "aot_eager"
     losses: dict[str, dict[str, list[float]]] = {}
     for way, options in ways(device).items():
         if HAS_DEEPSPEED or "zero" not in way:
@@ -103,6 +106,9 @@ def is_there(way: str, trained: Trained) -> None:
     if way.startswith("fsdp2"):
         assert type(weight).__name__ == "DTensor"
         assert weight.to_local().numel() * 2 == weight.numel()
+    if way == "fsdp2-compile":
+        assert torch._dynamo.utils.counters["frames"]["ok"] >= 2
+        assert not torch._dynamo.utils.counters["graph_break"]
     if way.startswith("zero"):
         assert wrapped.zero_optimization_stage() == int(way[4])
         assert (weight.numel() == 0) == (way[4] == "3")

@@ -46,8 +46,11 @@ def value_of(technique: Technique) -> str:
 
 
 def alone(technique: Technique) -> bool:
-    """Whether it runs in one process; shards and what they offload need two, in test_shards.py, as do parallel layers and sequences."""
-    return technique.option not in ("shard", "tp", "cp", "offload", "liger") and technique.value not in COMPILED
+    """Whether it runs in one process; shards and what they offload need two, in test_shards.py, as do parallel layers and sequences.
+
+    test_compile.py has what is compiled.
+    """
+    return technique.option not in ("shard", "tp", "cp", "offload", "liger", "compile") and technique.value not in COMPILED
 
 
 @pytest.mark.parametrize("technique", [t for t in ALL if alone(t)], ids=lambda t: f"{t.option}-{value_of(t)}")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
@@ -30,6 +32,29 @@ def pure(setup: Setup) -> str:
         return (
             f"cannot be combined with --shard {setup.shard}, since DeepSpeed keeps float32 weights in its optimizer; use --precision bf16"
         )
+    return ""
+
+
+def compiled(setup: Setup) -> str:
+    if setup.shard in ZERO:
+        return f"cannot be combined with --shard {setup.shard}, whose hooks within layers the compiler cannot follow; use --shard fsdp2"
+    for name in ("tp", "cp"):
+        if getattr(setup, name) > 1:
+            return f"cannot be combined with --{name} {getattr(setup, name)}, which exchanges tensors within layers; use --compile none"
+    if setup.device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
+        return "needs a C++ compiler on the CPU, not installed here; apt-get install g++"
+    return ""
+
+
+def graphs(setup: Setup) -> str:
+    if setup.ranks > 1:
+        return f"needs a single GPU, got {setup.ranks} ranks, which exchange gradients while a step runs; use --compile default"
+    if setup.shard != "none":
+        return f"cannot be combined with --shard {setup.shard}, which moves weights while a step runs; use --compile default"
+    if setup.checkpoint == "offload":
+        return "cannot be combined with --checkpoint offload, whose copies to the host are no part of a graph; use --checkpoint auto"
+    if setup.optimizer == "galore-layerwise":
+        return "cannot be combined with --optimizer galore-layerwise, which updates weights within the backward pass; use galore"
     return ""
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_bench import checkpointing
 from liger_hf.presets import PRESETS
+from liger_train.compiling import compile_layers
 from liger_train.configs import config_of, loading_options, not_found
 from liger_train.parallelism import parallelism
 from liger_train.setup import ALL_LINEAR, ZERO, Setup
@@ -49,8 +50,11 @@ def build(setup: Setup, device: torch.device) -> Built:
         model = _adapted(model, setup, notes)
     model.train()
     checkpointing.enable(model, setup.checkpoint)
-    # Last, because adapters wrap the modules that Liger replaces.
-    return Built(model, _patched(model, setup.liger, notes), notes)
+    # After adapters, which wrap the modules that Liger replaces.
+    replaced = _patched(model, setup.liger, notes)
+    if setup.compile != "none":
+        notes.append(compile_layers(model))
+    return Built(model, replaced, notes)
 
 
 def loaded_again(setup: Setup, device: torch.device) -> Any:

@@ -43,7 +43,7 @@ class Setup:
     liger         "all", "none", "all-but-loss", or ops separated by commas
     precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16
     checkpoint    "none", "full", "offload", "auto", or the number of layers to recompute
-    optimizer, shard, offload, adapter    names in techniques.py
+    compile, optimizer, shard, offload, adapter    names in techniques.py
     ranks         all of them; `tp` of them share each layer, `cp` each sequence, and the others are data parallel
     memory_limit  bytes; None for all memory of the device
     nvme_folder   where --offload nvme writes
@@ -61,6 +61,7 @@ class Setup:
     liger: str = "all"
     precision: str = "bf16"
     checkpoint: str = "full"
+    compile: str = "none"
     optimizer: str = "adamw"
     shard: str = "none"
     offload: str = "none"

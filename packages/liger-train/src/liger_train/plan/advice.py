@@ -18,6 +18,8 @@ Predict = Callable[[Setup], Prediction]
 # These depend on free memory, on the user or on the machine.
 NO_ALTERNATIVE = ("auto", NUMBER, LIST, "nvme")
 MESH = ("tp", "cp")
+# What has no prediction of its own.
+UNPREDICTED = ("compile",)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternati
         for value, technique in values.items():
             if (
                 value in NO_ALTERNATIVE
-                or option in MESH
+                or option in (*MESH, *UNPREDICTED)
                 or value == getattr(setup, option)
                 or (option == "shard" and setup.ranks == 1 and value != "none")
             ):

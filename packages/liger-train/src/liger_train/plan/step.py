@@ -31,7 +31,16 @@ from liger_train.techniques import chosen
 
 CPU = torch.device("cpu")
 # Options that do not affect memory, with fixed values.
-NEUTRAL: dict[str, Any] = {"memory_limit": None, "steps": 20, "learning_rate": 1e-5, "seed": 0, "data": LIBRARY, "nvme_folder": None}
+NEUTRAL: dict[str, Any] = {
+    "memory_limit": None,
+    "steps": 20,
+    "learning_rate": 1e-5,
+    "seed": 0,
+    "data": LIBRARY,
+    "nvme_folder": None,
+    "compile": "none",
+}
+COMPILED = "This is the memory of the eager model; what compiled layers keep for the backward pass is not predicted."
 AUTO = "This is the start of --checkpoint auto, which then uses the memory that is left."
 FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "weight update"
 
@@ -91,7 +100,7 @@ def predict(setup: Setup) -> Prediction:
         peak.doing,
         taken.static + state,
         *taken.parameters,
-        taken.notes,
+        taken.notes if setup.compile == "none" else (*taken.notes, COMPILED),
     )
 
 

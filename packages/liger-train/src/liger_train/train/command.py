@@ -63,6 +63,9 @@ def train(
         str | None,
         typer.Option(help=f"Activation checkpointing: {values_of('checkpoint')} of layers. Default: full on a GPU, none on the CPU."),
     ] = None,
+    compile: Annotated[
+        str, typer.Option(help=f"{values_of('compile')}: torch.compile for each layer, and CUDA graphs of a step.")
+    ] = "none",
     optimizer: Annotated[str, typer.Option(help=f"{values_of('optimizer')}.")] = "adamw",
     shard: Annotated[str, typer.Option(help=f"{values_of('shard')}; across the ranks of torchrun, or with --offload.")] = "none",
     tp: Annotated[int, typer.Option(help="Tensor parallelism: ranks that share each layer, by Transformers' tp_plan='auto'.")] = 1,
@@ -143,6 +146,7 @@ def train(
         data=data,
         validation=validation,
         **chosen,
+        compile=compile,
         optimizer=optimizer,
         shard=shard,
         offload=offload,
@@ -301,6 +305,8 @@ def _figures(row: Row) -> dict[str, str]:
         found["validation loss"] = f"{row.validation_loss:.5f}"
     if row.tokens_per_second:
         found["tokens per second"] = f"{row.tokens_per_second:,.0f} ({row.low_tokens_per_second:,.0f} to {row.high_tokens_per_second:,.0f})"
+    if row.compile_seconds is not None:
+        found["compile time"] = f"{row.compile_seconds:.1f} s"
     if row.peak_bytes is not None:
         held = "" if row.static_bytes is None else f", {size(row.static_bytes)} of it between steps"
         kept = "" if row.peak_reserved_bytes is None else f"; {size(row.peak_reserved_bytes)} reserved by the allocator"

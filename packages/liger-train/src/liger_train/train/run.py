@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from liger_train.setup import Setup
 from liger_train.train import export as exporting
 from liger_train.train import ranks, saved, spending
 from liger_train.train.arguments import training_arguments
+from liger_train.train.compiled import Compiled
 from liger_train.train.cpu_memory import CpuMemory
 from liger_train.train.data import Data, read, with_steps
 from liger_train.train.profile import Profile
@@ -192,6 +194,7 @@ class _Run:
             notes.append("--deterministic: the times include the cost of deterministic algorithms.")
         self.interruption = Interruption()
         self.recorder = Recorder(setup, device, self.interruption, self._show)
+        self.compiled = Compiled(setup, self.recorder, notes)
         self.known: dict[str, Any] = {}
         self.task = bar.add_task("preparing", total=setup.steps, unit="step") if bar else None
 
@@ -223,9 +226,10 @@ class _Run:
             self.known = _counts(built.model) | {"replaced": built.replaced}
             sealer = _Sealer(lambda: self._progress(built.model, data), data.tokenizer)
             spenders = spending.observers(self.setup, self._decided)
-            callbacks = [self.recorder, sealer, *spenders, *observers]
-            trainer = _Trainer(built.model, arguments, data, self.recorder, callbacks, lambda: spenders[0].parts if spenders else 1)
-            with self.interruption, torch.serialization.safe_globals(_projectors(self.setup.optimizer)):
+            self.compiled.settled = lambda: all(each.spending is not None and each.spending.settled for each in spenders)
+            callbacks = [self.recorder, sealer, *spenders, self.compiled, *observers]
+            trainer = _Trainer(built.model, arguments, data, self.compiled, callbacks, lambda: spenders[0].parts if spenders else 1)
+            with self.compiled.session(), self.interruption, torch.serialization.safe_globals(_projectors(self.setup.optimizer)):
                 trainer.train(resume_from_checkpoint=str(before.folder) if before else None)
             self.known["checkpointed_layers"] = checkpointed_layers(built.model)
             self._end(folder)
@@ -237,7 +241,8 @@ class _Run:
         with contextlib.suppress(Exception):
             self.recorder.settle()
         peaks = {name: value for name, value in self.known.items() if name.startswith("peak_")}
-        return {"steps": self.setup.steps} | self.known | self.recorder.results() | peaks | {"notes": self.notes}
+        own = {"steps": self.setup.steps, "compile_seconds": self.compiled.seconds}
+        return own | self.known | self.recorder.results() | peaks | {"notes": self.notes}
 
     def _arguments(self, setup: Setup, place: Path, folder: Path | None, save_every: int) -> TrainingArguments:
         more: dict[str, Any] = {"logging_nan_inf_filter": False, "full_determinism": self.deterministic}
@@ -311,7 +316,7 @@ class _Trainer(Trainer):
         model: nn.Module,
         arguments: TrainingArguments,
         data: Data,
-        recorder: Recorder,
+        compiled: Compiled,
         callbacks: list[TrainerCallback],
         parts: Callable[[], int],
     ) -> None:
@@ -319,13 +324,14 @@ class _Trainer(Trainer):
         super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), eval_dataset=held, callbacks=callbacks)
         # It prints a summary to standard output, which may have to be a single JSON object.
         self.remove_callback(PrinterCallback)
-        self.micro, self.parts = recorder.micro, parts
+        self.compiled, self.micro, self.parts = compiled, compiled.recorder.micro, parts
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
         # Only a loss normalized by the tokens of the whole batch is the sum of the losses of its parts.
         parts = 1 if num_items_in_batch is None else self.parts()
         pieces = zip(*(value.tensor_split(min(parts, len(value))) for value in inputs.values()), strict=True)
-        losses = [super(_Trainer, self).training_step(model, dict(zip(inputs, piece, strict=True)), num_items_in_batch) for piece in pieces]
+        step = partial(super().training_step, model)
+        losses = [self.compiled.step(step, model, dict(zip(inputs, piece, strict=True)), num_items_in_batch) for piece in pieces]
         loss = losses[0] if parts == 1 else torch.stack(losses).sum()
         self.micro.append(loss.detach().clone())
         return loss

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--compile`: torch.compile for each layer of a model. Layers of a kind share a graph, so compile time does not grow with their number."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+from unittest import mock
+
+import torch
+from torch import nn
+
+from liger_bench.checkpointing import layers
+from liger_core.errors import OptionError
+
+COMPILER = "inductor"
+# The most graphs of a layer's forward: one per kind of layer and shape, in training and in evaluation. More run in eager mode.
+GRAPHS = 64
+# The layer's forward from before it was compiled.
+EAGER = "_eager_forward"
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+R = TypeVar("R")
+
+
+def compile_layers(model: nn.Module) -> str:
+    """Compile the forward of every layer when it is first called; returns a sentence.
+
+    Hooks stay outside, so that what wraps a layer (activation checkpointing, FSDP2) does so as in eager mode.
+
+    Raises OptionError for a model without such layers.
+    """
+    every = layers(model)
+    if not every:
+        raise OptionError(f"train: --compile needs a model with layers that Transformers can checkpoint, got {type(model).__name__}")
+    for layer in every:
+        vars(layer)[EAGER] = layer.forward
+        layer.forward = torch.compile(layer.forward, backend=COMPILER, dynamic=False)
+    return f"Compiling {len(every)} layers, each kind of them once."
+
+
+def undo(model: nn.Module) -> None:
+    """The layers as they were before `compile_layers`."""
+    for layer in layers(model):
+        if EAGER in vars(layer):
+            layer.forward = vars(layer).pop(EAGER)
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    """For the duration of a run: room for every graph, a cache that lasts, and masks that depend on no values."""
+    from torch._dynamo import config, reset
+    from transformers import masking_utils
+
+    with ExitStack() as stack:
+        stack.enter_context(config.patch(recompile_limit=max(GRAPHS, config.recompile_limit)))
+        stack.enter_context(mock.patch.dict(os.environ, {CACHE: cache()}))
+        # A run never packs several texts into a row. Transformers looks for that in the values of the positions, for which the host
+        # waits in each step; while a graph is captured it cannot, and would add masks, with which attention is slower.
+        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
+        stack.enter_context(mock.patch.object(masking_utils, "is_tracing", lambda tensor=None: False))
+        try:
+            yield
+        finally:
+            reset()
+
+
+def cache() -> str:
+    """Where compiled graphs are kept for later runs: where the environment says, or in the user's cache.
+
+    PyTorch's default, which it writes into the environment itself, is emptied when the machine restarts.
+    """
+    given, place = os.environ.get(CACHE), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "liger" / "compiled"
+    if given and not given.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
+        return given
+    with suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+    return str(place) if os.access(place, os.W_OK) else given or os.path.join(tempfile.gettempdir(), "liger-compiled")
+
+
+def seconds() -> float:
+    """How long this process has compiled."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return calculate_time_spent().get("total_wall_time", 0.0)
+
+
+def from_cache() -> tuple[int, int]:
+    """The number of graphs that came from the cache, and that were compiled, forward and backward each."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+
+
+class FirstCall:
+    """Runs a step; if its first call fails in the compiler, the layers go back to eager mode, and `note` gets the reason."""
+
+    def __init__(self, model: nn.Module, note: Callable[[str], object]) -> None:
+        self.model, self.note, self.done = model, note, False
+
+    def __call__(self, step: Callable[[], R]) -> R:
+        if self.done:
+            return step()
+        self.done = True
+        from torch._dynamo.exc import TorchDynamoException
+
+        before = [weight.grad for weight in self.model.parameters()]
+        try:
+            return step()
+        except TorchDynamoException as error:
+            if any(grad is not None for grad in before):
+                raise
+            reason = problem(getattr(error, "inner_exception", error))
+        undo(self.model)
+        for weight in self.model.parameters():
+            weight.grad = None
+        self.note(f"--compile: the layers run in eager mode, since the compiler failed: {reason}")
+        return step()
+
+
+def problem(error: BaseException) -> str:
+    """The first line of an error, for a sentence."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--compile graphs`: the forward and backward pass of a micro-batch as a CUDA graph, which the host launches as a whole."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from liger_bench.checkpointing import layers
+from liger_train.compiling import problem
+
+Inputs = Mapping[str, Tensor]
+# Of the whole batch, by which the loss of a micro-batch is divided.
+Tokens = Tensor | int | None
+# Returns the loss, and adds gradients to those of the weights.
+Step = Callable[[Inputs, Tokens], Tensor]
+# (shapes of the inputs, whether there are gradients to add to)
+Key = tuple[Any, bool]
+
+
+class Device(Protocol):
+    """What records and replays: a GPU, or a stand-in in a test."""
+
+    def rehearse(self, step: Callable[[], Tensor]) -> tuple[Tensor, bool]:
+        """Run a step, in which waiting for the device is an error; returns the loss, and whether random numbers were drawn."""
+
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """Record a step without running it; returns what replays it, and its loss."""
+
+
+class GPU:
+    """Graphs that share a memory pool, recorded on a stream of their own."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def rehearse(self, step: Callable[[], Tensor]) -> tuple[Tensor, bool]:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        drawn = generator.get_offset()
+        mode = torch.cuda.get_sync_debug_mode()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.stream(self.stream):
+                loss = step()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            torch.cuda.current_stream().wait_stream(self.stream)
+        return loss, generator.get_offset() != drawn
+
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        # Tensors in reference cycles would keep memory that the graph needs.
+        gc.collect()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as one that pins memory for the data loader, may go on meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            loss = step()
+        return graph.replay, loss
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A graph, with the tensors that it reads and the loss that it writes."""
+
+    inputs: dict[str, Tensor]
+    tokens: Tensor | None
+    replay: Callable[[], object]
+    loss: Tensor
+
+
+class Graphs:
+    """Runs the steps of micro-batches, from when they are ready as CUDA graphs.
+
+    One call rehearses: it runs as usual, except that waiting for the device is an error, so that the reason comes as a sentence and the
+    run goes on without graphs. The next one records, once for the first micro-batch of a step, whose graph writes the gradients, and
+    once for the others, whose graph adds to them. All graphs write the same gradients, to which the weights get references after each
+    replay, since the optimizer drops them. Shapes that come up later, such as those of the parts of a split batch, get graphs of their
+    own; a first micro-batch of another shape than the first recorded one runs as usual.
+
+    step       what runs a micro-batch without graphs
+    ready      whether the step is as it will stay
+    note       gets the reason when graphs are given up
+    recording  a context around each recording
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        model: nn.Module,
+        ready: Callable[[], bool],
+        note: Callable[[str], object],
+        recording: Callable[[], AbstractContextManager[object]] = nullcontext,
+        device: Device | None = None,
+    ) -> None:
+        self.step, self.model, self.ready, self.note, self.recording = step, model, ready, note, recording
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.device = device
+        self.graphs: dict[Key, Recorded] = {}
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self.places: list[int] = []
+        self.rehearsed = self.given_up = False
+
+    def __call__(self, inputs: Inputs, tokens: Tokens) -> Tensor:
+        if self.given_up or not self.ready():
+            return self.step(inputs, tokens)
+        # A number would be the same in every replay.
+        tokens = None if tokens is None else torch.as_tensor(tokens, device=self.weights[0].device)
+        adding = any(weight.grad is not None for weight in self.weights)
+        key = (tuple((name, value.shape, value.dtype) for name, value in inputs.items()), tokens is None), adding
+        if key not in self.graphs:
+            if adding != bool(self.gradients):
+                # The first recording is that of a first micro-batch, and the only one that makes gradients.
+                return self.step(inputs, tokens)
+            if not self.rehearsed:
+                return self._rehearse(inputs, tokens)
+            if not self._record(key, inputs, tokens):
+                return self.step(inputs, tokens)
+        return self._replay(self.graphs[key], inputs, tokens, adding=adding)
+
+    def _rehearse(self, inputs: Inputs, tokens: Tensor | None) -> Tensor:
+        self.rehearsed = True
+        try:
+            self.device = self.device or GPU()
+            loss, drew = self.device.rehearse(partial(self.step, inputs, tokens))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._give_up(f"a step must not wait for the GPU, but one does: {problem(error)}")
+            # There were none before.
+            self._drop_gradients()
+            return self.step(inputs, tokens)
+        checkpointed = [layer for layer in layers(self.model) if layer.gradient_checkpointing]
+        if drew and checkpointed:
+            self._give_up("layers that are recomputed draw random numbers, as dropout does, and a graph cannot draw the same again")
+        elif not drew:
+            for layer in checkpointed:
+                # Reading the state of the generator, to restore it in the backward pass, is not possible in a capture.
+                layer._gradient_checkpointing_func = partial(layer._gradient_checkpointing_func, preserve_rng_state=False)
+        return loss
+
+    def _record(self, key: Key, inputs: Inputs, tokens: Tensor | None) -> bool:
+        own = {name: value.to(self.weights[0].device, copy=True) for name, value in inputs.items()}
+        count = None if tokens is None else tokens.clone()
+        assert self.device is not None
+        with self._given_gradients(), self.recording():
+            try:
+                replay, loss = self.device.capture(partial(self.step, own, count))
+            except Exception as error:
+                self._give_up(problem(error))
+            else:
+                self.graphs[key] = Recorded(own, count, replay, loss)
+                if not self.gradients:
+                    self.gradients = [(weight, weight.grad) for weight in self.weights if weight.grad is not None]
+                    self.places = [weight.data_ptr() for weight in self.weights]
+        return key in self.graphs
+
+    @contextmanager
+    def _given_gradients(self) -> Iterator[None]:
+        """Recording replaces the references to gradients, and changes no values."""
+        before = [weight.grad for weight in self.weights]
+        self._refer()
+        yield
+        for weight, grad in zip(self.weights, before, strict=True):
+            weight.grad = grad
+
+    def _replay(self, graph: Recorded, inputs: Inputs, tokens: Tensor | None, *, adding: bool) -> Tensor:
+        if self.places != [weight.data_ptr() for weight in self.weights]:
+            self._give_up("the weights have moved to other memory, so they must stay where they are")
+            return self.step(inputs, tokens)
+        for name, value in inputs.items():
+            graph.inputs[name].copy_(value, non_blocking=True)
+        if graph.tokens is not None and tokens is not None:
+            graph.tokens.copy_(tokens, non_blocking=True)
+        if adding:
+            self._refer()
+        graph.replay()
+        for weight, grad in self.gradients:
+            weight.grad = grad
+        # The next replay overwrites it.
+        return graph.loss.clone()
+
+    def _refer(self) -> None:
+        """Have the gradients that weights have so far in the memory of the graphs."""
+        for weight, grad in self.gradients:
+            if weight.grad is not None and weight.grad is not grad:
+                grad.copy_(weight.grad)
+            elif weight.grad is None:
+                continue
+            weight.grad = grad
+
+    def _drop_gradients(self) -> None:
+        for weight in self.weights:
+            weight.grad = None
+
+    def _give_up(self, reason: str) -> None:
+        self.given_up = True
+        self.graphs.clear()
+        self.note(f"--compile graphs: training goes on without CUDA graphs: {reason}.")

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--compile`: compiled layers and CUDA graphs train to the losses of eager mode, and are refused or given up with a reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from liger_bench import checkpointing
+from liger_core.errors import DeviceError, OptionError
+from liger_train import combinations, compiling, techniques
+from liger_train.model import build
+from liger_train.plan.step import COMPILED, predict
+from liger_train.row import Row
+from liger_train.setup import Setup
+from liger_train.train.command import _figures
+from liger_train.train.graphs import Graphs
+from liger_train.train.run import run
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Dynamo and AOTAutograd trace as always; Inductor, which takes half a minute on the CPU, is left to the tests that ask for it."""
+    if "inductor" not in request.fixturenames:
+        monkeypatch.setattr(compiling, "COMPILER", "aot_eager")
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def inductor() -> None:
+    """Named by the tests that compile with it."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulation": 2, "checkpoint": "full", "validation": 0.1},
+        {"checkpoint": "1", "liger": "none"},
+        {"adapter": "lora"},
+        {"precision": "bf16"},
+    ],
+    ids=str,
+)
+def test_compiled_layers_train_to_the_losses_of_eager_mode(small: Setup, options: dict[str, Any]) -> None:
+    if options.get("adapter"):
+        pytest.importorskip("peft")
+    setup = replace(small, steps=3, **options)
+    eager, compiled = run(setup), run(replace(setup, compile="default"))
+    assert compiled.reason == ""
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-2 if setup.precision == "bf16" else 1e-5)
+    assert compiled.validation_loss == (pytest.approx(eager.validation_loss, rel=1e-5) if setup.validation else None)
+    assert eager.compile_seconds is None
+    assert compiled.compile_seconds > 0
+    assert _figures(compiled)["compile time"].endswith(" s")
+    assert any("--compile default: compiling took" in note for note in compiled.notes)
+
+
+def test_layers_of_a_kind_share_a_graph(small: Setup) -> None:
+    model = build(replace(small, compile="default"), torch.device("cpu")).model
+    torch._dynamo.utils.counters.clear()
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    with compiling.session():
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        assert len(checkpointing.layers(model)) == 2
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_compiled_layers_recompute_what_they_recompute_in_eager_mode(small: Setup) -> None:
+    """Moved while the run proceeds, as --checkpoint auto moves them."""
+    model = build(replace(small, compile="default", checkpoint="full"), torch.device("cpu")).model
+    tokens, losses = torch.zeros(2, 16, dtype=torch.int64), []
+    with compiling.session():
+        for keeps in (*checkpointing.Keeps, checkpointing.Keeps.INPUT):
+            for layer in checkpointing.layers(model):
+                checkpointing.keep(layer, keeps)
+            model.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            losses.append((float(loss), float(model.model.layers[0].mlp.up_proj.weight.grad.sum())))
+    assert len(set(losses)) == 1
+
+
+def test_a_compiler_that_fails_leaves_the_layers_in_eager_mode(small: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise ValueError("no such instruction")
+
+    monkeypatch.setattr(compiling, "COMPILER", broken)
+    setup = replace(small, steps=3)
+    eager, compiled = run(setup), run(replace(setup, compile="default"))
+    assert compiled.losses == eager.losses
+    assert "--compile: the layers run in eager mode, since the compiler failed: no such instruction" in compiled.notes
+
+
+def test_time_to_compile_is_no_part_of_a_step(small: Setup) -> None:
+    """Compiling the first two steps takes a hundred times as long as a step."""
+    row = run(replace(small, compile="default"))
+    assert row.step_seconds < row.compile_seconds
+
+
+def test_compiled_graphs_are_kept_for_later_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for set_by_torch in ("", "/tmp/torchinductor_someone"):
+        monkeypatch.setenv(compiling.CACHE, set_by_torch)
+        with compiling.session():
+            assert os.environ[compiling.CACHE] == str(tmp_path / "liger" / "compiled")
+    monkeypatch.setenv(compiling.CACHE, "/my/own")
+    assert compiling.cache() == "/my/own"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"compile": "max"}, "--compile must be one of none, default, graphs, got 'max'"),
+        ({"compile": "default", "shard": "zero3"}, "--compile default cannot be combined with --shard zero3"),
+        ({"compile": "default", "tp": 2, "ranks": 2}, "--compile default cannot be combined with --tp 2"),
+        ({"compile": "graphs", "ranks": 2}, "--compile graphs needs a single GPU, got 2 ranks, .*use --compile default"),
+        ({"compile": "graphs", "shard": "fsdp2"}, "--compile graphs cannot be combined with --shard fsdp2"),
+        ({"compile": "graphs", "checkpoint": "offload"}, "--compile graphs cannot be combined with --checkpoint offload"),
+        ({"compile": "graphs", "optimizer": "galore-layerwise"}, "--compile graphs cannot be combined with --optimizer galore-layerwise"),
+        ({"compile": "default", "set": "torch_compile_mode=max-autotune"}, "--set cannot set torch_compile_mode; use --compile"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_before_loading(
+    small: Setup, options: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whether a library is installed here does not matter.
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(OptionError, match=sentence):
+        techniques.check(replace(small, device="cuda", **options))
+
+
+def test_cuda_graphs_need_a_gpu(small: Setup) -> None:
+    with pytest.raises(DeviceError, match=r"--compile graphs needs --device cuda, got cpu: .* --compile default"):
+        run(replace(small, compile="graphs"))
+
+
+def test_compiling_for_the_cpu_needs_a_compiler(small: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert combinations.compiled(replace(small, compile="default")).startswith("needs a C++ compiler on the CPU, not installed here; ")
+    assert combinations.compiled(replace(small, compile="default", device="cuda")) == ""
+
+
+def test_a_plan_is_that_of_the_eager_model_and_says_so(small: Setup) -> None:
+    eager, compiled = predict(small), predict(replace(small, compile="default"))
+    assert compiled.peak_bytes == eager.peak_bytes
+    assert (eager.notes, compiled.notes) == ((), (COMPILED,))
+
+
+class StandIn:
+    """Records as a GPU does: nothing is computed meanwhile, and a replay computes again from the same memory and into it."""
+
+    def __init__(self, model: nn.Module, *, waits: bool = False, draws: bool = False, fails: bool = False) -> None:
+        self.model, self.waits, self.draws, self.fails = model, waits, draws, fails
+        self.recordings = self.replays = 0
+
+    def rehearse(self, step: Callable[[], Tensor]) -> tuple[Tensor, bool]:
+        loss = step()
+        if self.waits:
+            raise RuntimeError("called a synchronizing CUDA operation\nmore")
+        return loss, self.draws
+
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.recordings += 1
+        weights = list(self.model.parameters())
+        before = [None if weight.grad is None else weight.grad.clone() for weight in weights]
+        loss = step()
+        made = [weight.grad for weight in weights]
+        for old, new in zip(before, made, strict=True):
+            new.copy_(old if old is not None else torch.full_like(new, torch.nan))
+
+        def replay() -> None:
+            self.replays += 1
+            for weight, old, new in zip(weights, before, made, strict=True):
+                weight.grad = None if old is None else new
+            loss.copy_(step())
+            for weight, new in zip(weights, made, strict=True):
+                if weight.grad is not new:
+                    new.copy_(weight.grad)
+                # The optimizer sees only what the graph wrote.
+                weight.grad = None
+
+        return replay, loss.fill_(torch.nan)
+
+
+class Training:
+    """Steps of plain gradient descent on a model of one matrix, with as many micro-batches as sizes are given."""
+
+    def __init__(self, sizes: tuple[int, ...], graphs: bool, **device: bool) -> None:
+        torch.manual_seed(0)
+        self.sizes, self.model = sizes, nn.Linear(4, 3)
+        self.notes: list[str] = []
+        self.losses: list[float] = []
+        self.device = StandIn(self.model, **device)
+        self.step = 0
+        eager: Any = lambda inputs, tokens: self._micro(inputs["x"], tokens)  # noqa: E731
+        self.run = Graphs(eager, self.model, lambda: self.step >= 2, self.notes.append, device=self.device) if graphs else eager
+
+    def _micro(self, x: Tensor, tokens: Any) -> Tensor:
+        loss = self.model(x).square().sum() / tokens
+        loss.backward()
+        return loss.detach()
+
+    def train(self, steps: int = 8) -> Training:
+        for self.step in range(1, steps + 1):
+            self.one()
+        return self
+
+    def one(self) -> None:
+        tokens: Any = torch.tensor(sum(self.sizes)) if self.step % 2 else sum(self.sizes) + 1
+        losses = [self.run({"x": torch.full((size, 4), 0.1 * self.step + size)}, tokens) for size in self.sizes]
+        self.losses += [float(loss) for loss in losses]
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight -= 0.01 * weight.grad
+        self.model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "recordings", "replays"),
+    [((2,), 1, 6), ((2, 2), 2, 12), ((2, 2, 2), 2, 18), ((3, 3, 2), 3, 18)],
+    ids=["one micro-batch", "accumulation", "more accumulation", "parts of different sizes"],
+)
+def test_graphs_train_to_the_losses_of_eager_mode(sizes: tuple[int, ...], recordings: int, replays: int) -> None:
+    eager, graphs = Training(sizes, graphs=False).train(), Training(sizes, graphs=True).train()
+    assert graphs.losses == eager.losses
+    for weight, expected in zip(graphs.model.parameters(), eager.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=0, atol=0)
+    assert graphs.notes == []
+    assert graphs.device.recordings == recordings
+    # The second step rehearses in its first micro-batch; others of that step run as usual.
+    assert graphs.device.replays == replays
+
+
+def test_a_first_micro_batch_of_another_shape_runs_as_usual() -> None:
+    eager, graphs = Training((2, 2), graphs=False).train(6), Training((2, 2), graphs=True).train(6)
+    for training in (eager, graphs):
+        training.sizes = (3, 2)
+        training.one()
+        training.sizes = (2, 2)
+        training.one()
+    assert graphs.losses == eager.losses
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("waits", "a step must not wait for the GPU, but one does: called a synchronizing CUDA operation"),
+        ("fails", "operation not permitted when stream is capturing"),
+    ],
+)
+def test_what_cannot_be_recorded_goes_on_as_usual_with_the_reason(fault: str, reason: str) -> None:
+    eager, graphs = Training((2, 2), graphs=False).train(), Training((2, 2), graphs=True, **{fault: True}).train()
+    assert graphs.losses == eager.losses
+    assert graphs.notes == [f"--compile graphs: training goes on without CUDA graphs: {reason}."]
+    assert graphs.device.replays == 0
+
+
+def test_weights_that_moved_end_the_graphs() -> None:
+    eager, graphs = Training((2, 2), graphs=False).train(), Training((2, 2), graphs=True).train()
+    for training in (eager, graphs):
+        training.model.weight.data = training.model.weight.data.clone()
+        training.train(2)
+    assert graphs.losses == eager.losses
+    assert ["moved to other memory" in note for note in graphs.notes] == [True]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_recomputed_layers_may_draw_no_random_numbers_in_a_graph(draws: bool, small: Setup) -> None:
+    model = build(replace(small, checkpoint="full"), torch.device("cpu")).model
+    notes: list[str] = []
+
+    def step(inputs: Any, tokens: Any) -> Tensor:
+        loss: Tensor = model(**inputs).loss
+        loss.backward()
+        return loss.detach()
+
+    graphs = Graphs(step, model, lambda: True, notes.append, device=StandIn(model, draws=draws))
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    for _ in range(2):
+        graphs({"input_ids": tokens, "labels": tokens}, None)
+        model.zero_grad()
+    assert bool(notes) == draws
+    assert all("draw random numbers" in note for note in notes)
+    kept = [layer._gradient_checkpointing_func.keywords.get("preserve_rng_state", True) for layer in checkpointing.layers(model)]
+    assert kept == [draws, draws]
+
+
+@cuda
+@pytest.mark.usefixtures("inductor")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulation": 3},
+        {"checkpoint": "full"},
+        {"checkpoint": "auto", "steps": 16},
+        {"adapter": "lora"},
+        {"precision": "bf16"},
+        {"precision": "fp16", "learning_rate": 1e-3},
+        {"liger": "none"},
+        {"validation": 0.1},
+    ],
+    ids=str,
+)
+def test_cuda_graphs_train_to_the_losses_of_eager_mode(small: Setup, options: dict[str, Any]) -> None:
+    if options.get("adapter"):
+        pytest.importorskip("peft")
+    setup = replace(small, device="cuda", **({"steps": 10} | options))
+    eager, graphs = run(setup), run(replace(setup, compile="graphs"))
+    assert graphs.reason == ""
+    assert not [note for note in graphs.notes if "without CUDA graphs" in note]
+    assert graphs.losses == pytest.approx(eager.losses, rel=2e-2 if setup.precision != "fp32" else 1e-3)
+
+
+@cuda
+@pytest.mark.parametrize("compile", ["none", "graphs"])
+def test_dropout_draws_anew_in_every_replay(compile: str, small: Setup, tmp_path: Path) -> None:
+    model = build(small, torch.device("cpu")).model
+    model.config.attention_dropout = 0.5
+    model.save_pretrained(tmp_path)
+    # With so small a learning rate, losses differ only by what was dropped and by their text, which comes again with every epoch.
+    row: Row = run(replace(small, model=str(tmp_path), device="cuda", compile=compile, steps=8, learning_rate=1e-12))
+    assert len(set(row.losses)) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_inductor_trains_to_the_losses_of_eager_mode(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiling.CACHE, str(tmp_path))
+    setup = replace(small, steps=3)
+    eager, compiled = run(setup), run(replace(setup, compile="default"))
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-5)
+    assert any("compiling took" in note and "none of its graphs came from the cache" in note for note in compiled.notes)
+    assert any(tmp_path.iterdir())
