@@ -119,8 +119,8 @@ def _launch_backward(grad_weight: Tensor, /, grad_y: Tensor, index: Tensor, weig
     flat, rows = index.reshape(-1), grad_y.reshape(index.numel(), weight.shape[1])
     for first in range(0, weight.shape[1], COLUMNS):
         columns = slice(first, first + COLUMNS)
-        upstream = rows[:, columns].to(accumulator(rows.dtype))
-        total = upstream.new_zeros(weight.shape[0], upstream.shape[1])
+        upstream, gradient = rows[:, columns].to(accumulator(rows.dtype)), grad_weight[:, columns]
+        total = gradient.zero_() if gradient.dtype == upstream.dtype else torch.zeros_like(gradient, dtype=upstream.dtype)
         if total.device.type == "cpu":
             total.index_add_(0, flat, upstream)
         else:
@@ -128,7 +128,8 @@ def _launch_backward(grad_weight: Tensor, /, grad_y: Tensor, index: Tensor, weig
             total.index_put_((flat.long(),), upstream, accumulate=True)
         if padding >= 0:
             total[padding] = 0.0
-        grad_weight[:, columns] = total
+        if total is not gradient:
+            gradient.copy_(total)
 
 
 _embedding = differentiable(
