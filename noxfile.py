@@ -22,7 +22,7 @@ import nox
 from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
-PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train", "liger-verify")]
+PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-inductor", "liger-hf", "liger-bench", "liger-train", "liger-verify")]
 CONSTRAINTS = ROOT / "constraints.txt"
 # The packages and what they require; the same and what tests need besides; the newest versions, installed as README says; what the site needs.
 SHARED, TESTS, LATEST, SITE = (ROOT / ".nox" / name for name in ("shared", "tests", "latest", "site"))
@@ -56,6 +56,8 @@ QUICK_START_FULL = [
 # Where a new version of Transformers, Triton or huggingface_hub has shown: the forward of a layer, the hub, commands, an op.
 SAMPLE = ["tests/test_versions.py", "tests/hf/test_residual.py", "tests/hf/test_hub.py", "tests/plan/test_adapters.py"]
 SAMPLE_OF_KERNELS = ["tests/conformance/test_accuracy.py", "-k", "float32 and (swiglu or cross_entropy) and one_block"]
+# Inductor compiles for seconds at each of them; `nox -s parity` has them all.
+SAMPLE_OF_INDUCTOR = ["tests/conformance/test_accuracy.py", "--backend", "inductor", "-k", "accurate and float32 and (one_block or plain)"]
 # Parallel setups that `liger verify` compares with one process; the tests have those of two ranks.
 SETUPS = [
     ["--tp", "2"],
@@ -117,11 +119,11 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests on the CPU: plain PyTorch, then the Triton kernels in their interpreter. For instance: -- -k rope."""
-    halves = [("plain PyTorch", ["tests"], {})]
+    """All tests on the CPU: plain PyTorch, a sample of compiled ops, then the Triton kernels in their interpreter. For instance: -- -k rope."""
+    parts: list[Part] = [("plain PyTorch", ["tests"], {}), ("Inductor", SAMPLE_OF_INDUCTOR, {})]
     if sys.platform == "linux":
-        halves.append(("Triton's interpreter", ["tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton"], INTERPRETED))
-    every_part(session, full(session), halves)
+        parts.append(("Triton's interpreter", ["tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton"], INTERPRETED))
+    every_part(session, full(session), parts)
 
 
 @nox.session(venv_backend="none")
@@ -135,7 +137,7 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("backend", ["reference", "triton"], ids=["reference", "triton"])
+@nox.parametrize("backend", ["reference", "triton", "inductor"], ids=["reference", "triton", "inductor"])
 def parity(session: nox.Session, backend: str) -> None:
     """One backend on the CPU against the definitions in float64, and the facts of every op."""
     pytest(session, "tests/conformance", "tests/ops", "--backend", backend, env=INTERPRETED if backend == "triton" else {})
@@ -214,8 +216,8 @@ def latest(session: nox.Session) -> None:
         *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py")),
     ]
     parts = [("plain PyTorch", SAMPLE if sample else everything, {})]
-    # With the interpreter both backends are there.
-    parts.append(("conformance", SAMPLE_OF_KERNELS if sample else ["tests/conformance"], INTERPRETED))
+    kernels = SAMPLE_OF_KERNELS if sample else ["tests/conformance"]
+    parts += [("conformance", kernels, {}), ("Triton's interpreter", [*kernels, "--backend", "triton"], INTERPRETED)]
     every_part(session, str(executable), parts)
 
 

@@ -19,7 +19,7 @@ from liger_core import Op
 from liger_core.builtin import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("liger_core", "liger_triton", "liger_hf", "liger_bench", "liger_train", "liger_verify")
+PACKAGES = ("liger_core", "liger_triton", "liger_inductor", "liger_hf", "liger_bench", "liger_train", "liger_verify")
 
 # A name that is added, removed or renamed shows as a line of this list.
 PUBLIC = {
@@ -54,6 +54,7 @@ PUBLIC = {
         "use",
     ],
     "liger_triton": [],
+    "liger_inductor": [],
     "liger_hf": [
         "AutoLigerModelForCausalLM",
         "Candidate",
@@ -80,12 +81,13 @@ PUBLIC = {
 
 # Package → top-level modules that its import must not load, and that its sources must not name.
 FORBIDDEN = {
-    "liger_core": ["triton", "transformers", "liger_triton", "liger_hf", "liger_bench", "liger_train", "liger_verify"],
-    "liger_triton": ["transformers", "liger_hf", "liger_bench", "liger_train", "liger_verify"],
-    "liger_hf": ["liger_triton", "liger_bench", "liger_train", "liger_verify"],
-    "liger_bench": ["liger_triton", "liger_train", "liger_verify"],
-    "liger_train": ["liger_triton", "liger_verify"],
-    "liger_verify": ["liger_triton", "liger_bench", "liger_train"],
+    "liger_core": ["triton", "transformers", "liger_triton", "liger_inductor", "liger_hf", "liger_bench", "liger_train", "liger_verify"],
+    "liger_triton": ["transformers", "liger_inductor", "liger_hf", "liger_bench", "liger_train", "liger_verify"],
+    "liger_inductor": ["triton", "transformers", "liger_triton", "liger_hf", "liger_bench", "liger_train", "liger_verify"],
+    "liger_hf": ["liger_triton", "liger_inductor", "liger_bench", "liger_train", "liger_verify"],
+    "liger_bench": ["liger_triton", "liger_inductor", "liger_train", "liger_verify"],
+    "liger_train": ["liger_triton", "liger_inductor", "liger_verify"],
+    "liger_verify": ["liger_triton", "liger_inductor", "liger_bench", "liger_train"],
 }
 # Names that say nothing about what is in a file.
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "manager", "tools"}

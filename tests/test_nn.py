@@ -26,7 +26,11 @@ PARTS = {"kto_baseline", "top_classes"}
 
 
 def test_every_op_and_every_loss_has_a_module() -> None:
-    of_ops = {kind.function for kind in FUNCTIONS.values()} | {kind.op for kind in NORMS.values()} | {liger_core.qk_norm_rope}
+    of_ops = (
+        {kind.function for kind in FUNCTIONS.values()}
+        | {kind.op for kind in NORMS.values()}
+        | {liger_core.qk_norm_rope, liger_core.embedding}
+    )
     # Transformers has modules of experts and PEFT of adapted layers, which `liger_hf.apply` gives these ops.
     assert [o.name for o in CATALOGUE if o not in of_ops] == ["experts", "lora_linear"]
     functions = {name: value for name in losses.__all__ if inspect.isfunction(value := getattr(losses, name)) and name not in PARTS}
@@ -228,3 +232,15 @@ def test_an_op_of_a_package_of_its_own_becomes_a_module() -> None:
         return x * factor
 
     assert nn.function_module("Scaled", scaled)(factor=3.0)(torch.ones(())) == 3.0
+
+
+def test_an_embedding_is_that_of_torch_with_exact_sums(device: torch.device) -> None:
+    ours, theirs = nn.Embedding(5, 8, padding_idx=1, device=device), torch.nn.Embedding(5, 8, padding_idx=1, device=device)
+    theirs.load_state_dict(ours.state_dict())
+    index = torch.tensor([[0, 1, 4], [4, 4, 2]], device=device)
+    for module in (ours, theirs):
+        module(index).square().sum().backward()
+    assert torch.equal(ours(index), theirs(index))
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+    with pytest.raises(OptionError, match="sparse must be False, got True"):
+        nn.Embedding(5, 8, sparse=True)

@@ -62,10 +62,11 @@ class Case:
 
 
 def implementations(device: torch.device, only: str | None) -> Iterator[tuple[Op[..., Any], str, Callable[..., Any]]]:
-    """(op, backend, implementation) for every available backend that runs on the device."""
+    """(op, backend, implementation) for the named backend, else for every one that runs on the device and that `auto` may select."""
     found = registry()
     for name, table in found.implementations.items():
-        if only not in (None, name) or device.type not in found.backends[name].device_types:
+        backend = found.backends[name]
+        if not (backend.automatic if only is None else name == only) or device.type not in backend.device_types:
             continue
         for op_name, implementation in table.items():
             yield found.ops[op_name], name, implementation

@@ -21,6 +21,8 @@ def test_gradients_are_the_derivative_of_the_outputs(exact_case: Case) -> None:
     sample = exact_case.sample()
     arguments = arguments_of(exact_case.op, sample)
     names = differentiable(arguments, sample)
+    if sample.stops:
+        pytest.skip("its gradient is not the derivative by definition")
     if any(arguments[n].dtype != torch.float64 for n in names):
         pytest.skip("an input is not float64, so that differences of outputs are too coarse")
     given = with_gradients(arguments, names)

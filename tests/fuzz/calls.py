@@ -113,6 +113,18 @@ def relu_squared(draw: Draw, limits: Limits) -> Example:
     return example(draw, {"x": floats(draw, shape, dtype)}, ("x",))
 
 
+def embedding(draw: Draw, limits: Limits) -> Example:
+    width = size(draw, limits.elements, draw(weighted((4, (SIZES,)), (1, (WIDE,)))))
+    rows = size(draw, max(1, limits.elements // max(1, width)), SMALL, least=1)
+    shape = leading(draw, max(1, min(limits.rows, limits.elements // max(1, width))))
+    arguments = {
+        "index": Labels(shape, rows, layout=draw(layouts), seed=draw(SEEDS)),
+        "weight": floats(draw, (rows, width), draw(st.sampled_from(limits.dtypes))),
+        "padding_idx": draw(weighted((2, (None,)), (1, (0, rows - 1)))),
+    }
+    return example(draw, arguments, ("weight",))
+
+
 def experts(draw: Draw, limits: Limits) -> Example:
     dtype = draw(st.sampled_from(limits.dtypes))
     count, tokens = size(draw, 9, SMALL, least=1), size(draw, min(limits.rows, 100), SMALL)

@@ -65,6 +65,16 @@ def relu_squared(x: Tensor) -> Tensor:
     return (torch.where(x > 0, x, 0.0) * x.clamp(min=0)).to(x.dtype)
 
 
+def embedding(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    table = weight.to(wide(weight.dtype))
+    if padding_idx is not None:
+        padding = torch.arange(len(table), device=table.device)[:, None] == padding_idx
+        table = torch.where(padding, table.detach(), table)
+    one_hot = torch.nn.functional.one_hot(index, len(table)).to(table.dtype)
+    # Infinities are not drawn here, so that nothing is lost in a product with 0.
+    return (one_hot @ table).to(weight.dtype)
+
+
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     if up is not None:
         return gate, up

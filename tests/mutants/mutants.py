@@ -20,7 +20,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--tb=short", "--device", "cpu")
-PACKAGES = ("liger_core", "liger_triton", "liger_hf", "liger_bench", "liger_train", "liger_verify")
+PACKAGES = ("liger_core", "liger_triton", "liger_inductor", "liger_hf", "liger_bench", "liger_train", "liger_verify")
 LIMIT = 240.0
 # Each run is a fork of one process that has imported what takes longest; that process imports nothing of ours.
 FORKS = multiprocessing.get_context("forkserver")

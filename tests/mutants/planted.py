@@ -611,6 +611,13 @@ MUTANTS = (
         f"relu_squared and {SMALL}",
     ),
     kernel(
+        "triton: gradients of a row with many indices without their last part",
+        "embedding.py",
+        "going = (span < spans) &",
+        "going = (span + 1 < spans) &",
+        "embedding and float32",
+    ),
+    kernel(
         "triton: rope backward turns forward",
         "rope.py",
         "        upper = sin2\n        lower = -sin1",

@@ -43,6 +43,7 @@ PLAIN: dict[str, tuple[Tensor, ...]] = {
     "kl_div": (LOGITS, LOGITS),
     "jsd": (LOGITS, LOGITS),
     "total_variation": (LOGITS, LOGITS),
+    "embedding": (TARGET, LOGITS),
 }
 
 MIXED = {op: args for op, args in (SPREAD | HEADS | PLAIN).items() if len(args) > 1}

@@ -106,6 +106,7 @@ def doctor(as_json: AsJson = False) -> None:
             name: {
                 "device_types": list(backend.device_types),
                 "priority": backend.priority,
+                "automatic": backend.automatic,
                 "from": backend.distribution,
                 "ops": sorted(found.implementations.get(name, {})),
                 "unavailable": found.unavailable.get(name),
@@ -166,6 +167,10 @@ def _version(name: str) -> str | None:
         return None
 
 
+def _state(automatic: bool) -> str:
+    return "available" if automatic else "available, selected by name only"
+
+
 def _print_report(report: dict[str, Any]) -> None:
     console = output()
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
@@ -175,7 +180,7 @@ def _print_report(report: dict[str, Any]) -> None:
     columns = [Column("backend"), Column("devices", prose=True), Column("priority", number=True), Column("ops", number=True)]
     columns += [Column("from", prose=True), Column("state", prose=True)]
     rows = [
-        [name, " ".join(b["device_types"]), str(b["priority"]), str(len(b["ops"])), b["from"], b["unavailable"] or "available"]
+        [name, " ".join(b["device_types"]), str(b["priority"]), str(len(b["ops"])), b["from"], b["unavailable"] or _state(b["automatic"])]
         for name, b in report["backends"].items()
     ]
     print_table(console, columns, rows)

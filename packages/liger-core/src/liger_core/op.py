@@ -26,7 +26,8 @@ R = TypeVar("R")
 class Sample:
     """One call that an implementation must get right, and the code path it is for.
 
-    `frozen` names tensor arguments that get no gradient although they are floating point.
+    `frozen` names tensor arguments that get no gradient although they are floating point. With `stops`, the gradient stops somewhere by
+    definition, so that it is not the derivative of the outputs.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Sample:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
     frozen: tuple[str, ...] = ()
+    stops: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ CORE = "core"
 REFERENCE = "reference"
 DISABLE = "LIGER_DISABLE_PLUGINS"
 # The distributions of this project. A plugin of another one cannot take a name that one of these has.
-PROJECT = ("liger-core", "liger-triton", "liger-hf", "liger-bench", "liger-train", "liger-verify")
+PROJECT = ("liger-core", "liger-triton", "liger-inductor", "liger-hf", "liger-bench", "liger-train", "liger-verify")
 T = TypeVar("T")
 
 

@@ -24,6 +24,7 @@ HANDED_OVER = {
     "swiglu": 4 * SMALL,
     "geglu": 4 * SMALL,
     "relu_squared": 4 * SMALL,
+    "embedding": 0,
     "lora_linear": 0,
     "cross_entropy": 0,
     "linear_cross_entropy": 0,

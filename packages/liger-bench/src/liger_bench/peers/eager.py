@@ -257,8 +257,12 @@ def _divergence(
     return loss.sum() if reduction == "sum" else loss.sum() / (loss.numel() if normalizer is None else normalizer)
 
 
+def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    return F.embedding(index, weight, padding_idx)
+
+
 # Where Transformers writes an op otherwise than its reference does.
 CALLS = by_name(
     *(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob),
-    *(lora_linear, linear_divergence, kl_div, jsd, total_variation, experts),
+    *(lora_linear, linear_divergence, kl_div, jsd, total_variation, embedding, experts),
 )

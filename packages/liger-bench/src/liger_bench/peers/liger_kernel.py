@@ -94,8 +94,13 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         # As its LigerExperts calls it. Its autotuner may run for minutes; LIGER_FUSED_MOE_AUTOTUNE=0 takes one configuration instead.
         return importlib.import_module("liger_kernel.ops").LigerFusedMoEFunction.apply(x, gate_up, down, index.int(), weight)
 
+    def embedding(index: Tensor, weight: Tensor) -> Any:
+        return importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction.apply(weight, index)
+
     losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear}
-    return by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, experts) | losses | _divergences(package)
+    return (
+        by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, embedding, experts) | losses | _divergences(package)
+    )
 
 
 def _divergences(package: Any) -> dict[str, Callable[..., Any]]:

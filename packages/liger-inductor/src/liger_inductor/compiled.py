@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An implementation of an op: its reference and the derivative of it, each compiled at its first call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core import Op
+from liger_core.op import OVERWRITING
+
+# Programs that torch.compile may make of a function: one for each dtype, number of dimensions, pattern of gradients and value of an option,
+# for sizes of 1, and for all other sizes. Calls past them run uncompiled.
+PROGRAMS = 64
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+class Programs(NamedTuple):
+    """(tensors, options) → outputs; (tensors, options, names, upstream gradients) → the gradients of the tensors with these names."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+def compiled(op: Op[..., Any]) -> Callable[..., Any]:
+    """The reference of an op, compiled for tensors of any size."""
+    reference, names = op.reference, tuple(op.signature.parameters)
+    programs = functools.cache(lambda: _programs(reference))
+
+    @functools.wraps(reference)
+    def implementation(*args: Any, **options: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **options}
+        if not _compiles(given):
+            return reference(**given)
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return _call(programs(), given)
+        return _call(programs(), given)
+
+    return implementation
+
+
+def _compiles(given: Mapping[str, Any]) -> bool:
+    """Not what another compiler, a dispatch mode or a transform looks into, and not what overwrites its arguments."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or any(isinstance(value, Tensor) and type(value) not in _PLAIN for value in given.values())
+        or any(given.get(name) for name in OVERWRITING)
+    )
+
+
+def _call(programs: Programs, given: Mapping[str, Any]) -> Any:
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    options = {name: value for name, value in given.items() if name not in tensors}
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
+        return _Derived.apply(programs, tuple(tensors), options, *tensors.values())
+    return _run(programs, tensors, options)
+
+
+def _run(programs: Programs, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> Any:
+    # Detached: a program is for tensors that do or do not require gradients, and for parameters of one size.
+    with torch.no_grad():
+        return programs.forward({name: tensor.detach() for name, tensor in tensors.items()}, options)
+
+
+class _Derived(torch.autograd.Function):
+    """Keeps the arguments only; the backward program recomputes what it needs of the forward, fused with the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, programs: Programs, names: tuple[str, ...], options: Mapping[str, Any], *tensors: Tensor) -> Any:
+        ctx.programs, ctx.names, ctx.options = programs, names, options
+        ctx.save_for_backward(*tensors)
+        return _run(programs, dict(zip(names, tensors, strict=True)), options)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = {name: tensor.detach() for name, tensor in zip(ctx.names, ctx.saved_tensors, strict=True)}
+        asked = tuple(name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed)
+        gradients = dict(zip(asked, ctx.programs.backward(tensors, ctx.options, asked, upstream), strict=True))
+        return None, None, None, *(gradients.get(name) for name in ctx.names)
+
+
+def _programs(reference: Callable[..., Any]) -> Programs:
+    def forward(tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> Any:
+        return reference(**tensors, **options)
+
+    def backward(
+        tensors: Mapping[str, Tensor], options: Mapping[str, Any], asked: tuple[str, ...], upstream: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        def outputs(*chosen: Tensor) -> Any:
+            return reference(**{**tensors, **dict(zip(asked, chosen, strict=True))}, **options)
+
+        pull: Callable[..., tuple[Tensor, ...]]
+        made, pull, *_ = torch.func.vjp(outputs, *(tensors[name] for name in asked))
+        return pull(upstream if isinstance(made, tuple) else upstream[0])
+
+    # torch 2.11 has one limit for the whole process, 8 by default.
+    limit: Any = {"recompile_limit": PROGRAMS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    return Programs(*(torch.compile(_own(each), dynamic=True, **limit) for each in (forward, backward)))
+
+
+def _own(function: Any) -> FunctionType:
+    """A copy with code of its own: torch.compile counts and looks for programs by the code, which those of all ops would share."""
+    copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""embedding in Triton: rows are copied; their gradients are summed in the order of the sorted indices."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core.kernels import Outputs, differentiable
+from liger_triton.launch import TILE, Launcher, TritonKernel, cdiv, power_of_two, rows_of, supported
+
+# Sorted indices that one program adds up. A sum that ends in a later span continues there, and a second kernel adds its parts.
+SPAN = 32
+
+
+def embedding(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    supported(weight)
+    result: Tensor = _embedding(index, weight, -1 if padding_idx is None else padding_idx)
+    return result
+
+
+def _allocate(index: Tensor, weight: Tensor, padding: int) -> Outputs:
+    return (torch.empty((*index.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device),)
+
+
+def _launch(y: Tensor, /, index: Tensor, weight: Tensor, padding: int) -> None:
+    index, weight = index.contiguous(), rows_of(weight)
+    (rows, width), count = weight.shape, index.numel()
+    tiles, block = _tiles(width)
+    if count * width:
+        rows_launch((count * tiles,), index, weight, y, weight.stride(0), rows, width, tiles, BLOCK=block)
+
+
+def _allocate_backward(grad_y: Tensor, index: Tensor, weight: Tensor, padding: int, needs: list[bool]) -> Outputs:
+    return (torch.empty(weight.shape, dtype=weight.dtype, device=weight.device),)
+
+
+def _launch_backward(
+    grad_weight: Tensor, /, grad_y: Tensor, index: Tensor, weight: Tensor, padding: int, needs: list[bool]
+) -> None:  # fmt: skip
+    grad_weight.zero_()
+    (rows, width), count = weight.shape, index.numel()
+    if not count * width:
+        return
+    grad_y = rows_of(grad_y)
+    # 32 bits are sorted in half the time.
+    narrow = index.reshape(-1).to(torch.int32) if rows < 2**31 else index.reshape(-1)
+    found, order = torch.sort(narrow, stable=True)
+    tiles, block = _tiles(width)
+    spans = cdiv(count, SPAN)
+    # The sum that a span begins with if it continues one, and the one that it ends with if that goes beyond it.
+    parts = torch.empty(2, spans, width, dtype=torch.float32, device=grad_y.device)
+    grid = (spans * tiles,)
+    shape = (count, rows, width, tiles, padding)
+    spans_launch(grid, grad_y, found, order, grad_weight, parts[0], parts[1], grad_y.stride(0), *shape, SPAN=SPAN, BLOCK=block)
+    if spans > 1:
+        crossing_launch(grid, found, grad_weight, parts[0], parts[1], spans, *shape, SPAN=SPAN, BLOCK=block)
+
+
+def _tiles(width: int) -> tuple[int, int]:
+    """(tiles per row, block)."""
+    block = min(TILE, power_of_two(max(1, width)))
+    return cdiv(width, block), block
+
+
+@triton.jit
+def rows_kernel(index, weight, y, weight_stride, rows, width, tiles, BLOCK: tl.constexpr):
+    """One program copies one tile of columns of one row; NaN for a row that is not there."""
+    program = tl.program_id(0)
+    position = (program // tiles).to(tl.int64)
+    column = (program % tiles) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    row = tl.load(index + position).to(tl.int64)
+    inside = (row >= 0) & (row < rows)
+    value = tl.load(weight + row * weight_stride + column, mask=mask & inside, other=float("nan"))
+    tl.store(y + position * width + column, value, mask=mask)
+
+
+@triton.jit
+def spans_kernel(
+    grad_y, found, order, grad_weight, heads, tails, grad_stride, count, rows, width, tiles, padding, SPAN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program sums one tile of columns over one span of the sorted indices, a run of equal ones after the other.
+
+    Runs that lie in the span go to grad_weight. A run that began before it goes to heads, one that began in it and continues behind it to tails.
+    """
+    program = tl.program_id(0)
+    span = (program // tiles).to(tl.int64)
+    column = (program % tiles) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    first = span * SPAN
+    last = tl.minimum(first + SPAN, count)
+    before = tl.load(found + first - 1, mask=first > 0, other=-1).to(tl.int64)
+    behind = tl.load(found + last, mask=last < count, other=-1).to(tl.int64)
+    row = tl.load(found + first).to(tl.int64)
+    continued = (first > 0) & (row == before)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for position in range(first, last):
+        following = tl.load(found + position).to(tl.int64)
+        source = tl.load(order + position).to(tl.int64)
+        value = tl.load(grad_y + source * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
+        ends = following != row
+        counted = (row != padding) & (row >= 0) & (row < rows)
+        tl.store(heads + span * width + column, total, mask=mask & ends & continued)
+        target = grad_weight + tl.where(counted, row, 0) * width + column
+        tl.store(target, total.to(grad_weight.dtype.element_ty), mask=mask & ends & (continued == 0) & counted)
+        continued = continued & (ends == 0)
+        total = tl.where(ends, value, total + value)
+        row = following
+    counted = (row != padding) & (row >= 0) & (row < rows)
+    continues = (last < count) & (row == behind)
+    tl.store(heads + span * width + column, total, mask=mask & continued)
+    tl.store(tails + span * width + column, total, mask=mask & continues & (continued == 0))
+    target = grad_weight + tl.where(counted, row, 0) * width + column
+    alone = (continued == 0) & (continues == 0) & counted
+    tl.store(target, total.to(grad_weight.dtype.element_ty), mask=mask & alone)
+
+
+@triton.jit
+def crossing_kernel(
+    found, grad_weight, heads, tails, spans, count, rows, width, tiles, padding, SPAN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program sums one tile of columns of the run that begins in its span and ends in a later one, if there is one."""
+    program = tl.program_id(0)
+    span = (program // tiles).to(tl.int64)
+    column = (program % tiles) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    first = span * SPAN
+    last = tl.minimum(first + SPAN, count)
+    row = tl.load(found + last - 1).to(tl.int64)
+    before = tl.load(found + first - 1, mask=first > 0, other=-1).to(tl.int64)
+    behind = tl.load(found + last, mask=last < count, other=-1).to(tl.int64)
+    counted = (row != padding) & (row >= 0) & (row < rows)
+    # Sorted: a span whose last index is the one before it holds no other.
+    begins = (last < count) & (row == behind) & ((first == 0) | (row != before)) & counted
+    if begins:
+        total = tl.load(tails + span * width + column, mask=mask, other=0.0)
+        span += 1
+        going = True
+        while going:
+            total += tl.load(heads + span * width + column, mask=mask, other=0.0)
+            span += 1
+            # The run has come to the next span if that begins with it.
+            going = (span < spans) & (tl.load(found + tl.minimum(span * SPAN, count - 1)).to(tl.int64) == row)
+        tl.store(grad_weight + row * width + column, total.to(grad_weight.dtype.element_ty), mask=mask)
+
+
+rows_launch = Launcher(rows_kernel)
+spans_launch = Launcher(spans_kernel)
+crossing_launch = Launcher(crossing_kernel)
+_embedding = differentiable(
+    TritonKernel("embedding", _allocate, _launch),
+    TritonKernel("embedding_backward", _allocate_backward, _launch_backward),
+)

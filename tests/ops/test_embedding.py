@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts of embedding that the conformance suite cannot know."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from liger_core import embedding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_frequent_row_gets_all_of_its_gradient(dtype: torch.dtype, device: torch.device) -> None:
+    # A sum in bfloat16 stops growing at 256.
+    weight = torch.zeros(3, 4, dtype=dtype, device=device, requires_grad=True)
+    index = torch.ones(1000, dtype=torch.int64, device=device)
+    embedding(index, weight).backward(torch.ones(1000, 4, dtype=dtype, device=device))
+    assert weight.grad is not None
+    assert torch.equal(weight.grad[:, 0].float(), torch.tensor([0.0, 1000.0, 0.0], device=device))
+
+
+def test_an_index_out_of_range_on_a_gpu_gives_nan_and_no_gradient(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("an error on the CPU")
+    weight = torch.randn(3, 4, device=device, requires_grad=True)
+    index = torch.tensor([-1, 2, 3], device=device)
+    y = embedding(index, weight)
+    assert y.isnan().all(-1).tolist() == [True, False, True]
+    y.backward(torch.ones_like(y))
+    assert weight.grad is not None
+    assert weight.grad.sum(-1).tolist() == [0.0, 0.0, 4.0]

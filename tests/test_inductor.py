@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend `inductor`: what compiles, how often, and what runs the reference. Its results are those of the conformance suite."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_core import BackendError, relu_squared, rope, swiglu, use
+from liger_core.plugins import registry
+
+pytest.importorskip("liger_inductor")
+from liger_inductor import compiled, plugin
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(plugin._unavailable() is not None, reason="torch.compile needs a C++ compiler on the CPU"),
+]
+
+
+@pytest.fixture
+def programs() -> dict[str, int]:
+    """How many graphs were compiled since the test began; what was compiled before is forgotten."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counted: dict[str, int] = torch._dynamo.utils.counters["stats"]
+    return counted
+
+
+def step(x: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    with use("inductor", only=[relu_squared]):
+        relu_squared(leaf).backward(torch.ones_like(leaf))
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def test_other_sizes_and_evaluation_use_the_same_programs(programs: dict[str, int]) -> None:
+    torch.testing.assert_close(step(torch.full((3, 5), 2.0)), torch.full((3, 5), 4.0))
+    # Forward and backward.
+    assert programs["unique_graphs"] == 2
+    step(torch.randn(7, 40))
+    with torch.no_grad(), use("inductor", only=[relu_squared]):
+        relu_squared(torch.nn.Parameter(torch.randn(4, 9)))
+    assert programs["unique_graphs"] == 2
+
+
+def test_calls_past_the_limit_run_uncompiled(programs: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "PROGRAMS", 1)
+    implementation = compiled.compiled(relu_squared)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            x = torch.full((2, 3), 3.0, dtype=dtype, requires_grad=True)
+            y = implementation(x)
+            y.backward(torch.ones_like(y))
+            assert torch.equal(y, torch.full_like(x, 9.0))
+            assert x.grad is not None
+            assert torch.equal(x.grad, torch.full_like(x, 6.0))
+    assert programs["unique_graphs"] == 2
+
+
+def test_every_op_has_programs_of_its_own(programs: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "PROGRAMS", 1)
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        for op in (relu_squared, swiglu):
+            compiled.compiled(op)(torch.ones(2, 4))
+    assert programs["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad], ids=["vmap", "grad"])
+def test_a_transform_gets_the_reference(transform: object, programs: dict[str, int]) -> None:
+    with use("inductor", only=[relu_squared]):
+        made = transform(lambda x: relu_squared(x).sum())(torch.tensor([1.0, 2.0]))  # type: ignore[operator]
+    assert made.shape == (2,)
+    assert programs["unique_graphs"] == 0
+
+
+def test_a_call_that_overwrites_its_arguments_gets_the_reference(programs: dict[str, int]) -> None:
+    q, k, table = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), torch.ones(3, 4)
+    with use("inductor", only=[rope]):
+        rotated, _ = rope(q, k, table, table, inplace=True)
+    assert rotated is q
+    assert programs["unique_graphs"] == 0
+
+
+def test_it_is_selected_by_name_only() -> None:
+    assert not registry().backends["inductor"].automatic
+
+
+def test_the_plugin_imports_no_compiler() -> None:
+    code = "import sys; from liger_core.plugins import registry; registry(); print({'torch._dynamo', 'torch._inductor'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, fresh_selection: None) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BackendError, match="and CXX=no-such-compiler is not a program"):
+        use("inductor")
