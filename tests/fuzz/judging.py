@@ -40,11 +40,8 @@ class Declined(Exception):
 
 
 def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.device) -> list[str]:
-    """The faults of this call on `device`, judged on the CPU: many processes may share a GPU, and each formula is many small calls.
-
-    Raises Declined if the backend declines it.
-    """
-    arguments = example.build(torch.device("cpu"))
+    """The faults of this call; raises Declined if the backend declines it."""
+    arguments = example.build(device)
     asked = [n for n in example.asked if isinstance(arguments.get(n), Tensor)]
     first = next(v for v in arguments.values() if isinstance(v, Tensor)).dtype
     formula = getattr(formulas, op.name)
@@ -59,10 +56,8 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
     cotangents = plain[2]
     exact, exact_gradients, _ = answers(in_float64(arguments), cotangents)
     with GuardedMemory().installed() as memory:
-        outputs, gradients, found = _call(op, backend, example, example.build(device), asked, cotangents)
+        outputs, gradients, found = _call(op, backend, example, arguments, asked, cotangents)
         memory.check("the call")
-    outputs = {n: v.cpu() for n, v in outputs.items()}
-    gradients = {n: None if g is None else g.cpu() for n, g in gradients.items()}
     if list(outputs) != list(exact):
         return [f"outputs {list(exact)} expected, got {list(outputs)}"]
     found += _odd_predictions(op, arguments, outputs, exact)
@@ -148,7 +143,7 @@ def _call(
             raise Declined from error
         raise
     outputs = _detached(returned)
-    laid = {n: arranged(c.to(returned[n]), _layouts(example, returned)[n]) for n, c in cotangents.items()}
+    laid = {n: arranged(c.to(returned[n].dtype), _layouts(example, returned)[n]) for n, c in cotangents.items()}
     inputs = {n: leaf[n] for n in asked}
     gradients = _gradients(returned, inputs, laid, keep=example.twice)
     found = []
@@ -183,7 +178,7 @@ def _cotangents(example: Example, outputs: Tensors) -> Tensors:
         output = outputs[name]
         values = torch.randn(output.shape, generator=generator) * example.factor
         if output.requires_grad and layout != "none":
-            drawn[name] = arranged(values.to(output.dtype), layout).contiguous()
+            drawn[name] = arranged(values.to(output.device, output.dtype), layout).contiguous()
     return drawn
 
 

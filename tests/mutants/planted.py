@@ -438,18 +438,9 @@ MUTANTS = (
     kernel(
         "experts: a limited up has a gradient beyond its limit",
         "experts.py",
-        "tl.where(factor_within, grad * value, 0.0)",
-        "grad * value",
+        "(grad * value * factor_passed)",
+        "(grad * value)",
         "experts and float32 and gpt_oss",
-    ),
-    Mutant(
-        "experts: a gradient beyond the limit is multiplied by 0",
-        f"{TRITON}/experts.py",
-        "tl.where(factor_within, grad * value, 0.0)",
-        "grad * value * tl.where(factor_within, 1.0, 0.0)",
-        ("tests/ops/test_experts.py", "--backend", "triton", "-k", "beyond_the_limit"),
-        "test_a_gradient_beyond_the_limit_is_zero_also_beside_an_overflow",
-        True,
     ),
     kernel(
         "experts: the router weight's gradient lacks the bias",
@@ -1063,6 +1054,20 @@ MUTANTS = (
         "apart = (beneath - below) + offset",
         "apart = beneath - below",
         f"kl_div and {SMALL}",
+    ),
+    kernel(
+        "triton: the KL by one read keeps the sums of a thread where its anchors move",
+        "_divergence.py",
+        "alpha = tl.exp2(-down)\n    beta = tl.exp2(-our_down)",
+        "alpha = tl.exp2(-down * 0.0)\n    beta = tl.exp2(-our_down)",
+        "kl_div and float32 and several_blocks",
+    ),
+    kernel(
+        "triton: the KL by one read forgets that the anchors are not the mean",
+        "_divergence.py",
+        "tl.sum(s, 0) / their_sum - log_series(u)",
+        "tl.sum(s, 0) / their_sum - 0.0 * log_series(u)",
+        "kl_div and float32 and several_blocks",
     ),
     kernel(
         "triton: the gradient of the reverse KL forgets the mean of h",

@@ -23,16 +23,13 @@ SMALL = {"ROWS": 64, "COLUMNS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2
 LARGE_BYTES = 3 * 2 * 64 * (128 + 256)
 
 
-def grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """rows (n, inner) @ matrices (groups, inner, columns), each group of rows with its own; rows behind the last end are not written.
-
-    dtype  of the result; that of rows by default
-    """
-    if dtype in (None, rows.dtype) and _in_torch(rows, matrices):
+def grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """rows (n, inner) @ matrices (groups, inner, columns), each group of rows with its own; rows behind the last end are not written."""
+    if _in_torch(rows, matrices):
         return _torch_grouped_mm(rows, matrices, ends)
     count, inner = rows.shape
     groups, _, columns = matrices.shape
-    out = rows.new_empty(count, columns, dtype=dtype)
+    out = rows.new_empty(count, columns)
     if out.numel():
         tiles = _tiles(rows, columns)
         # As many tiles of rows as there can be; those that no group needs end at once.

@@ -100,21 +100,18 @@ def _launch_backward(
     for_x, for_gate_up, for_down, for_weight, for_gate_up_bias, for_down_bias = needs
     through = for_x or for_gate_up or for_gate_up_bias
     grads = _spread(grad_y, place, routing)
-    # Wᵀ g may leave float16's range where w · Wᵀ g and (Wᵀ g) · a do not.
-    wide = torch.float32 if grads.dtype == torch.float16 else grads.dtype
-    pulled = grouped_matmul(grads, down, ends, wide) if through or for_weight else grads.new_empty(grads.shape[0], down.shape[2])
-    # The weighted activation, which the gradient of down is made of, takes the place of what has been read.
-    active = pulled if pulled.dtype == grads.dtype or not for_down else torch.empty_like(pulled, dtype=grads.dtype)
+    # Becomes the weighted activation, which the gradient of down is made of, while that of the activation is read.
+    active = grouped_matmul(grads, down, ends) if through or for_weight else grads.new_empty(grads.shape[0], down.shape[2])
     grad_joined = (torch.empty_like(joined) if scratch is None else scratch) if through else None
     if for_weight:
         grad_weight = dense_like(routing.weight)
     along = _along_bias(grad_y, place, ends, routing, biases.down_bias) if for_weight and biases.down_bias is not None else None
-    _activate_backward(joined, pulled, active, grad_joined, grad_weight, along, order, ends, routing, biases, gate, for_down)
+    _activate_backward(joined, active, grad_joined, grad_weight, along, order, ends, routing, biases, gate, for_down)
     if for_down:
         grad_down = _summed_like(down, grads, active, ends)
     if for_down_bias:
         grad_down_bias = _sum_rows(grads, ends, order, routing.weight)
-    del grads, pulled, active
+    del grads, active
     if grad_joined is not None:
         if for_gate_up_bias:
             grad_gate_up_bias = _sum_rows(grad_joined, ends)
@@ -173,14 +170,14 @@ def _activate(joined: Tensor, active: Tensor, order: Tensor, ends: Tensor, routi
 
 
 def _activate_backward(
-    joined: Tensor, pulled: Tensor, active: Tensor, grad_joined: Tensor | None, grad_weight: Tensor | None, along: Tensor | None, order: Tensor,
-    ends: Tensor, routing: Routing, biases: Biases, gate: Gate, for_down: bool,
+    joined: Tensor, active: Tensor, grad_joined: Tensor | None, grad_weight: Tensor | None, along: Tensor | None, order: Tensor, ends: Tensor,
+    routing: Routing, biases: Biases, gate: Gate, for_down: bool,
 ) -> None:  # fmt: skip
     rows, width = active.shape
     if rows * width:
         activate_backward_launch(
             (cdiv(rows, ROWS),), joined, contiguous(biases.gate_up_bias), order, contiguous(routing.chosen), ends, contiguous(routing.weight), along,
-            pulled, active, grad_joined, grad_weight, rows, width, ends.shape[0], *_numbers(gate),
+            active, grad_joined, grad_weight, rows, width, ends.shape[0], *_numbers(gate),
             NEEDS_JOINED=grad_joined is not None, NEEDS_WEIGHT=grad_weight is not None, HAS_ALONG=along is not None, NEEDS_ACTIVE=for_down,
             **_constants(joined, width, biases, gate),
         )  # fmt: skip
@@ -207,9 +204,18 @@ def _sum_rows(rows: Tensor, ends: Tensor, order: Tensor | None = None, weight: T
     sums = rows.new_empty(groups, width)
     tiles = cdiv(width, NARROW)
     sum_rows_launch(
-        (groups * tiles,), rows, order, contiguous(weight), ends, sums, width, tiles,
-        WEIGHTED=weight is not None, ROWS=SUMMED, COLUMNS=NARROW,
-    )  # fmt: skip
+        (groups * tiles,),
+        rows,
+        order,
+        contiguous(weight),
+        ends,
+        sums,
+        width,
+        tiles,
+        WEIGHTED=weight is not None,
+        ROWS=SUMMED,
+        COLUMNS=NARROW,
+    )
     return sums
 
 
@@ -282,18 +288,15 @@ def joined_values(
     joined, bias, group, row, column, mask, width, limit, alpha, shift,
     ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: the activation of its gate and its derivative, what multiplies it, and where gate and up lie within the limit.
-
-    Beyond the limit a gradient is 0, also where what it would be multiplied by is not finite.
-    """
+    """Of a tile: the activation of its gate, what multiplies it, and the derivatives of both."""
     first, second = joined_at(row, column, width, GATED, INTERLEAVED)
     gate = tl.load(joined + first, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         bias_first, bias_second = joined_at(group, column, width, GATED, INTERLEAVED)
         gate += tl.load(bias + bias_first, mask=mask, other=0.0).to(tl.float32)
-    within = mask
+    passed = tl.full(gate.shape, 1.0, dtype=tl.float32)
     if LIMITED:
-        within = gate <= limit
+        passed = tl.where(gate <= limit, 1.0, 0.0)
         gate = tl.minimum(gate, limit)
     if ACTIVATION == 0:
         sigmoid = tl.sigmoid(alpha * gate)
@@ -306,16 +309,16 @@ def joined_values(
     else:
         value, slope = activated(gate, ACTIVATION)
     factor = tl.full(gate.shape, 1.0, dtype=tl.float32)
-    factor_within = mask
+    factor_passed = factor
     if GATED:
         up = tl.load(joined + second, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             up += tl.load(bias + bias_second, mask=mask, other=0.0).to(tl.float32)
         if LIMITED:
-            factor_within = (up <= limit) & (up >= -limit)
+            factor_passed = tl.where((up <= limit) & (up >= -limit), 1.0, 0.0)
             up = tl.minimum(tl.maximum(up, -limit), limit)
         factor = up + shift
-    return value, slope, factor, within, factor_within
+    return value, slope * passed, factor, factor_passed
 
 
 @triton.jit
@@ -339,7 +342,7 @@ def activate_kernel(
     inside = row < tl.load(ends + groups - 1)
     mask = inside[:, None] & (column < width)[None, :]
     group = group_of(order, index, row, inside, HAS_BIAS)
-    value, _, factor, _, _ = joined_values(
+    value, _, factor, _ = joined_values(
         joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED, INTERLEAVED, HAS_BIAS
     )
     tl.store(active + row[:, None] * width + column[None, :], (value * factor).to(active.dtype.element_ty), mask=mask)
@@ -347,12 +350,12 @@ def activate_kernel(
 
 @triton.jit
 def activate_backward_kernel(
-    joined, bias, order, index, ends, weight, along, pulled, active, grad_joined, grad_weight, rows, width, groups, limit, alpha, shift,
+    joined, bias, order, index, ends, weight, along, active, grad_joined, grad_weight, rows, width, groups, limit, alpha, shift,
     NEEDS_JOINED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, HAS_ALONG: tl.constexpr, NEEDS_ACTIVE: tl.constexpr,
     ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ROWS rows back through the router weight w and the activation a; `pulled` holds Wᵀ g, `active` gets w · a.
+    """One program takes ROWS rows back through the router weight w and the activation a; `active` holds Wᵀ g and gets w · a.
 
     grad_w = Wᵀ g · a,   grad_a = w · Wᵀ g
     """
@@ -365,23 +368,21 @@ def activate_backward_kernel(
     for begin in range(0, width, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         mask = inside[:, None] & (column < width)[None, :]
-        place = row[:, None] * width + column[None, :]
-        value, slope, factor, within, factor_within = joined_values(
+        place = active + row[:, None] * width + column[None, :]
+        value, slope, factor, factor_passed = joined_values(
             joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED, INTERLEAVED, HAS_BIAS
         )
         if NEEDS_JOINED or NEEDS_WEIGHT:
-            grad = tl.load(pulled + place, mask=mask, other=0.0).to(tl.float32)
+            grad = tl.load(place, mask=mask, other=0.0).to(tl.float32)
             total += tl.sum(grad * value * factor, 1)
             grad = grad * scale
         if NEEDS_JOINED:
             first, second = joined_at(row, column, width, GATED, INTERLEAVED)
-            grad_gate = tl.where(within, grad * factor * slope, 0.0)
-            tl.store(grad_joined + first, grad_gate.to(grad_joined.dtype.element_ty), mask=mask)
+            tl.store(grad_joined + first, (grad * factor * slope).to(grad_joined.dtype.element_ty), mask=mask)
             if GATED:
-                grad_up = tl.where(factor_within, grad * value, 0.0)
-                tl.store(grad_joined + second, grad_up.to(grad_joined.dtype.element_ty), mask=mask)
+                tl.store(grad_joined + second, (grad * value * factor_passed).to(grad_joined.dtype.element_ty), mask=mask)
         if NEEDS_ACTIVE:
-            tl.store(active + place, (value * factor * scale).to(active.dtype.element_ty), mask=mask)
+            tl.store(place, (value * factor * scale).to(active.dtype.element_ty), mask=mask)
     if NEEDS_WEIGHT:
         if HAS_ALONG:
             total += tl.load(along + slot, mask=inside, other=0.0)

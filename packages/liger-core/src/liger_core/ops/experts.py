@@ -217,9 +217,8 @@ def experts(
     gate_up_bias  (experts, 2·inner)            dtype of x
     down_bias     (experts, hidden)             dtype of x
     limit                                       no limit by default
-    returns       (tokens, hidden)              dtype of x; the activation and the sum over experts are computed in float32. A fused backend
-                                                keeps x, the outputs of gate_up and the order of the rows for the backward pass, and
-                                                recomputes what is gathered and activated
+    returns       (tokens, hidden), dtype of x; the activation and the sum over experts are computed in float32. A fused backend keeps x, gate_up's outputs and
+                                                the order of the rows for the backward pass, and recomputes what is gathered and activated
 
     Raises ShapeError, DtypeError and OptionError for arguments that do not match; values of index are not looked at.
     Shazeer et al. 2017, arXiv:1701.06538; Guo et al. 2025, arXiv:2512.14080.
