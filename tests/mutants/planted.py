@@ -611,13 +611,6 @@ MUTANTS = (
         f"relu_squared and {SMALL}",
     ),
     kernel(
-        "triton: gradients of a row with many indices without their last part",
-        "embedding.py",
-        "going = (span < spans) &",
-        "going = (span + 1 < spans) &",
-        "embedding and float32",
-    ),
-    kernel(
         "triton: rope backward turns forward",
         "rope.py",
         "        upper = sin2\n        lower = -sin1",
@@ -1070,6 +1063,20 @@ MUTANTS = (
         "apart = (beneath - below) + offset",
         "apart = beneath - below",
         f"kl_div and {SMALL}",
+    ),
+    kernel(
+        "triton: the KL by one read keeps the sums of a thread where its anchors move",
+        "_divergence.py",
+        "alpha = tl.exp2(-down)\n    beta = tl.exp2(-our_down)",
+        "alpha = tl.exp2(-down * 0.0)\n    beta = tl.exp2(-our_down)",
+        "kl_div and float32 and several_blocks",
+    ),
+    kernel(
+        "triton: the KL by one read forgets that the anchors are not the mean",
+        "_divergence.py",
+        "tl.sum(s, 0) / their_sum - log_series(u)",
+        "tl.sum(s, 0) / their_sum - 0.0 * log_series(u)",
+        "kl_div and float32 and several_blocks",
     ),
     kernel(
         "triton: the gradient of the reverse KL forgets the mean of h",
