@@ -96,9 +96,9 @@ ALL = (
     Technique(
         "checkpoint",
         "offload",
-        "As `full`, and offloads the inputs to host memory.",
+        "As `full`, and offloads the inputs to host memory while the GPU computes.",
         "also tokens × hidden size × bytes per layer",
-        "a copy to the host and back for each layer",
+        "host memory; time only if a copy takes longer than a layer",
         "Transformers, torch",
         devices=("cuda",),
         reason="on the CPU, activations are in host memory already",
