@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from liger_bench.offloading import Offloading
 from liger_core.errors import OptionError
 from liger_core.kernels import KERNELS
+from liger_hf.tiling import INSIDE
 
 aten = torch.ops.aten
 MATMULS = frozenset(
@@ -111,6 +112,9 @@ class Matmuls:
         last, seen = self.last, Counter[bool]()
 
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if INSIDE.tiles:
+                # Its own backward pass recomputes it.
+                return CheckpointPolicy.PREFER_RECOMPUTE
             if op in ATTENTION and _is_long(args[0]):
                 return CheckpointPolicy.MUST_SAVE
             if op not in MATMULS and not _is_adapted(op):
