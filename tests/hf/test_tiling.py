@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import liger_hf
+from hf import tiny_models
 from hf.tiny_models import LAYERS, LargestResult, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
 from hf.two_ranks import WAYS, batch, on_two_ranks, two_processes
 from liger_bench import checkpointing
@@ -22,6 +23,10 @@ from liger_hf.tiling import _Run
 
 # 22 rows: tiles of 8, 8 and 6.
 ROWS, TILES = 8, 3
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=tiny_models.DEVICE)
 
 
 def tiled(model: Any, rows: int = ROWS, **options: Any) -> Any:
@@ -46,7 +51,7 @@ def test_a_model_with_tiles_is_as_accurate_as_without(architecture: str) -> None
 def test_in_bfloat16_tiles_are_as_accurate_as_the_whole(architecture: str, ops: dict[str, Any]) -> None:
     model = make(architecture, torch.bfloat16).train()
     generator = torch.Generator().manual_seed(3)
-    x, upstream = torch.randn(2, 2, 100, 64, generator=generator).bfloat16()
+    x, upstream = torch.randn(2, 2, 100, 64, generator=generator).to(tiny_models.DEVICE, torch.bfloat16)
 
     def results(model: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
         mlp, given = model.model.layers[0].mlp, x.to(dtype).detach().requires_grad_()
@@ -73,7 +78,7 @@ def test_no_tensor_has_the_rows_of_all_tokens_and_the_width_of_the_mlp() -> None
     weight = 5 * 64 * 64
     assert largest == {8: weight, 64: weight}
     model = tiled(wide, only=()).requires_grad_(False)
-    x = torch.randn(1, 640, 64, requires_grad=True)
+    x = normal(1, 640, 64).requires_grad_()
     with LargestResult() as found:
         model.model.layers[0].mlp(x).sum().backward()
     assert found.elements == x.numel()
@@ -128,24 +133,24 @@ class Dropped(nn.Module):
 
 def test_the_backward_pass_draws_the_same_dropout() -> None:
     torch.manual_seed(0)
-    model = nn.ModuleList([Dropped()]).double().train()
+    model = nn.ModuleList([Dropped()]).to(tiny_models.DEVICE, torch.float64).train()
     liger_hf.apply(model, only=(), mlp_rows=4)
-    x, direction = torch.randn(2, 1, 30, 8, dtype=torch.float64)
+    x, direction = torch.randn(2, 1, 30, 8, dtype=torch.float64).to(tiny_models.DEVICE)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(1)
         value: torch.Tensor = model[0](x).square().sum()
         # Draws in between, as the rest of a model does.
-        torch.rand(3)
+        normal(3)
         return value
 
     x.requires_grad_()
     loss(x).backward()
-    after = torch.rand(1)
+    after = normal(1)
     torch.manual_seed(1)
     model[0](x)
-    torch.rand(3)
-    assert torch.equal(torch.rand(1), after), "the backward pass moved the generator"
+    normal(3)
+    assert torch.equal(normal(1), after), "the backward pass moved the generator"
     with torch.no_grad():
         slope = (loss(x + 1e-6 * direction) - loss(x - 1e-6 * direction)) / 2e-6
     torch.testing.assert_close((x.grad * direction).sum(), slope, rtol=1e-6, atol=0)
@@ -154,16 +159,16 @@ def test_the_backward_pass_draws_the_same_dropout() -> None:
 def test_a_short_call_after_a_long_one_under_autocast_has_gradients() -> None:
     model = tiled(make().train(), only=())
     mlp = model.model.layers[0].mlp
-    with torch.autocast("cpu", torch.bfloat16):
-        mlp(torch.randn(1, 22, 64, requires_grad=True))
-        mlp(torch.randn(1, 4, 64)).sum().backward()
+    with torch.autocast(tiny_models.DEVICE.type, torch.bfloat16):
+        mlp(normal(1, 22, 64).requires_grad_())
+        mlp(normal(1, 4, 64)).sum().backward()
     assert all(weight.grad is not None for weight in mlp.parameters())
 
 
 def test_tiles_train_under_autocast() -> None:
     model = make().train()
     ours = tiled(model, only=())
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(tiny_models.DEVICE.type, torch.bfloat16):
         plain, found = (each(**tokens()).loss for each in (model, ours))
     plain.backward()
     found.backward()
@@ -225,10 +230,10 @@ class Mixing(nn.Module):
 
 
 def test_a_module_whose_rows_depend_on_each_other_is_left_whole() -> None:
-    model = nn.ModuleList([Mixing()])
+    model = nn.ModuleList([Mixing()]).to(tiny_models.DEVICE)
     report = liger_hf.apply(model, only=(), mlp_rows=4)
     assert report.notes[-1].startswith("0 gated MLPs")
-    x = torch.randn(1, 12, 8)
+    x = normal(1, 12, 8)
     assert torch.equal(model[0](x), Mixing.forward(model[0], x))
 
 
@@ -274,5 +279,6 @@ def _trains(rank: int, way: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_two_ranks_train_tiles_to_the_mean_of_their_gradients(tmp_path: Path) -> None:
     on_two_ranks(trains, ("ddp", "ddp_static", "fsdp2"), str(tmp_path / "store"))

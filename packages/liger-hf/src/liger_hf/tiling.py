@@ -21,9 +21,6 @@ from liger_hf.patch import Patch, replacement, slot
 from liger_hf.rules.gated_mlp.rule import look
 from liger_hf.verification import decide
 
-# Enough to keep a GPU busy; the sums of weight gradients then take a few percent of the time of the matmuls.
-ROWS = 16_384
-
 
 class _Inside(threading.local):
     tiles = False

@@ -8,7 +8,7 @@ from typing import Any
 
 from liger_core.errors import DeviceError, OptionError, nearest
 from liger_train import combinations, fields
-from liger_train.setup import Setup, check_values
+from liger_train.setup import MLP_ROWS, Setup, check_values
 from liger_train.technique import Technique
 
 # Placeholders for values of the user: a number of layers, and a list of ops.
@@ -120,6 +120,16 @@ ALL = (
         "the activations of those layers",
         "a second forward pass of those layers",
         "Transformers, torch",
+    ),
+    Technique("mlp", "whole", "Gated MLPs compute all tokens at once.", "nothing", "nothing", "Transformers"),
+    Technique(
+        "mlp",
+        "tiled",
+        f"Gated MLPs compute {MLP_ROWS:,} tokens at a time, in both passes.",
+        f"with more than {MLP_ROWS:,} tokens, (3 to 5) × tokens × intermediate size × bytes of the layer that is computed",
+        "with `--checkpoint none`, a second forward pass of MLPs; sums of weight gradients in float32",
+        "liger-hf",
+        problem=combinations.tiled,
     ),
     Technique(
         "optimizer",

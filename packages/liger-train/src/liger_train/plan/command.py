@@ -35,6 +35,7 @@ def plan(
     checkpoint: Annotated[
         str | None, typer.Option(help=f"Activation checkpointing: {values_of('checkpoint')} of layers. Default: as for `liger train`.")
     ] = None,
+    mlp: Annotated[str, typer.Option(help=f"{values_of('mlp')}.")] = Setup.mlp,
     optimizer: Annotated[str, typer.Option(help=f"{values_of('optimizer')}.")] = "adamw",
     shard: Annotated[str, typer.Option(help=f"{values_of('shard')}.")] = "none",
     offload: Annotated[str, typer.Option(help=f"{values_of('offload')}.")] = "none",
@@ -82,6 +83,7 @@ def plan(
         liger=liger,
         precision=precision or DEFAULTS[device]["precision"],
         checkpoint=checkpoint or DEFAULTS[device]["checkpoint"],
+        mlp=mlp,
         optimizer=optimizer,
         shard=shard,
         offload=offload,
