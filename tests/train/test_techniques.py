@@ -175,7 +175,7 @@ MISUSES = [
     (
         {"mlp": "tiled", "shard": "zero3"},
         "--mlp tiled cannot be combined with --shard zero3, which would gather weights for each tile",
-        "deepspeed",
+        "use --shard fsdp2",
     ),
     (
         {"mlp": "tiled", "tp": 2, "ranks": 2},
