@@ -150,6 +150,14 @@ def test_liger_makes_no_logits_of_a_whole_batch() -> None:
     assert fused < plain / 2
 
 
+def test_of_offloaded_checkpoints_the_device_holds_two(tmp_path: Path) -> None:
+    tokens, layers = 8192, 8
+    AutoConfig.for_model("llama", **(LLAMA | {"num_hidden_layers": layers})).save_pretrained(tmp_path)
+    full, offload = (predict(Setup(str(tmp_path), sequence=tokens, checkpoint=how, random_weights=True)) for how in ("full", "offload"))
+    assert full.held[CHECKPOINTS] - offload.held[CHECKPOINTS] == (layers - 2) * tokens * LLAMA["hidden_size"] * 4
+    assert offload.peak_bytes < full.peak_bytes
+
+
 def test_offloaded_weights_are_on_the_device_only_while_they_are_used() -> None:
     here, away = (predict(Setup("tiny", 2, 64, shard="zero3", offload=offload)) for offload in ("none", "parameters"))
     assert away.static_bytes < here.static_bytes / 20

@@ -54,7 +54,11 @@ def alone(technique: Technique) -> bool:
 
 
 @pytest.mark.parametrize("technique", [t for t in ALL if alone(t)], ids=lambda t: f"{t.option}-{value_of(t)}")
-def test_a_technique_trains_with_liger_to_the_losses_without(technique: Technique, folder: Path, device: torch.device) -> None:
+def test_a_technique_trains_with_liger_to_the_losses_without(
+    technique: Technique, folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A batch has 32 tokens.
+    monkeypatch.setattr("liger_train.model.MLP_ROWS", 12)
     if device.type not in technique.devices:
         pytest.skip(technique.reason)
     missing = [name for name in technique.packages if importlib.util.find_spec(name.replace("-", "_")) is None]
@@ -88,6 +92,8 @@ def is_there(technique: Technique, trained: Trained) -> None:
         expected = torch.bfloat16 if technique.value == "bf16-pure" else torch.float32
         assert {p.dtype for p in model.parameters()} == {expected}
         assert trained.trainer.accelerator.mixed_precision == {"bf16": "bf16", "fp16": "fp16"}.get(technique.value, "no")
+    if technique.option == "mlp":
+        assert ("2 gated MLPs compute at most 12 rows at once." in trained.built.notes) == (technique.value == "tiled")
     if technique.option == "checkpoint":
         assert checkpointing.checkpointed_layers(model) == {"full": 2, "offload": 2, NUMBER: 1}.get(technique.value, 0)
         assert len(trained.notes) == (technique.value == "auto")
@@ -169,6 +175,16 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 
 MISUSES = [
     ({"optimizer": "adamw-8bits"}, "--optimizer must be one of adamw, adamw-8bit,", "Did you mean 'adamw-8bit'?"),
+    (
+        {"mlp": "tiled", "shard": "zero3"},
+        "--mlp tiled cannot be combined with --shard zero3, which would gather weights for each tile",
+        "use --shard fsdp2",
+    ),
+    (
+        {"mlp": "tiled", "tp": 2, "ranks": 2},
+        "--mlp tiled cannot be combined with --tp 2, which would sum over the ranks for each tile",
+        "use --mlp whole",
+    ),
     ({"checkpoint": "-1"}, "--checkpoint must be one of none, full, offload, auto or a number of layers, got '-1'", ""),
     ({"liger": "rms_nrm"}, "--liger must be one of none, all-but-loss, all or ops separated by commas, got 'rms_nrm'", ""),
     ({"liger": "rope,swigl"}, "--liger rope,swigl must name ops among", "Did you mean 'swiglu'?"),

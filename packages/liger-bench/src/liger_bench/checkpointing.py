@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from liger_bench.offloading import Offloading
 from liger_core.errors import OptionError
 from liger_core.kernels import KERNELS
+from liger_hf.tiling import INSIDE
 
 aten = torch.ops.aten
 MATMULS = frozenset(
@@ -30,19 +32,20 @@ ATTENTION = frozenset(
 
 
 class Keeps(IntEnum):
-    """What a layer keeps: only its input; also the outputs of its matmuls; everything."""
+    """What a layer keeps on the device: nothing, with its input in host memory; its input; also the outputs of its matmuls; everything."""
 
+    NOTHING = -1
     INPUT = 0
     MATMULS = 1
     ALL = 2
 
 
-def checkpoint_layers(model: Any, **options: Any) -> None:
-    """Make Transformers checkpoint every layer, with its own options."""
+def checkpoint_layers(model: Any) -> None:
+    """Make Transformers checkpoint every layer."""
     # The name since Transformers 5.23, which warns about the older one.
     start = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     # Non-reentrant: inputs need no gradients (as with adapters), and layers may differ.
-    start({"use_reentrant": False}, **options)
+    start({"use_reentrant": False})
 
 
 def enable(model: Any, how: str) -> None:
@@ -54,9 +57,18 @@ def enable(model: Any, how: str) -> None:
         return
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise OptionError(f"train: --checkpoint must be none, since {type(model).__name__} does not support it, got {how!r}")
-    checkpoint_layers(model, **({"offload": True} if how == "offload" else {}))
+    checkpoint_layers(model)
+    every = layers(model)
+    if how == "offload":
+        if not every:
+            raise OptionError(
+                f"train: --checkpoint offload needs layers that Transformers checkpoints, and {type(model).__name__} has none"
+            )
+        offloading = Offloading()
+        for layer in every:
+            keep(layer, Keeps.NOTHING, offloading=offloading)
     if how.isdecimal():
-        every, count = layers(model), int(how)
+        count = int(how)
         if count > len(every):
             raise OptionError(f"train: --checkpoint must be at most the number of layers, {len(every)}, got {count}")
         for layer in every[count:]:
@@ -75,9 +87,12 @@ def checkpointed_layers(model: nn.Module) -> int:
     return sum(bool(layer.gradient_checkpointing) for layer in layers(model))
 
 
-def keep(layer: Any, what: Keeps, matmuls: Matmuls | None = None) -> None:
-    """Set what a layer keeps from its next forward pass on; layers of the same kind share `matmuls`."""
+def keep(layer: Any, what: Keeps, matmuls: Matmuls | None = None, offloading: Offloading | None = None) -> None:
+    """Set what a layer keeps from its next forward pass on; layers of the same kind share `matmuls`, and all `offloading`."""
     layer.gradient_checkpointing = what is not Keeps.ALL
+    if what is Keeps.NOTHING:
+        layer._gradient_checkpointing_func = offloading or Offloading()
+        return
     contexts: dict[str, Any] = {"context_fn": matmuls or Matmuls()} if what is Keeps.MATMULS else {}
     layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **contexts)
 
@@ -97,6 +112,9 @@ class Matmuls:
         last, seen = self.last, Counter[bool]()
 
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if INSIDE.tiles:
+                # Its own backward pass recomputes it.
+                return CheckpointPolicy.PREFER_RECOMPUTE
             if op in ATTENTION and _is_long(args[0]):
                 return CheckpointPolicy.MUST_SAVE
             if op not in MATMULS and not _is_adapted(op):

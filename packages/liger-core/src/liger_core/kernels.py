@@ -327,7 +327,7 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
         backward = staticmethod(derive)
 
     def apply(*args: Any) -> Any:
-        return Function.apply(*([_Kept.apply(*[args[i] for i in kept])] if keep_first else []), *args)  # type: ignore[no-untyped-call]
+        return Function.apply(*([Kept.apply(*[args[i] for i in kept])] if keep_first else []), *args)  # type: ignore[no-untyped-call]
 
     function = apply if keep_first else Function.apply
     traced = forward.tie(backward, public, function)
@@ -355,7 +355,7 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
     return call
 
 
-class _Kept(torch.autograd.Function):
+class Kept(torch.autograd.Function):
     """A node that saves tensors for the node behind it, and returns an empty tensor that connects the two."""
 
     @staticmethod

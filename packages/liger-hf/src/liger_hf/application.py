@@ -16,7 +16,7 @@ from liger_core.errors import nearest
 from liger_core.plugins import registry
 from liger_core.selection import AUTO, automatic, selected
 from liger_core.versions import warn_if_untested
-from liger_hf import causal_mask
+from liger_hf import causal_mask, tiling
 from liger_hf.discovery import replaceable_ops, rules
 from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
@@ -34,12 +34,14 @@ def apply(
     only: Names = None,
     exclude: Names = None,
     verify: bool = True,
+    mlp_rows: int | None = None,
 ) -> Report:
     """Replace what Liger's ops can compute in a model, in place, and return the report, which can undo it.
 
     only, exclude  ops or their names; all that have a rule by default. Without rope there is no qk_norm_rope
     verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients are as
                    accurate as the module's own. Without it candidates are compared by their outputs on the CPU only
+    mlp_rows       gated MLPs compute at most so many rows at once, and recompute them in the backward pass: for long sequences
 
     Only the instances in this model change: no class, no module of Python, no other model; weights and state_dict stay as they are.
     A module that no op computes is left alone, and the report says why. A second `apply` changes nothing.
@@ -50,7 +52,10 @@ def apply(
     Raises ModelError if model is not a module or if only= names nothing that it has, OptionError for unknown ops, DeviceError for
     weights on the meta device.
     """
+    if mlp_rows is not None and mlp_rows < 1:
+        raise OptionError(f"liger_hf.apply: mlp_rows must be at least 1, got {mlp_rows}")
     report, patches = survey(model, "liger_hf.apply", only, exclude, verify)
+    mlps = [] if mlp_rows is None else tiling.tileable(model, verify)
     if patches and only is None:
         owners = {id(patch.owner) for patch in patches}
         masks = [patch for patch in causal_mask.patches(model) if id(patch.owner) not in owners]
@@ -58,7 +63,11 @@ def apply(
         patches.extend(masks)
     # Nothing is installed before everything is decided: an error leaves the model as it was.
     report.patches = [patch.install() for patch in patches]
-    if patches:
+    if mlp_rows is not None:
+        # Around the forwards that are now there.
+        report.patches += [tiling.tiles(mlp, mlp_rows).install() for mlp in mlps]
+        report.notes.append(f"{len(mlps)} gated MLPs compute at most {mlp_rows} rows at once.")
+    if report.patches:
         report.attach(model)
     return report
 

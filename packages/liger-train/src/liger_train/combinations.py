@@ -58,6 +58,14 @@ def graphs(setup: Setup) -> str:
     return ""
 
 
+def tiled(setup: Setup) -> str:
+    if setup.shard == "zero3":
+        return "cannot be combined with --shard zero3, which would gather weights for each tile; use --shard fsdp2"
+    if setup.tp > 1:
+        return f"cannot be combined with --tp {setup.tp}, which would sum over the ranks for each tile; use --mlp whole"
+    return ""
+
+
 def unsharded(setup: Setup) -> str:
     return "" if setup.shard == "none" else f"{_shards(setup)} weights into pieces that it cannot update; use --optimizer adamw"
 

@@ -17,7 +17,7 @@ from liger_hf.presets import PRESETS
 from liger_train.compiling import compile_layers
 from liger_train.configs import config_of, loading_options, not_found
 from liger_train.parallelism import parallelism
-from liger_train.setup import ALL_LINEAR, ZERO, Setup
+from liger_train.setup import ALL_LINEAR, MLP_ROWS, ZERO, Setup
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16}
 LOSS = "linear_cross_entropy"
@@ -51,7 +51,7 @@ def build(setup: Setup, device: torch.device) -> Built:
     model.train()
     checkpointing.enable(model, setup.checkpoint)
     # After adapters, which wrap the modules that Liger replaces.
-    replaced = _patched(model, setup.liger, notes)
+    replaced = _patched(model, setup, notes)
     if setup.compile != "none":
         notes.append(compile_layers(model))
     return Built(model, replaced, notes)
@@ -175,14 +175,16 @@ def note_of_adapters(setup: Setup) -> str:
     return f"Training adapters of rank {setup.adapter_rank} on {places}, in {own}; the frozen weights are in {frozen}."
 
 
-def _patched(model: nn.Module, wanted: str, notes: list[str]) -> str:
-    if wanted == "none":
+def _patched(model: nn.Module, setup: Setup, notes: list[str]) -> str:
+    rows = MLP_ROWS if setup.mlp == "tiled" else None
+    if setup.liger == "none" and rows is None:
         return ""
     import liger_hf
     from liger_hf.causal_mask import NOTE
 
-    names: dict[str, Any] = {"all": {}, "all-but-loss": {"exclude": [LOSS]}}.get(wanted, {"only": wanted.split(",")})
-    report = liger_hf.apply(model, **names)
+    known: dict[str, dict[str, Any]] = {"none": {"only": ()}, "all": {}, "all-but-loss": {"exclude": [LOSS]}}
+    names = known.get(setup.liger, {"only": setup.liger.split(",")})
+    report = liger_hf.apply(model, **names, mlp_rows=rows)
     # That note is about compiling the model, which does not happen here.
     notes.extend(note for note in report.notes if note != NOTE)
     notes.extend(f"Liger did not replace {row.count} × {row.pattern}: {row.reason}." for row in report.rows if _left_unasked(row))

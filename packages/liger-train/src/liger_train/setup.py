@@ -29,6 +29,8 @@ LIMITS = {
     "adapter_alpha": (1, MOST),
     "seed": (0, 2**32 - 1),
 }
+# Tokens of a tile of --mlp tiled: enough to keep a GPU busy; the sums of weight gradients take little beside its matmuls.
+MLP_ROWS = 16_384
 # The defaults of `liger train` by device, where they differ from those of the fields.
 DEFAULTS = {"cuda": {"precision": "bf16", "checkpoint": "full"}, "cpu": {"precision": "fp32", "checkpoint": "none"}}
 
@@ -43,7 +45,7 @@ class Setup:
     liger         "all", "none", "all-but-loss", or ops separated by commas
     precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16
     checkpoint    "none", "full", "offload", "auto", or the number of layers to recompute
-    compile, optimizer, shard, offload, adapter    names in techniques.py
+    compile, mlp, optimizer, shard, offload, adapter    names in techniques.py
     ranks         all of them; `tp` of them share each layer, `cp` each sequence, and the others are data parallel
     memory_limit  bytes; None for all memory of the device
     nvme_folder   where --offload nvme writes
@@ -83,6 +85,7 @@ class Setup:
     adapter_alpha: int = 32
     adapter_targets: str = ALL_LINEAR
     validation: float = 0.0
+    mlp: str = "whole"
 
     @property
     def replicas(self) -> int:

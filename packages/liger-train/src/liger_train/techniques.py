@@ -8,7 +8,7 @@ from typing import Any
 
 from liger_core.errors import DeviceError, OptionError, nearest
 from liger_train import combinations, fields
-from liger_train.setup import Setup, check_values
+from liger_train.setup import MLP_ROWS, Setup, check_values
 from liger_train.technique import Technique
 
 # Placeholders for values of the user: a number of layers, and a list of ops.
@@ -96,9 +96,9 @@ ALL = (
     Technique(
         "checkpoint",
         "offload",
-        "As `full`, and offloads the inputs to host memory.",
+        "As `full`, and offloads the inputs to host memory while the GPU computes.",
         "also tokens × hidden size × bytes per layer",
-        "a copy to the host and back for each layer",
+        "host memory; time only if a copy takes longer than a layer",
         "Transformers, torch",
         devices=("cuda",),
         reason="on the CPU, activations are in host memory already",
@@ -141,6 +141,16 @@ ALL = (
         devices=("cuda",),
         reason="CUDA graphs are a feature of NVIDIA GPUs; --compile default compiles for the CPU, too",
         problem=combinations.graphs,
+    ),
+    Technique("mlp", "whole", "Gated MLPs compute all tokens at once.", "nothing", "nothing", "Transformers"),
+    Technique(
+        "mlp",
+        "tiled",
+        f"Gated MLPs compute {MLP_ROWS:,} tokens at a time, in both passes.",
+        f"with more than {MLP_ROWS:,} tokens, (3 to 5) × tokens × intermediate size × bytes of the layer that is computed",
+        "with `--checkpoint none`, a second forward pass of MLPs; sums of weight gradients in float32",
+        "liger-hf",
+        problem=combinations.tiled,
     ),
     Technique(
         "optimizer",

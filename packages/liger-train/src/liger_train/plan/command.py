@@ -36,6 +36,7 @@ def plan(
         str | None, typer.Option(help=f"Activation checkpointing: {values_of('checkpoint')} of layers. Default: as for `liger train`.")
     ] = None,
     compile: Annotated[str, typer.Option(help=f"{values_of('compile')}. The memory is that of the eager model.")] = "none",
+    mlp: Annotated[str, typer.Option(help=f"{values_of('mlp')}.")] = Setup.mlp,
     optimizer: Annotated[str, typer.Option(help=f"{values_of('optimizer')}.")] = "adamw",
     shard: Annotated[str, typer.Option(help=f"{values_of('shard')}.")] = "none",
     offload: Annotated[str, typer.Option(help=f"{values_of('offload')}.")] = "none",
@@ -84,6 +85,7 @@ def plan(
         precision=precision or DEFAULTS[device]["precision"],
         checkpoint=checkpoint or DEFAULTS[device]["checkpoint"],
         compile=compile,
+        mlp=mlp,
         optimizer=optimizer,
         shard=shard,
         offload=offload,

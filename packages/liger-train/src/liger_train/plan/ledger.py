@@ -126,12 +126,25 @@ class Ledger(TorchDispatchMode):
         self.events.append((number, -size, self.doing))
         self.sizes[number] -= size
 
+    def leave(self, tensor: Tensor) -> None:
+        """Record that a storage is offloaded as a whole."""
+        number = self.note(tensor)
+        self.away[number] = self.sizes[number]
+        self.move(tensor, self.sizes[number])
+
+    def fetch(self, number: int) -> None:
+        """Record that a storage is back, if it was offloaded as a whole."""
+        size = self.away.pop(number, 0)
+        self.events.append((number, size, self.doing))
+        self.sizes[number] += size
+
     def pass_by(self, size: int, label: str) -> None:
         """Record memory that is allocated and released at once."""
         self.give_back(self.hold(size, label))
 
     def _died(self, number: int, address: int) -> Callable[[Any], None]:
         def died(_: Any) -> None:
+            self.away.pop(number, None)
             self.events.append((number, -self.sizes[number], self.doing))
             if self._known.get(address, (0,))[0] == number:
                 del self._known[address]

@@ -289,20 +289,21 @@ def _watched(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> It
 
 
 def _checkpointed(layer: nn.Module, ledger: Ledger, offloaded: bool) -> Iterator[Any]:
-    """The input of a layer is its checkpoint. If offloaded, it leaves when the layer is done, and returns for recomputation."""
+    """The input of a layer is its checkpoint.
+
+    If offloaded, it leaves when the layer is done, and returns when the backward pass reaches the layer after it (liger_bench/offloading.py).
+    """
 
     def started(_: nn.Module, args: Any, kwargs: Any) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        number = ledger.note(hidden, CHECKPOINTS)
-        if offloaded and ledger.doing == BACKWARD:
-            ledger.move(hidden, -ledger.away.pop(number, 0))
+        number = ledger.note(args[0] if args else kwargs["hidden_states"], CHECKPOINTS)
+        if ledger.doing == BACKWARD:
+            ledger.fetch(number)
+            if ledger.away:
+                ledger.fetch(next(reversed(ledger.away)))
 
     def ended(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
         if offloaded and ledger.doing == FORWARD:
-            number = ledger.note(hidden)
-            ledger.away[number] = ledger.sizes[number]
-            ledger.move(hidden, ledger.sizes[number])
+            ledger.leave(args[0] if args else kwargs["hidden_states"])
 
     yield layer.register_forward_pre_hook(started, with_kwargs=True)
     yield layer.register_forward_hook(ended, with_kwargs=True)

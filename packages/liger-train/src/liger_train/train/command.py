@@ -66,6 +66,7 @@ def train(
     compile: Annotated[
         str, typer.Option(help=f"{values_of('compile')}: torch.compile for each layer, and CUDA graphs of a step.")
     ] = "none",
+    mlp: Annotated[str, typer.Option(help=f"{values_of('mlp')}.")] = Setup.mlp,
     optimizer: Annotated[str, typer.Option(help=f"{values_of('optimizer')}.")] = "adamw",
     shard: Annotated[str, typer.Option(help=f"{values_of('shard')}; across the ranks of torchrun, or with --offload.")] = "none",
     tp: Annotated[int, typer.Option(help="Tensor parallelism: ranks that share each layer, by Transformers' tp_plan='auto'.")] = 1,
@@ -147,6 +148,7 @@ def train(
         validation=validation,
         **chosen,
         compile=compile,
+        mlp=mlp,
         optimizer=optimizer,
         shard=shard,
         offload=offload,
@@ -195,6 +197,8 @@ def train(
     if ranks.first():
         if output is not None:
             saved.check_output(output, resume)
+        if batch != AUTO:
+            notes.extend(_cost(setup, place))
         _print_sentences(notes)
     options = {
         "folder": output,
@@ -231,6 +235,16 @@ def _defaults(given: dict[str, str | None], device: str, found: torch.device) ->
     on_cpu = "the CPU (PyTorch found no GPU)" if device == AUTO else "the CPU"
     where = torch.cuda.get_device_name(found) if found.type == "cuda" else on_cpu
     return chosen, [f"Defaults for {where}: {', '.join(options)}."] if options else []
+
+
+def _cost(setup: Setup, place: torch.device) -> list[str]:
+    """What a run with long sequences on one GPU will cost."""
+    if place.type == "cpu" or setup.ranks > 1:
+        return []
+    from liger_train.plan.cost import sentence
+
+    found = sentence(setup, torch.cuda.get_device_name(place), torch.cuda.get_device_properties(place).total_memory)
+    return [] if found is None else [found]
 
 
 def _check_search(setup: Setup, resume: bool) -> None:

@@ -251,7 +251,7 @@ def splits(setup: Setup) -> int:
 def _summary(layers: list[Any], spending: Spending | None) -> str:
     kept = [spending.keeps(place) if spending else Keeps.INPUT for place in range(len(layers))]
     batch = f"each batch is split into {spending.parts} parts; " if spending and spending.parts > 1 else ""
-    return batch + AUTO_NOTE.format(*(kept.count(keeps) for keeps in Keeps))
+    return batch + AUTO_NOTE.format(*(kept.count(keeps) for keeps in (Keeps.INPUT, Keeps.MATMULS, Keeps.ALL)))
 
 
 def _has_state(optimizer: Any) -> bool:

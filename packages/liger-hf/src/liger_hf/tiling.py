@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated MLPs that compute a long sequence in tiles of its rows, so that their intermediate activations take the memory of one tile.
+
+Forward and backward pass are one autograd node, which keeps the input alone. Its backward pass recomputes tile by tile and gives the gradient of each weight
+once, summed in float32. Hooks on the MLP itself, such as those of FSDP2 and accelerate, run once around it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from liger_core.kernels import Kept
+from liger_hf.patch import Patch, replacement, slot
+from liger_hf.rules.gated_mlp.rule import look
+from liger_hf.verification import decide
+
+
+class _Inside(threading.local):
+    tiles = False
+
+
+INSIDE = _Inside()
+
+
+def tileable(model: nn.Module, verify: bool) -> list[nn.Module]:
+    """The modules that a check shows to be gated MLPs, which compute each row by itself. They must be as their class defines them."""
+    decisions: dict[Any, bool] = {}
+    modules = []
+    for module in model.modules():
+        found = look(module)
+        if found is None or found.refusal is not None or _gathers(module):
+            continue
+        if found.kind not in decisions:
+            decisions[found.kind] = decide(found, verify).candidate is not None
+        modules += [module] * decisions[found.kind]
+    return modules
+
+
+def _gathers(module: nn.Module) -> bool:
+    """Whether hooks on its projections bring their weights, which they would do for each tile: ZeRO-3, accelerate's offloading, tensor parallelism."""
+    return any(
+        hasattr(p, "ds_id") or p.is_meta or (isinstance(p, DTensor) and child._forward_hooks)
+        for child in module.modules()
+        for p in child.parameters(recurse=False)
+    )
+
+
+def tiles(module: nn.Module, rows: int) -> Patch:
+    """A patch that makes the module's forward, as it is now, compute at most so many rows at once."""
+    own = module.__dict__.get(slot(module))
+    inner = type(module).forward if own is None else own.__func__
+    made = inner.__dict__.setdefault("__tiled__", {})
+    if rows not in made:
+        made[rows] = _tiled(inner, rows)
+    return replacement(module, made[rows], inner)
+
+
+def _tiled(inner: Callable[..., Tensor], rows: int) -> Callable[..., Tensor]:
+    def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
+        (x,) = (*args, *named.values())
+        if x.numel() <= rows * x.shape[-1] or torch.compiler.is_compiling() or isinstance(x, DTensor):
+            return inner(self, x)
+        run = _Run(inner, self, rows, x)
+        weights = run.weights()
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *weights)):
+            return run.forward(x)
+        # Saved before anything is computed: activation checkpointing recomputes a layer up to what is saved last.
+        result: Tensor = _Node.apply(Kept.apply(x, *weights), run, x, *weights)
+        return result
+
+    return forward
+
+
+class _Run:
+    """One call of a module in tiles, which can be repeated: under the same autocast, with the same random numbers."""
+
+    def __init__(self, inner: Callable[..., Tensor], module: nn.Module, rows: int, x: Tensor) -> None:
+        self.inner, self.module, self.rows, self.device = inner, module, rows, x.device
+        kind = x.device.type
+        self.autocast = (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self.draws = any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
+        if self.draws:
+            self.states = torch.get_rng_state(), None if kind == "cpu" else torch.get_device_module(kind).get_rng_state(x.device)
+
+    def weights(self) -> list[nn.Parameter]:
+        """FSDP2 puts the gathered ones into the module for both passes."""
+        return [weight for weight in self.module.parameters() if weight.requires_grad]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor | None = None
+        # Without gradients, a weight that autocast caches would have none in the rest of the forward pass.
+        with _inside(), torch.no_grad(), self._autocast(cache=False):
+            for place, tile in self._tiles(x):
+                part = self.inner(self.module, tile)
+                y = part.new_empty(*x.shape[:-1], part.shape[-1]) if y is None else y
+                _rows(y)[:, place] = part
+        assert y is not None
+        return y
+
+    def backward(self, x: Tensor, grad: Tensor, needs: list[bool]) -> list[Tensor | None]:
+        """Gradients of the input and of each weight."""
+        weights = [weight for weight, need in zip(self.weights(), needs[1:], strict=True) if need]
+        sums: list[Tensor | None] = [None] * len(weights)
+        of_x = torch.empty_like(x) if needs[0] else None
+        upstream = _rows(grad)
+        with _inside(), torch.enable_grad(), self._autocast(cache=True), self._redrawn():
+            for place, tile in self._tiles(x):
+                given = tile.detach().requires_grad_(needs[0])
+                part = self.inner(self.module, given)
+                wanted = [given, *weights] if needs[0] else weights
+                found = list(torch.autograd.grad(part, wanted, upstream[:, place], allow_unused=True))
+                # Nothing of this tile may stay while the next one is computed.
+                del part, given, tile
+                if of_x is not None:
+                    _rows(of_x)[:, place] = found.pop(0)
+                _add(sums, found)
+                del found
+        answers = iter([None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)])
+        return [of_x, *(next(answers) if need else None for need in needs[1:])]
+
+    def _tiles(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        flat = _rows(x)
+        for start in range(0, flat.shape[1], self.rows):
+            place = slice(start, start + self.rows)
+            yield place, flat[:, place]
+
+    def _autocast(self, cache: bool) -> Any:
+        dtype, enabled = self.autocast
+        return torch.autocast(self.device.type, dtype, enabled, cache_enabled=cache)
+
+    @contextmanager
+    def _redrawn(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.draws:
+                kind = self.device.type
+                stack.enter_context(
+                    torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type="cuda" if kind == "cpu" else kind)
+                )
+                torch.set_rng_state(self.states[0])
+                if self.states[1] is not None:
+                    torch.get_device_module(kind).set_rng_state(self.states[1], self.device)
+            yield
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, run: _Run, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.before, ctx.run = kept.grad_fn, run
+        return run.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        # A weight that was updated since fails here.
+        x, *_ = ctx.before.saved_tensors
+        found = ctx.run.backward(x, grads[0], list(ctx.needs_input_grad[2:]))
+        return grads[0].new_empty(0), None, *found
+
+
+def _rows(x: Tensor) -> Tensor:
+    """All rows as one sequence: modules may expect three dimensions."""
+    return x.reshape(1, -1, x.shape[-1])
+
+
+def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+    for index, gradient in enumerate(found):
+        if gradient is None:
+            continue
+        total = sums[index]
+        sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) if total is None else total.add_(gradient)
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    before, INSIDE.tiles = INSIDE.tiles, True
+    try:
+        yield
+    finally:
+        INSIDE.tiles = before

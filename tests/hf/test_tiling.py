@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated MLPs in tiles of rows: as accurate as the whole ones, in the memory of a tile, with one gradient for each weight."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import liger_hf
+from hf import tiny_models
+from hf.tiny_models import LAYERS, LargestResult, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
+from hf.two_ranks import WAYS, batch, on_two_ranks, two_processes
+from liger_bench import checkpointing
+from liger_core import OptionError
+from liger_core.accuracy import judge
+from liger_hf.tiling import _Run
+
+# 22 rows: tiles of 8, 8 and 6.
+ROWS, TILES = 8, 3
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=tiny_models.DEVICE)
+
+
+def tiled(model: Any, rows: int = ROWS, **options: Any) -> Any:
+    model = twin(model)
+    liger_hf.apply(model, mlp_rows=rows, **options)
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
+def test_a_model_with_tiles_is_as_accurate_as_without(architecture: str) -> None:
+    model = make(architecture).train()
+    plain, exact = step(model, **tokens()), exact_step(model, **tokens())
+    alone = tiled(model, only=())
+    assert alone.liger_report.notes[-1] == f"{LAYERS} gated MLPs compute at most {ROWS} rows at once."
+    assert not alone.liger_report.replaced
+    assert not disagreements(step(alone, **tokens()), plain, exact)
+    assert not disagreements(step(tiled(model), **tokens()), plain, exact)
+
+
+@pytest.mark.parametrize("ops", [{}, {"only": ()}], ids=["with Liger's ops", "without"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
+def test_in_bfloat16_tiles_are_as_accurate_as_the_whole(architecture: str, ops: dict[str, Any]) -> None:
+    model = make(architecture, torch.bfloat16).train()
+    generator = torch.Generator().manual_seed(3)
+    x, upstream = torch.randn(2, 2, 100, 64, generator=generator).to(tiny_models.DEVICE, torch.bfloat16)
+
+    def results(model: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+        mlp, given = model.model.layers[0].mlp, x.to(dtype).detach().requires_grad_()
+        output = mlp(given)
+        output.backward(upstream.to(dtype))
+        gradients = {name: weight.grad for name, weight in mlp.named_parameters()}
+        return {"output": output.detach(), "input": given.grad, **gradients}
+
+    plain, exact = results(twin(model)), results(twin(model).double(), torch.float64)
+    found = results(tiled(model, **ops))
+    assert {name: problem for name in exact if (problem := judge(found[name], plain[name], exact[name], torch.bfloat16))} == {}
+
+
+def test_no_tensor_has_the_rows_of_all_tokens_and_the_width_of_the_mlp() -> None:
+    wide = make(intermediate_size=5 * 64, vocab_size=20).train()
+    inputs = {name: ids % 20 for name, ids in tokens(batch=2, length=32).items()}
+    largest = {}
+    for rows in (8, 64):
+        model = tiled(wide, rows, only=())
+        with LargestResult() as found:
+            step(model, **inputs)
+        largest[rows] = found.elements
+    # A gradient of a weight is as large as 64 rows of the MLP.
+    weight = 5 * 64 * 64
+    assert largest == {8: weight, 64: weight}
+    model = tiled(wide, only=()).requires_grad_(False)
+    x = normal(1, 640, 64).requires_grad_()
+    with LargestResult() as found:
+        model.model.layers[0].mlp(x).sum().backward()
+    assert found.elements == x.numel()
+
+
+def calls(model: nn.Module, kind: str) -> Counter[str]:
+    """How often the module of this name in each layer is called."""
+    counted: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if name.endswith(kind):
+            module.register_forward_pre_hook(lambda module, args, name=name: counted.update([name]))
+    return counted
+
+
+@pytest.mark.parametrize("kept", [checkpointing.Keeps.NOTHING, checkpointing.Keeps.INPUT, checkpointing.Keeps.MATMULS])
+def test_a_recomputed_layer_computes_its_mlp_only_in_tiles_of_the_backward_pass(kept: checkpointing.Keeps) -> None:
+    model = make().train()
+    expected = step(model, **tokens())
+    ours = tiled(model, only=())
+    checkpoint_layers(ours)
+    for layer in checkpointing.layers(ours):
+        checkpointing.keep(layer, kept)
+    # The first pass finds out which matmul is the last.
+    step(ours, **tokens())
+    counted = calls(ours, "down_proj")
+    found = step(ours, **tokens())
+    assert set(counted.values()) == {2 * TILES}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_each_weight_gets_its_gradient_once() -> None:
+    model, arrived = tiled(make().train()), Counter[str]()
+    for name, weight in model.named_parameters():
+        weight.register_post_accumulate_grad_hook(lambda weight, name=name: arrived.update([name]))
+    step(model, **tokens())
+    assert set(arrived.values()) == {1}
+    assert sum(".mlp." in name for name in arrived) == 3 * LAYERS
+
+
+class Dropped(nn.Module):
+    """A gated MLP with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.down(nn.functional.silu(self.gate(x)) * self.up(x)))
+
+
+def test_the_backward_pass_draws_the_same_dropout() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([Dropped()]).to(tiny_models.DEVICE, torch.float64).train()
+    liger_hf.apply(model, only=(), mlp_rows=4)
+    x, direction = torch.randn(2, 1, 30, 8, dtype=torch.float64).to(tiny_models.DEVICE)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1)
+        value: torch.Tensor = model[0](x).square().sum()
+        # Draws in between, as the rest of a model does.
+        normal(3)
+        return value
+
+    x.requires_grad_()
+    loss(x).backward()
+    after = normal(1)
+    torch.manual_seed(1)
+    model[0](x)
+    normal(3)
+    assert torch.equal(normal(1), after), "the backward pass moved the generator"
+    with torch.no_grad():
+        slope = (loss(x + 1e-6 * direction) - loss(x - 1e-6 * direction)) / 2e-6
+    torch.testing.assert_close((x.grad * direction).sum(), slope, rtol=1e-6, atol=0)
+
+
+def test_a_short_call_after_a_long_one_under_autocast_has_gradients() -> None:
+    model = tiled(make().train(), only=())
+    mlp = model.model.layers[0].mlp
+    with torch.autocast(tiny_models.DEVICE.type, torch.bfloat16):
+        mlp(normal(1, 22, 64).requires_grad_())
+        mlp(normal(1, 4, 64)).sum().backward()
+    assert all(weight.grad is not None for weight in mlp.parameters())
+
+
+def test_tiles_train_under_autocast() -> None:
+    model = make().train()
+    ours = tiled(model, only=())
+    with torch.autocast(tiny_models.DEVICE.type, torch.bfloat16):
+        plain, found = (each(**tokens()).loss for each in (model, ours))
+    plain.backward()
+    found.backward()
+    torch.testing.assert_close(found, plain)
+    for one, other in zip(ours.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0.05, atol=2e-3)
+
+
+def test_frozen_weights_get_no_gradient_and_adapters_do() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(make(), peft.LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)).train()
+    expected = step(model, **tokens())
+    for options in ({}, {"only": ()}):
+        found = step(tiled(model, **options), **tokens())
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_without_gradients_there_are_tiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make().eval()
+    ours = tiled(model, only=())
+    counted = calls(ours, "up_proj")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**tokens()).logits, model(**tokens()).logits)
+    assert set(counted.values()) == {TILES}
+
+
+def test_undo_restores_the_mlp_and_a_copy_is_independent() -> None:
+    model = tiled(make().train())
+    other = copy.deepcopy(model)
+    model.liger_report.undo()
+    assert "forward" not in model.model.layers[0].mlp.__dict__
+    counted = calls(model, "up_proj"), calls(other, "up_proj")
+    step(model, **tokens())
+    step(other, **tokens())
+    assert [set(each.values()) for each in counted] == [{1}, {2 * TILES}]
+
+
+def test_a_weight_that_was_updated_since_the_forward_pass_is_an_error() -> None:
+    model = tiled(make().train(), only=())
+    loss = model(**tokens()).loss
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Mixing(nn.Module):
+    """Has the children of a gated MLP, but its rows depend on each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(x).softmax(dim=-2) * self.up(x))
+
+
+def test_a_module_whose_rows_depend_on_each_other_is_left_whole() -> None:
+    model = nn.ModuleList([Mixing()]).to(tiny_models.DEVICE)
+    report = liger_hf.apply(model, only=(), mlp_rows=4)
+    assert report.notes[-1].startswith("0 gated MLPs")
+    x = normal(1, 12, 8)
+    assert torch.equal(model[0](x), Mixing.forward(model[0], x))
+
+
+def test_the_rows_must_be_at_least_one() -> None:
+    with pytest.raises(OptionError, match="mlp_rows must be at least 1, got 0"):
+        liger_hf.apply(make(), mlp_rows=0)
+
+
+def trains(rank: int, ways: tuple[str, ...], store: str) -> None:
+    with two_processes(rank, store):
+        for way in ways:
+            _trains(rank, way)
+
+
+def _trains(rank: int, way: str) -> None:
+    gathered: Counter[int] = Counter()
+    weights = _Run.weights
+
+    def counted(run: _Run) -> Any:
+        found = weights(run)
+        # What a tile multiplies by is whole, and there for all tiles.
+        assert all(type(weight) is nn.Parameter and weight.numel() == 96 * 64 for weight in found)
+        gathered[id(run.module)] += 1
+        return found
+
+    model = make().train()
+    checkpoint_layers(model)
+    expected = [step(twin(model), **batch(each)) for each in range(2)]
+    ours = tiled(model)
+    _Run.weights = counted  # type: ignore[method-assign]
+    try:
+        parallel = WAYS[way](ours)
+        parallel(**batch(rank)).loss.backward()
+    finally:
+        _Run.weights = weights  # type: ignore[method-assign]
+    # Once in the forward pass, once when the layer is recomputed, once in the backward pass.
+    assert set(gathered.values()) == {3}
+    assert len(gathered) == LAYERS
+    for name, weight in ours.named_parameters():
+        whole = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
+        mean = (expected[0][name] + expected[1][name]) / 2
+        torch.testing.assert_close(whole, mean, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_two_ranks_train_tiles_to_the_mean_of_their_gradients(tmp_path: Path) -> None:
+    on_two_ranks(trains, ("ddp", "ddp_static", "fsdp2"), str(tmp_path / "store"))

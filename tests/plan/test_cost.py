@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a long run will cost is said before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from liger_train.plan.cost import LONG, sentence
+from liger_train.setup import Setup
+from liger_train.train import command
+
+SETUP = Setup("tiny", 1, LONG, checkpoint="offload", mlp="tiled")
+GIB = 1 << 30
+
+
+def test_it_names_the_peak_and_the_time_of_a_step() -> None:
+    found = sentence(SETUP, "NVIDIA H200", 141 * GIB)
+    assert found is not None
+    assert found.startswith("Predicted: a peak of ")
+    assert " of 141 GiB, and about " in found
+    assert found.endswith(" tokens/s).")
+
+
+def test_of_another_gpu_it_names_the_peak_alone() -> None:
+    found = sentence(SETUP, "NVIDIA A100", 80 * GIB)
+    assert found is not None
+    assert found.endswith(" of 80 GiB.")
+
+
+def test_a_run_that_does_not_fit_is_sent_to_the_plan() -> None:
+    found = sentence(replace(SETUP, memory_limit=32 << 20), "NVIDIA A100", 80 * GIB)
+    assert found is not None
+    assert found.endswith("of 32 MiB, which does not fit; `liger plan` with the same options and --memory-limit 32MiB looks for what does.")
+
+
+@pytest.mark.parametrize("changes", [{"sequence": LONG // 2}, {"ranks": 2}, {"device": "cpu"}, {"model": "/not/there"}])
+def test_other_runs_get_no_sentence(changes: dict[str, object]) -> None:
+    assert sentence(replace(SETUP, **changes), "NVIDIA H200", 141 * GIB) is None  # type: ignore[arg-type]
+
+
+def test_a_run_on_a_gpu_prints_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace(total_memory=141 * GIB))
+    (found,) = command._cost(SETUP, torch.device("cuda"))
+    assert found.startswith("Predicted: ")
+    assert command._cost(SETUP, torch.device("cpu")) == []
