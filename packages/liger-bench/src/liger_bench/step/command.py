@@ -96,9 +96,8 @@ def _print(rows: list[Row], all_columns: bool) -> None:
     for row in columns:
         if row["reason"]:
             console.print(f"{title(row)} {row['implementation']}: {row['reason']}", markup=False)
-    known = [row for row in rows if row.product_flops_per_second]
-    for row in known[-1:]:
-        rate, copy = (row.product_flops_per_second or 0) / 1e12, (row.copy_bytes_per_second or 0) / 1e12
+    for known in [row for row in rows if row.product_flops_per_second][-1:]:
+        rate, copy = (known.product_flops_per_second or 0) / 1e12, (known.copy_bytes_per_second or 0) / 1e12
         console.print(f"measured peaks: matmul {rate:,.3g} TFLOP/s, copy {copy:.3g} TB/s", markup=False)
-    for row in rows[-1:]:
-        console.print(f"{row.dtype} on {row.machine}\n{row.versions}; commit {row.commit}; {row.date}", markup=False)
+    for last in rows[-1:]:
+        console.print(f"{last.dtype} on {last.machine}\n{last.versions}; commit {last.commit}; {last.date}", markup=False)
