@@ -79,6 +79,7 @@ RELEASE = [
     ["model", "--model", "llama-3.2-1b", "--together", "5"],
     ["model", "--model", "llama-3-8b"],
     ["model", "--model", "llama-3.2-1b", "--memory-limit", "24GiB", *CAPPED, "--steps", "2", "--seconds", "1"],
+    ["step"],
 ]
 # The two sweeps of the original report, in the memory of its GPU; then larger ones in the memory of the whole GPU.
 ORIGINAL = ["--model", "llama-3.2-1b", "--precision", "fp16", "--shard", "zero3", "--offload", "parameters", "--memory-limit", "24GiB"]

@@ -35,6 +35,7 @@ NEEDED = {
     "plan": ["--model", "tiny"],
     "report": ["results"],
     "bench report": ["results"],
+    "bench step": ["--tiny"],
     "train --save-every": ["--output", "run"],
     "train --gpus": ["--sweep", "batch=1"],
     "bench report --reasons": ["--targets", "results/targets.json"],
@@ -46,11 +47,12 @@ ZERO_IS_A_VALUE = {
     "bench ops --seconds",
     "bench scaling --seconds",
     "bench model --seconds",
+    "bench step --seconds",
 }
 FOLDERS = {"train --output", "train --export", "train --out", "plan --out", "demo --out"}
-FOLDERS |= {f"bench {name} --out" for name in ("ops", "scaling", "model", "distributed", "sharded")}
+FOLDERS |= {f"bench {name} --out" for name in ("ops", "scaling", "model", "distributed", "sharded", "step")}
 FILES = {"train --csv", "report --html", "report --docs", "bench report --docs"}
-FILES |= {f"bench {name} --csv" for name in ("ops", "scaling", "model")}
+FILES |= {f"bench {name} --csv" for name in ("ops", "scaling", "model", "step")}
 READ = {"plan --compare", "report FOLDER...", "bench model --targets", "bench report RESULTS"}
 READ |= {"bench report --targets", "bench report --reasons"}
 # They are words to typer.

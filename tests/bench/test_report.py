@@ -135,7 +135,7 @@ def test_a_model_that_does_not_fit_is_reported_as_out_of_memory(tmp_path: Path) 
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"must hold results\.json, model\.json or sharded\.json"):
+    with pytest.raises(OptionError, match=r"must hold results\.json, model\.json, sharded\.json or step\.json"):
         read(tmp_path)
 
 

@@ -20,6 +20,7 @@ from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_hf.presets import PRESETS, preset
 from liger_train import combinations, documentation, techniques, zero
 from liger_train.configs import config_of
+from liger_train.float8 import RECIPES
 from liger_train.model import build
 from liger_train.setup import Setup
 from liger_train.technique import Technique
@@ -32,8 +33,8 @@ PROJECT = Path(__file__).parents[2] / "packages" / "liger-train" / "pyproject.to
 VALUES = {NUMBER: "1", LIST: "rms_norm,rope"}
 # What roundings may make of a loss. GaLore's singular vectors are decided by rounding where a gradient has fewer tokens than its rank.
 ALLOWED = {"bf16": 2e-2, "fp16": 5e-3, "bf16-pure": 4e-2, "galore": 1e-3, "galore-layerwise": 1e-3, "galore-8bit": 5e-3}
-# They compile for half a minute: tests/train/techniques_that_compile.py has them.
-COMPILED = ("adamw-torchao-8bit", "adamw-torchao-4bit")
+# They compile for half a minute: tests/train/techniques_that_compile.py has the optimizers, test_float8.py the rest.
+COMPILED = ("adamw-torchao-8bit", "adamw-torchao-4bit", *RECIPES)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ def liger_commands(app: typer.Typer) -> None:
     from liger_bench.options import checked
     from liger_bench.report.command import report
     from liger_bench.sharded.command import sharded
+    from liger_bench.step.command import step
 
     app.command()(checked(demo))
     bench = bench_group()
@@ -29,5 +30,6 @@ def liger_commands(app: typer.Typer) -> None:
     bench.command()(checked(model))
     bench.command()(checked(distributed))
     bench.command()(checked(sharded))
+    bench.command()(checked(step))
     bench.command()(checked(report))
     app.add_typer(bench, name="bench")

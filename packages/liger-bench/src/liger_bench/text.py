@@ -71,7 +71,7 @@ def library(limit: int) -> list[str]:
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """What the Trainer reads: every sequence is its own label."""
+    """What the Trainer reads: every sequence is its own label, unless the sequences are (number, 2, sequence), each with its labels."""
 
     def __init__(self, sequences: Tensor) -> None:
         self.sequences = sequences
@@ -80,4 +80,6 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return int(self.sequences.shape[0])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.sequences[index], "labels": self.sequences[index]}
+        found = self.sequences[index]
+        ids, labels = found if found.dim() == 2 else (found, found)
+        return {"input_ids": ids, "labels": labels}

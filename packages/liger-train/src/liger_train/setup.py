@@ -43,7 +43,7 @@ class Setup:
     batch         sequences per micro-batch and rank, of `sequence` tokens each; ranks of tp and cp share theirs
     data          a file, a folder, a dataset saved by Hugging Face's datasets, or "library"
     liger         "all", "none", "all-but-loss", or ops separated by commas
-    precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16
+    precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16; "fp8…": as one of these in float8.py
     checkpoint    "none", "full", "offload", "auto", or the number of layers to recompute
     compile, mlp, optimizer, shard, offload, adapter    names in techniques.py
     ranks         all of them; `tp` of them share each layer, `cp` each sequence, and the others are data parallel
@@ -86,6 +86,16 @@ class Setup:
     adapter_targets: str = ALL_LINEAR
     validation: float = 0.0
     mlp: str = "whole"
+
+    @property
+    def mixed(self) -> bool:
+        """Whether weights are in float32, and matmuls in less."""
+        return self.precision != "fp32" and not self.pure
+
+    @property
+    def pure(self) -> bool:
+        """Whether weights and optimizer are in bfloat16, too."""
+        return self.precision.endswith("-pure")
 
     @property
     def replicas(self) -> int:

@@ -20,6 +20,14 @@ def _optim(name: str, **more: Any) -> Any:
     return lambda setup: {"optim": name, **more}
 
 
+# Value, what it is apart from float8, its scales, and what these cost.
+FLOAT8 = (
+    ("fp8", "bf16", "a scale per tensor", "4 to 5 bits of precision in matmuls, in the range of the largest value"),
+    ("fp8-rowwise", "bf16", "a scale per row", "4 bits of precision in matmuls"),
+    ("fp8-pure", "bf16-pure", "a scale per tensor", "4 to 5 bits of precision in matmuls, in the range of the largest value"),
+    ("fp8-rowwise-pure", "bf16-pure", "a scale per row", "4 bits of precision in matmuls"),
+)
+
 ALL = (
     Technique(
         "liger",
@@ -83,6 +91,23 @@ ALL = (
         "updates below 1/256 of a weight are lost",
         "torch",
         problem=combinations.pure,
+    ),
+    *(
+        Technique(
+            "precision",
+            value,
+            f"As `{as_}`, with the matmuls of linear layers in float8 and {scales}; the LM head and the loss stay in bfloat16.",
+            f"as `{as_}`",
+            f"as `{as_}`, {costs}; compiles in the first step; faster",
+            "torchao",
+            ("torchao",),
+            "torchao",
+            devices=("cuda",),
+            reason="no CPU multiplies in float8 faster than in bfloat16",
+            arguments=lambda setup: {"bf16": setup.mixed},
+            problem=combinations.float8,
+        )
+        for value, as_, scales, costs in FLOAT8
     ),
     Technique("checkpoint", "none", "Keeps every activation for the backward pass.", "nothing", "nothing", "torch"),
     Technique(

@@ -23,7 +23,8 @@ HEADING = "Benchmarks"
 
 def report(
     results: Annotated[
-        Path, typer.Argument(metavar="RESULTS", help="Folder with the results.json, model.json or sharded.json of liger bench --out.")
+        Path,
+        typer.Argument(metavar="RESULTS", help="Folder with the results.json, model.json, sharded.json or step.json of liger bench --out."),
     ],
     heading: Annotated[str, typer.Option(help="Title of the page.")] = HEADING,
     docs: Annotated[Path, typer.Option(help="The page to write; the pictures go to images/bench beside it.")] = Path("docs/benchmarks.md"),
@@ -70,7 +71,8 @@ def _verdicts(records: Records, targets: Path | None, reasons: Path | None) -> l
 
 def _drawn(records: Records, folder: Path) -> dict[str, Path]:
     """Key of a picture → where it was written, for those that there is something to draw for."""
-    from liger_bench.report.pictures import model_picture, scaling_picture, share_picture, styles
+    from liger_bench.report.pictures import model_picture, scaling_picture, share_picture, step_picture, styles
+    from liger_bench.report.steps import PICTURE
 
     look = styles(distinct([*records.ops, *records.scaling], "implementation"))
     drawn: dict[str, Path] = {}
@@ -83,4 +85,6 @@ def _drawn(records: Records, folder: Path) -> dict[str, Path]:
             drawn[f"{op} scaling"] = path
     if model_picture(records.models, folder / "models.png", styles(distinct(records.models, "implementation"))):
         drawn["models"] = folder / "models.png"
+    if step_picture(records.steps, folder / "steps.png", styles(distinct(records.steps, "implementation"))):
+        drawn[PICTURE] = folder / "steps.png"
     return drawn

@@ -10,6 +10,7 @@ from liger_bench import markdown
 from liger_bench.model.table import HEAD, cells, title
 from liger_bench.printing import change
 from liger_bench.records import Record, Records, distinct, find, sizes_of
+from liger_bench.report.steps import steps_section
 from liger_bench.targets import STATED, Verdict
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -42,13 +43,14 @@ NAMES = {
 
 
 def page(records: Records, verdicts: Sequence[Verdict], pictures: dict[str, Path], command: str, heading: str = "Benchmarks") -> str:
-    """`pictures`: key → path as the page links to it; keys are ops, `<op> scaling` and `models`."""
+    """`pictures`: key → path as the page links to it; keys are ops, `<op> scaling`, `models` and `steps`."""
     parts = [
         f"# {heading}",
         markdown.generated(command),
         markdown.where(records.all)[0] + " [Versions and commits](#how-it-was-measured) are below.",
         _models_compared(records.models, pictures),
         _ops_compared(records.ops),
+        steps_section(records.steps, pictures),
         _sharded(records.sharded),
         _models(records.models),
         "## Ops in detail\n\n" + ABOUT if records.ops or records.scaling else "",
@@ -309,6 +311,7 @@ def _repeat(records: Records, command: str) -> str:
         lines.append("liger bench model --out RESULTS")
         limits = sorted({row["memory_limit_bytes"] for row in records.models if row["memory_limit_bytes"]})
         lines += [f"liger bench model --model llama-3.2-1b --memory-limit {limit / 2**30:g}GiB --out RESULTS" for limit in limits]
+    lines += ["liger bench step --out RESULTS"] if records.steps else []
     lines.append("liger bench report RESULTS")
     commands = "\n".join(f"    {line}" for line in lines)
     return f"### Repeat it\n\n{commands}\n\nRatios within a run can be compared, times of different runs cannot. This page is what `{command}` writes."

@@ -21,6 +21,7 @@ from liger_bench.model.table import title
 from liger_bench.printing import change
 from liger_bench.records import Record, distinct, find, sizes_of
 from liger_bench.report.page import NAMES
+from liger_bench.step.table import title as step_title
 
 # Distinguishable with any kind of color vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
 COLORS = {
@@ -169,6 +170,32 @@ def model_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
         axes.set_xlabel(f"{label}, Transformers = 1 ({'higher' if column == 'tokens_per_second' else 'lower'} is better)")
     panels[1].set_yticklabels([])
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    _finish(figure, panels, path, grid="x")
+    return True
+
+
+def step_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
+    """Training steps as bars, as shares of the arithmetic limit; False if there is nothing to draw."""
+    rows = [row for row in rows if row["share"]]
+    places, names = list(dict.fromkeys(map(step_title, rows))), distinct(rows, "implementation")
+    if not places:
+        return False
+    figure, panels = _figure(
+        1, 7.5, f"Training steps: share of the arithmetic limit (higher is better)\n{_place(rows)}", 1.4 + 0.7 * len(places)
+    )
+    axes, width = panels[0], 0.84 / len(names)
+    axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--", zorder=3)
+    for number, name in enumerate(names):
+        bars = [(places.index(step_title(row)), row) for row in rows if row["implementation"] == name]
+        heights = [place + width * (number - (len(names) - 1) / 2) for place, _ in bars]
+        color = look[name].color
+        drawn = axes.barh(heights, [row["share"] for _, row in bars], height=0.9 * width, label=NAMES.get(name, name), color=color)
+        words = [f"{row['share']:.2f} · {row['tokens_per_second']:,.0f} tokens/s" for _, row in bars]
+        axes.bar_label(drawn, words, padding=3, fontsize=8, zorder=4, bbox={"color": "white", "pad": 0.4})
+    axes.set_yticks(range(len(places)), [place.replace(", ", ",\n", 1) for place in places])
+    axes.set_ylim(len(places) - 0.5, -0.5)
+    axes.set_xlim(0, 1.3 * max(1.0, axes.dataLim.x1))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
     _finish(figure, panels, path, grid="x")
     return True
 

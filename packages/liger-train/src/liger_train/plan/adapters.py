@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from liger_core.errors import OptionError
 from liger_train import model as train_model
+from liger_train.float8 import holds_experts
 from liger_train.model import is_target, note_of_adapters
 from liger_train.setup import Setup
 
@@ -55,7 +56,7 @@ def adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
     """
     if importlib.util.find_spec("peft") is not None:
         return with_peft(model, setup, notes)
-    if any(_holds_experts(module) for module in model.modules()):
+    if any(holds_experts(module) for module in model.modules()):
         raise OptionError(f"plan: --adapter {setup.adapter} needs peft for a model with experts; pip install peft")
     return _adapted(model, setup, notes)
 
@@ -69,7 +70,3 @@ def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
             model.set_submodule(name, Adapted(layer, setup.adapter_rank, setup.adapter_alpha))
     notes.append(note_of_adapters(setup))
     return model
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    return not isinstance(module, nn.modules.conv._ConvNd) and any(p.dim() == 3 for p in module.parameters(recurse=False))

@@ -99,7 +99,7 @@ def _alternative(technique: Technique, changed: Setup, foresee: Predict) -> Alte
         return Alternative(technique, foresee(changed))
     except OptionError as error:
         # Whether a library is missing may depend on the model.
-        return Alternative(technique, None, str(error).removeprefix("plan: "))
+        return Alternative(technique, None, str(error).removeprefix("plan: ").removeprefix("train: "))
 
 
 def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[Item]:

@@ -161,7 +161,7 @@ class Fsdp2(Sharding):
 
     def _part(self, weight: Tensor) -> int:
         """The bytes of a shard of a weight or gradient: in float32 for mixed precision, in bfloat16 for bf16-pure."""
-        itemsize = weight.itemsize if self.setup.precision == "bf16-pure" else 4
+        itemsize = weight.itemsize if self.setup.pure else 4
         return -(-weight.numel() // self.setup.sharing_ranks) * itemsize
 
 
@@ -186,7 +186,7 @@ def optimizer_memory(setup: Setup, kind: Optimizer, weights: Sequence[Weight]) -
     if setup.shard == "fsdp2":
         if setup.offload != "none":
             return 0, 0
-        itemsize = 2 if setup.precision == "bf16-pure" else 4
+        itemsize = 2 if setup.pure else 4
         parts = [replace(w, elements=-(-w.elements // setup.sharing_ranks), itemsize=itemsize) for w in weights]
     return sum(map(kind.state, parts)), max(map(kind.step, parts), default=0)
 

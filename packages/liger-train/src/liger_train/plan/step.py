@@ -23,6 +23,7 @@ from liger_train.configs import config_of
 from liger_train.model import LOSS, LOW, build, weights_dtype
 from liger_train.plan import devices, parallel
 from liger_train.plan.adapters import adapted
+from liger_train.plan.float8 import in_float8
 from liger_train.plan.ledger import ACTIVATIONS, CATEGORIES, CHECKPOINTS, GRADIENTS, LOGITS, OPTIMIZER, OTHER, WEIGHTS, Ledger, Moment
 from liger_train.plan.optimizers import OPTIMIZERS, Weight, weights_of
 from liger_train.plan.sharding import Sharding, held_in_four_bits, in_four_bits, optimizer_memory, sharding_of
@@ -183,7 +184,7 @@ def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
         # Gathered weights are in the precision of the matmuls.
         simple = replace(simple, precision="bf16-pure")
     simple = replace(simple, checkpoint="full" if setup.checkpoint in ("offload", "auto") else setup.checkpoint)
-    instead = mock.patch.multiple(train_model, _loaded=_from_config, _adapted=adapted)
+    instead = mock.patch.multiple(train_model, _loaded=_from_config, _adapted=adapted, _in_float8=in_float8)
     with mode, mock.patch.object(torch.utils, "swap_tensors", _swap), instead:
         built = build(simple, CPU)
         if setup.adapter == "qlora":
@@ -255,7 +256,7 @@ def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
     inputs = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": torch.zeros((), dtype=torch.long)}
     if setup.cp > 1:
         inputs |= {"shift_labels": torch.zeros_like(tokens), "position_ids": torch.zeros_like(tokens)}
-    mixed = setup.precision in ("bf16", "fp16") and setup.shard == "none"
+    mixed = setup.mixed and setup.shard == "none"
     if not mixed:
         plain: Tensor = model(**inputs).loss
         return plain

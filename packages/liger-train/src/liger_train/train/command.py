@@ -45,7 +45,8 @@ def train(
     data: Annotated[
         str,
         typer.Option(
-            help="Text to train on: a file, a folder, a dataset saved by datasets, or library, the sources of Python's standard library."
+            help="Text to train on: a file, a folder, a dataset saved by datasets, conversations as JSON lines with messages, or library, the "
+            "sources of Python's standard library."
         ),
     ] = LIBRARY,
     validation: Annotated[float, typer.Option(help="Share of the text to hold out for a validation loss, for instance 0.02.")] = 0.0,

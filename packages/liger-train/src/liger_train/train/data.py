@@ -27,6 +27,7 @@ from liger_hf.presets import VOCABULARY
 from liger_train.configs import has_code_of_its_own, loading_options
 from liger_train.fields import epochs
 from liger_train.setup import LIBRARY, Setup
+from liger_train.train.chats import holds_chats, read_chats
 
 # Longer texts are cut to this length, or to what the steps need, at no more than six characters per token.
 CHARACTERS, CHARACTERS_OF_A_TOKEN = 4_000_000, 6
@@ -45,7 +46,7 @@ class Data:
     digest  identifies the data
     """
 
-    sequences: Tensor  # (number, sequence)
+    sequences: Tensor  # (number, sequence), or (number, 2, sequence) with labels
     tokenizer: Any
     digest: str
     notes: list[str]
@@ -68,6 +69,40 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     """
     notes: list[str] = []
     a_step = setup.batch * setup.accumulation * setup.replicas
+    if holds_chats(setup.data):
+        tokenizer, whole = _chats(setup, own_tokenizer, notes)
+        needed, count = f"the data must have at least the {a_step} conversations of a step", len(whole)
+    else:
+        tokenizer, whole, count = _texts(setup, vocabulary, own_tokenizer, notes)
+        needed = f"the text must have at least the {a_step} × {setup.sequence} tokens of a step"
+    largest = int(whole.max()) if len(whole) else 0
+    if largest >= vocabulary:
+        raise OptionError(f"train: the tokens must be below {vocabulary}, the number of embeddings of {setup.model}, got token {largest}")
+    kept, held = _split(whole, setup)
+    steps = len(kept) // a_step
+    if steps == 0:
+        raise OptionError(
+            f"train: {needed}, got {count} from {setup.data}; "
+            "use more text, or a smaller --batch, --accumulation, --sequence or --validation"
+        )
+    # Drop the rest of the text, which does not fill a step.
+    sequences = kept[: steps * a_step]
+    if held is not None:
+        notes.append(f"Held out {len(held)} of {len(whole)} sequences for validation.")
+    return Data(sequences, tokenizer, hashlib.sha256(sequences.numpy().tobytes()).hexdigest(), notes, held)
+
+
+def _chats(setup: Setup, own_tokenizer: bool, notes: list[str]) -> tuple[Any, Tensor]:
+    """The tokenizer of the model, and conversations as sequences with labels."""
+    if setup.cp > 1:
+        raise OptionError(f"train: --data {setup.data} has conversations, and --cp {setup.cp} shards text; use --cp 1")
+    tokenizer = _tokenizer(setup, notes) if own_tokenizer else None
+    return tokenizer, read_chats(setup.data, tokenizer, setup.model, setup.sequence, notes)
+
+
+def _texts(setup: Setup, vocabulary: int, own_tokenizer: bool, notes: list[str]) -> tuple[Any, Tensor, int]:
+    """The tokenizer of the model or of the text, sequences, and the number of tokens."""
+    a_step = setup.batch * setup.accumulation * setup.replicas
     wanted = math.ceil(CHARACTERS_OF_A_TOKEN * setup.steps * a_step * setup.sequence / (1 - setup.validation))
     # An epoch is the whole text.
     limit = max(CHARACTERS, wanted) if epochs(setup.set) is None else sys.maxsize
@@ -82,22 +117,7 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     else:
         tokenizer = _trained(texts, min(vocabulary, VOCABULARY))
         ids = _tokens(tokenizer, texts)
-    largest = int(ids.max())
-    if largest >= vocabulary:
-        raise OptionError(f"train: the tokens must be below {vocabulary}, the number of embeddings of {setup.model}, got token {largest}")
-    whole = ids[: ids.numel() // setup.sequence * setup.sequence].view(-1, setup.sequence)
-    kept, held = _split(whole, setup)
-    steps = len(kept) // a_step
-    if steps == 0:
-        raise OptionError(
-            f"train: the text must have at least the {a_step} × {setup.sequence} tokens of a step, got {ids.numel()} from {setup.data}; "
-            "use more text, or a smaller --batch, --accumulation, --sequence or --validation"
-        )
-    # Drop the rest of the text, which does not fill a step.
-    sequences = kept[: steps * a_step]
-    if held is not None:
-        notes.append(f"Held out {len(held)} of {len(whole)} sequences for validation.")
-    return Data(sequences, tokenizer, hashlib.sha256(sequences.numpy().tobytes()).hexdigest(), notes, held)
+    return tokenizer, ids[: ids.numel() // setup.sequence * setup.sequence].view(-1, setup.sequence), ids.numel()
 
 
 def _split(whole: Tensor, setup: Setup) -> tuple[Tensor, Tensor | None]:

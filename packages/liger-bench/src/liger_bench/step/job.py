@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step to measure, and its row of results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row to measure: `steps` timed steps in each of `rounds` processes, which take turns with those of the peers."""
+
+    case: str
+    implementation: str
+    tiny: bool
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Row(Job):
+    """What a step took, with where and how it was measured.
+
+    step_seconds  median over the steps of all rounds; low and high: 0.2 and 0.8 quantile
+    limit_seconds  the least that the arithmetic takes: operations ÷ the measured rate of a large matmul, recomputation included
+    limit_without_recompute_seconds  the same for a step that keeps every activation
+    share         limit_seconds ÷ step_seconds
+    loss          of the first step: the same weights and tokens for all implementations
+    """
+
+    batch: int
+    sequence: int
+    tokens_per_second: float | None
+    step_seconds: float | None
+    low_seconds: float | None
+    high_seconds: float | None
+    limit_seconds: float | None
+    limit_without_recompute_seconds: float | None
+    share: float | None
+    peak_bytes: int | None
+    loss: float | None
+    steps: int | None
+    rounds: int | None
+    replaced: str | None
+    product_flops_per_second: float | None
+    copy_bytes_per_second: float | None
+    out_of_memory: bool
+    failed: bool
+    reason: str
+    machine: str
+    versions: str
+    commit: str
+    date: str
+
+    def columns(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+COLUMNS = [field.name for field in fields(Row)]
+# What distinguishes a measurement.
+IDENTITY = (*(field.name for field in fields(Job)), "machine", "versions", "commit")
+
+
+def row_of(job: Job, where: Mapping[str, str], results: Mapping[str, Any]) -> Row:
+    empty: dict[str, Any] = dict.fromkeys(COLUMNS) | {"out_of_memory": False, "failed": False, "reason": ""}
+    return Row(**(empty | asdict(job) | dict(where) | dict(results)))
