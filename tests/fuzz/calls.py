@@ -88,7 +88,12 @@ def layer_norm(draw: Draw, limits: Limits) -> Example:
 
 
 def swiglu(draw: Draw, limits: Limits) -> Example:
-    return _gated(draw, limits)
+    options: dict[str, Any] = {}
+    if draw(st.booleans()):
+        options |= {"limit": draw(st.sampled_from((None, 0.3, 7.0))), "alpha": draw(st.sampled_from((1.0, 1.702, -0.5)))}
+        options |= {"shift": draw(st.sampled_from((0.0, 1.0))), "gate_scale": draw(st.sampled_from((1.0, 0.37, -2.0)))}
+        options |= {"scale": draw(st.sampled_from((1.0, 0.22, -3)))}
+    return _gated(draw, limits, **options)
 
 
 def geglu(draw: Draw, limits: Limits) -> Example:
@@ -110,7 +115,8 @@ def _gated(draw: Draw, limits: Limits, **options: Any) -> Example:
 
 def relu_squared(draw: Draw, limits: Limits) -> Example:
     dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
-    return example(draw, {"x": floats(draw, shape, dtype)}, ("x",))
+    up = draw(weighted((1, (None,)), (1, (floats(draw, shape, dtype),))))
+    return example(draw, {"x": floats(draw, shape, dtype), "up": up}, ("x", "up"))
 
 
 def experts(draw: Draw, limits: Limits) -> Example:

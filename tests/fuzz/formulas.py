@@ -48,10 +48,18 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return (y if bias is None else y + bias.to(row.dtype)).to(x.dtype)
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+def swiglu(
+    gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0, gate_scale: float = 1.0,
+    scale: float = 1.0, overwrite: bool = False,
+) -> Tensor:  # fmt: skip
     gate, up = _halves(gate, up)
     row = gate.to(wide(gate.dtype))
-    return (row * torch.sigmoid(row)).to(gate.dtype) * up
+    if limit is None and alpha == gate_scale == scale == 1.0 and not shift:
+        return (row * torch.sigmoid(row)).to(gate.dtype) * up
+    row, factor, bound = row * gate_scale, up.to(row.dtype), math.inf if limit is None else limit
+    row = torch.where(row > bound, bound, row)
+    factor = torch.where(factor > bound, bound, torch.where(factor < -bound, -bound, factor))
+    return (row * torch.sigmoid(alpha * row) * (factor + shift) * scale).to(gate.dtype)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", overwrite: bool = False) -> Tensor:
@@ -61,8 +69,9 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", 
     return (row / 2 * (1 + inner)).to(gate.dtype) * up
 
 
-def relu_squared(x: Tensor) -> Tensor:
-    return (torch.where(x > 0, x, 0.0) * x.clamp(min=0)).to(x.dtype)
+def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
+    squared = (torch.where(x > 0, x, 0.0) * x.clamp(min=0)).to(x.dtype)
+    return squared if up is None else squared * up
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

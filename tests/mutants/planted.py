@@ -583,15 +583,36 @@ MUTANTS = (
     kernel(
         "triton: second derivative term of SiLU missing",
         "_gated.py",
-        "slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))",
+        "slope = sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid))",
         "slope = sigmoid",
         f"swiglu and {SMALL}",
     ),
     kernel(
+        "triton: gradients pass where gate and up are beyond their limit",
+        "_gated.py",
+        "slope = tl.where((up > limit) | (up < -limit), 0.0, slope)",
+        "slope = slope",
+        "swiglu and float32 and (limited or gpt_oss)",
+    ),
+    kernel(
+        "triton: the gate's gradient lacks its scale",
+        "_gated.py",
+        "(grad * factor * slope * gate_scale)",
+        "(grad * factor * slope)",
+        "swiglu and float32 and multipliers",
+    ),
+    kernel(
+        "triton: squared ReLU of a gate is not squared",
+        "_gated.py",
+        "value = tl.where(gate < 0.0, 0.0, gate * gate)",
+        "value = tl.where(gate < 0.0, 0.0, gate)",
+        "relu_squared and float32 and gated",
+    ),
+    kernel(
         "triton: tail of a row not written",
         "_gated.py",
-        "mask = column < width\n    value, _",
-        "mask = column < width - 1\n    value, _",
+        "mask = column < width\n    first =",
+        "mask = column < width - 1\n    first =",
         f"swiglu and {SMALL}",
     ),
     kernel(
@@ -667,7 +688,7 @@ MUTANTS = (
     kernel(
         "triton: one rounding in the middle",
         "_gated.py",
-        "(grad * factor * slope)",
+        "(grad * factor * slope * gate_scale)",
         "((grad * factor).to(tl.bfloat16).to(tl.float32) * slope)",
         f"swiglu and {SMALL}",
     ),
@@ -799,7 +820,7 @@ MUTANTS = (
     Mutant(
         "triton: a sigmoid that overflows",
         f"{TRITON}/_gated.py",
-        "sigmoid = tl.sigmoid(gate)",
+        "sigmoid = tl.sigmoid(alpha * gate)",
         "sigmoid = tl.exp(gate) / (1.0 + tl.exp(gate))",
         (ACCURACY, "--backend", "triton", "-k", "shifted and swiglu and raised"),
         "test_strided_small_large_and_shifted_inputs_keep_the_accuracy",
@@ -817,8 +838,8 @@ MUTANTS = (
     kernel(
         "triton: the forward of the gated activations stores without a mask",
         "_gated.py",
-        "tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask)",
-        "tl.store(y + row * width + column, value.to(y.dtype.element_ty))",
+        "(value * factor * scale).to(y.dtype.element_ty), mask=mask)",
+        "(value * factor * scale).to(y.dtype.element_ty))",
         f"swiglu and {SMALL}",
         "liger_triton::swiglu wrote outside its tensors: y (",
     ),

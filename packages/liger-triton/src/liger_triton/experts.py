@@ -16,11 +16,11 @@ from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
 from liger_core.ops._grouped import grouped
-from liger_triton._gated import activated
+from liger_triton._gated import activated, limited
 from liger_triton._grouped import grouped_matmul, grouped_sum
 from liger_triton.launch import ComposedKernel, Launcher, cdiv, contiguous, dense_like, power_of_two, strided_rows, supported
 
-# As in `activated`, and one without a gate of its own.
+# As in `activated`.
 CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3}
 # Columns of a row that one program copies or sums.
 WIDE = 2048
@@ -294,31 +294,15 @@ def joined_values(
     if HAS_BIAS:
         bias_first, bias_second = joined_at(group, column, width, GATED, INTERLEAVED)
         gate += tl.load(bias + bias_first, mask=mask, other=0.0).to(tl.float32)
-    passed = tl.full(gate.shape, 1.0, dtype=tl.float32)
-    if LIMITED:
-        passed = tl.where(gate <= limit, 1.0, 0.0)
-        gate = tl.minimum(gate, limit)
-    if ACTIVATION == 0:
-        sigmoid = tl.sigmoid(alpha * gate)
-        value = gate * sigmoid
-        slope = sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid))
-    elif ACTIVATION == 3:
-        positive = tl.maximum(gate, 0.0)
-        value = positive * positive
-        slope = 2.0 * positive
-    else:
-        value, slope = activated(gate, ACTIVATION)
+    value, slope = activated(gate, limit, alpha, ACTIVATION, LIMITED)
     factor = tl.full(gate.shape, 1.0, dtype=tl.float32)
     factor_passed = factor
     if GATED:
         up = tl.load(joined + second, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             up += tl.load(bias + bias_second, mask=mask, other=0.0).to(tl.float32)
-        if LIMITED:
-            factor_passed = tl.where((up <= limit) & (up >= -limit), 1.0, 0.0)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-        factor = up + shift
-    return value, slope * passed, factor, factor_passed
+        factor, factor_passed = limited(up, limit, shift, LIMITED)
+    return value, slope, factor, factor_passed
 
 
 @triton.jit
