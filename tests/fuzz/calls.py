@@ -87,6 +87,28 @@ def layer_norm(draw: Draw, limits: Limits) -> Example:
     return example(draw, arguments, ("x", "weight", "bias"))
 
 
+def add_layer_norm(draw: Draw, limits: Limits) -> Example:
+    normed = layer_norm(draw, limits)
+    x = normed.arguments["x"]
+    arguments = {"x": x, "residual": floats(draw, x.shape, x.dtype), **{n: v for n, v in normed.arguments.items() if n != "x"}}
+    shared = {"residual": "x"} if draw(weighted((9, (False,)), (1, (True,)))) else {}
+    return example(draw, arguments, ("x", *(() if shared else ("residual",)), "weight", "bias"), shared=shared)
+
+
+def dyt(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
+    alpha = moderate(draw, draw(st.sampled_from(((), (1,)))), draw(st.sampled_from(limits.dtypes)))
+    weight, bias = _vector(draw, limits, shape[-1]), _vector(draw, limits, shape[-1])
+    return example(
+        draw, {"x": floats(draw, shape, dtype), "alpha": alpha, "weight": weight, "bias": bias}, ("x", "alpha", "weight", "bias")
+    )
+
+
+def softmax(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
+    return example(draw, {"x": floats(draw, shape, dtype)}, ("x",))
+
+
 def swiglu(draw: Draw, limits: Limits) -> Example:
     options: dict[str, Any] = {}
     if draw(st.booleans()):

@@ -48,6 +48,26 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return (y if bias is None else y + bias.to(row.dtype)).to(x.dtype)
 
 
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    summed = (x.to(wide(x.dtype)) + residual.to(wide(x.dtype))).to(x.dtype)
+    return layer_norm(summed, weight, bias, eps), summed
+
+
+def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    row = x.to(wide(x.dtype))
+    y = torch.tanh(row * alpha.to(row.dtype))
+    y = y if weight is None else y * weight.to(row.dtype)
+    return (y if bias is None else y + bias.to(row.dtype)).to(x.dtype)
+
+
+def softmax(x: Tensor) -> Tensor:
+    row = x.to(wide(x.dtype))
+    # As in torch.softmax, the gradient is that of the rounded probabilities: where one is almost 1, what is left of it has their round-off.
+    return row.log_softmax(-1).exp().to(x.dtype)
+
+
 def swiglu(
     gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0, gate_scale: float = 1.0,
     scale: float = 1.0, overwrite: bool = False,

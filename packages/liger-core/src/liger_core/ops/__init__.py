@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of this package: one line each."""
 
+from liger_core.ops.add_layer_norm import add_layer_norm as add_layer_norm
 from liger_core.ops.add_rms_norm import add_rms_norm as add_rms_norm
 from liger_core.ops.cross_entropy import cross_entropy as cross_entropy
+from liger_core.ops.dyt import dyt as dyt
 from liger_core.ops.experts import experts as experts
 from liger_core.ops.geglu import geglu as geglu
 from liger_core.ops.jsd import jsd as jsd
@@ -16,5 +18,6 @@ from liger_core.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from liger_core.ops.relu_squared import relu_squared as relu_squared
 from liger_core.ops.rms_norm import rms_norm as rms_norm
 from liger_core.ops.rope import rope as rope
+from liger_core.ops.softmax import softmax as softmax
 from liger_core.ops.swiglu import swiglu as swiglu
 from liger_core.ops.total_variation import total_variation as total_variation
