@@ -55,6 +55,20 @@ def add_layer_norm(
     return layer_norm(summed, weight, bias, eps), summed
 
 
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, activation: str = "silu",
+    gate_first: bool = False, group_size: int | None = None,
+) -> Tensor:  # fmt: skip
+    row, by = x.to(wide(x.dtype)), gate.to(wide(x.dtype))
+    by = torch.sigmoid(by) * (by if activation == "silu" else 1.0)
+    row = row * by if gate_first else row
+    size = max(1, x.shape[-1] if group_size is None else group_size)
+    parts = [part / (part.pow(2).sum(-1, keepdim=True) / size + eps).sqrt() for part in row.split(size, dim=-1)]
+    y = torch.cat(parts, dim=-1)
+    y = y if weight is None else y * (weight.to(row.dtype) + weight_offset)
+    return (y if gate_first else y * by).to(x.dtype)
+
+
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     row = x.to(wide(x.dtype))
     y = torch.tanh(row * alpha.to(row.dtype))
@@ -63,9 +77,8 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | N
 
 
 def softmax(x: Tensor) -> Tensor:
-    row = x.to(wide(x.dtype))
-    # As in torch.softmax, the gradient is that of the rounded probabilities: where one is almost 1, what is left of it has their round-off.
-    return row.log_softmax(-1).exp().to(x.dtype)
+    # PyTorch's own, whose gradient is that of the rounded probabilities, as the definition says: where one is almost 1, little is left of it.
+    return x.softmax(-1)
 
 
 def swiglu(

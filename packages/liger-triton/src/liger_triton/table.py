@@ -22,6 +22,7 @@ HANDED_OVER = {
     "add_layer_norm": SMALL,
     "dyt": SMALL,
     "softmax": SMALL,
+    "gated_rms_norm": SMALL,
     "rope": SMALL,
     "qk_norm_rope": SMALL,
     "swiglu": 4 * SMALL,
