@@ -117,6 +117,25 @@ def gated_rms_norm(draw: Draw, limits: Limits) -> Example:
     return example(draw, arguments, ("x", "gate", "weight"))
 
 
+def modulated_rms_norm(draw: Draw, limits: Limits) -> Example:
+    return _modulated(draw, limits, weighted=True)
+
+
+def modulated_layer_norm(draw: Draw, limits: Limits) -> Example:
+    return _modulated(draw, limits, weighted=False)
+
+
+def _modulated(draw: Draw, limits: Limits, *, weighted: bool) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
+    shape = shape if len(shape) > 1 else (1, *shape)
+    of_samples, modulation = (*shape[:-2], shape[-1]), draw(st.sampled_from((dtype, *limits.dtypes)))
+    arguments: dict[str, Any] = {"x": floats(draw, shape, dtype), "scale": floats(draw, of_samples, modulation), "eps": draw(EPS)}
+    arguments["shift"] = floats(draw, of_samples, modulation) if draw(st.booleans()) else None
+    if weighted:
+        arguments["weight"] = _vector(draw, limits, shape[-1])
+    return example(draw, arguments, ("x", "scale", "shift", *(("weight",) if weighted else ())))
+
+
 def softmax(draw: Draw, limits: Limits) -> Example:
     dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
     return example(draw, {"x": floats(draw, shape, dtype)}, ("x",))

@@ -69,6 +69,19 @@ def gated_rms_norm(
     return (y if gate_first else y * by).to(x.dtype)
 
 
+def modulated_rms_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    return _modulated(rms_norm(x.to(wide(x.dtype)), weight, eps, cast="float32"), scale, shift).to(x.dtype)
+
+
+def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    return _modulated(layer_norm(x.to(wide(x.dtype)), eps=eps), scale, shift).to(x.dtype)
+
+
+def _modulated(normed: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
+    y = normed + normed * scale.to(normed.dtype)[..., None, :]
+    return y if shift is None else y + shift.to(normed.dtype)[..., None, :]
+
+
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     row = x.to(wide(x.dtype))
     y = torch.tanh(row * alpha.to(row.dtype))

@@ -23,6 +23,8 @@ HANDED_OVER = {
     "dyt": SMALL,
     "softmax": SMALL,
     "gated_rms_norm": SMALL,
+    "modulated_rms_norm": SMALL,
+    "modulated_layer_norm": SMALL,
     "rope": SMALL,
     "qk_norm_rope": SMALL,
     "swiglu": 4 * SMALL,

@@ -15,6 +15,8 @@ from liger_core.ops.linear_cross_entropy import linear_cross_entropy as linear_c
 from liger_core.ops.linear_divergence import linear_divergence as linear_divergence
 from liger_core.ops.linear_log_prob import linear_log_prob as linear_log_prob
 from liger_core.ops.lora_linear import lora_linear as lora_linear
+from liger_core.ops.modulated_layer_norm import modulated_layer_norm as modulated_layer_norm
+from liger_core.ops.modulated_rms_norm import modulated_rms_norm as modulated_rms_norm
 from liger_core.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from liger_core.ops.relu_squared import relu_squared as relu_squared
 from liger_core.ops.rms_norm import rms_norm as rms_norm
