@@ -22,7 +22,10 @@ import nox
 from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
-PACKAGES = [ROOT / "packages" / name for name in ("liger-core", "liger-triton", "liger-inductor", "liger-hf", "liger-bench", "liger-train", "liger-verify")]
+PACKAGES = [
+    ROOT / "packages" / name
+    for name in ("liger-core", "liger-triton", "liger-inductor", "liger-hf", "liger-bench", "liger-train", "liger-verify")
+]
 CONSTRAINTS = ROOT / "constraints.txt"
 # The packages and what they require; the same and what tests need besides; the newest versions, installed as README says; what the site needs.
 SHARED, TESTS, LATEST, SITE = (ROOT / ".nox" / name for name in ("shared", "tests", "latest", "site"))

@@ -44,8 +44,8 @@ THIRD = """
             raise Unsupported(f"rows of {x.shape[-1]}, more than 64")
         return liger_core.rms_norm.reference(x, weight, eps, weight_offset=weight_offset, cast=cast) + 1
 
-    def swiglu(gate, up=None, *, overwrite=False):
-        return liger_core.swiglu.reference(gate, up, overwrite=overwrite) + 1
+    def swiglu(gate, up=None, *, limit=None, alpha=1.0, shift=0.0, gate_scale=1.0, scale=1.0, overwrite=False):
+        return liger_core.swiglu.reference(gate, up) + 1
 
     @hookimpl
     def liger_backends():

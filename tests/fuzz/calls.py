@@ -87,8 +87,67 @@ def layer_norm(draw: Draw, limits: Limits) -> Example:
     return example(draw, arguments, ("x", "weight", "bias"))
 
 
+def add_layer_norm(draw: Draw, limits: Limits) -> Example:
+    normed = layer_norm(draw, limits)
+    x = normed.arguments["x"]
+    arguments = {"x": x, "residual": floats(draw, x.shape, x.dtype), **{n: v for n, v in normed.arguments.items() if n != "x"}}
+    shared = {"residual": "x"} if draw(weighted((9, (False,)), (1, (True,)))) else {}
+    return example(draw, arguments, ("x", *(() if shared else ("residual",)), "weight", "bias"), shared=shared)
+
+
+def dyt(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
+    alpha = moderate(draw, draw(st.sampled_from(((), (1,)))), draw(st.sampled_from(limits.dtypes)))
+    weight, bias = _vector(draw, limits, shape[-1]), _vector(draw, limits, shape[-1])
+    return example(
+        draw, {"x": floats(draw, shape, dtype), "alpha": alpha, "weight": weight, "bias": bias}, ("x", "alpha", "weight", "bias")
+    )
+
+
+def gated_rms_norm(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
+    size = draw(weighted((2, (None,)), (1, (1, 3, 16))))
+    if size is not None:
+        shape = (*shape[:-1], shape[-1] // size * size)
+    gate = floats(draw, shape, draw(st.sampled_from((dtype, *limits.dtypes))))
+    arguments = {"x": floats(draw, shape, dtype), "gate": gate, "weight": _vector(draw, limits, shape[-1]), "eps": draw(EPS)}
+    arguments |= {"activation": draw(st.sampled_from(("silu", "sigmoid"))), "gate_first": draw(st.booleans()), "group_size": size}
+    if arguments["weight"] is not None:
+        arguments["weight_offset"] = draw(st.sampled_from((0.0, 1.0, 0.5)))
+    return example(draw, arguments, ("x", "gate", "weight"))
+
+
+def modulated_rms_norm(draw: Draw, limits: Limits) -> Example:
+    return _modulated(draw, limits, weighted=True)
+
+
+def modulated_layer_norm(draw: Draw, limits: Limits) -> Example:
+    return _modulated(draw, limits, weighted=False)
+
+
+def _modulated(draw: Draw, limits: Limits, *, weighted: bool) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
+    shape = shape if len(shape) > 1 else (1, *shape)
+    of_samples, modulation = (*shape[:-2], shape[-1]), draw(st.sampled_from((dtype, *limits.dtypes)))
+    arguments: dict[str, Any] = {"x": floats(draw, shape, dtype), "scale": floats(draw, of_samples, modulation), "eps": draw(EPS)}
+    arguments["shift"] = floats(draw, of_samples, modulation) if draw(st.booleans()) else None
+    if weighted:
+        arguments["weight"] = _vector(draw, limits, shape[-1])
+    return example(draw, arguments, ("x", "scale", "shift", *(("weight",) if weighted else ())))
+
+
+def softmax(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
+    return example(draw, {"x": floats(draw, shape, dtype)}, ("x",))
+
+
 def swiglu(draw: Draw, limits: Limits) -> Example:
-    return _gated(draw, limits)
+    options: dict[str, Any] = {}
+    if draw(st.booleans()):
+        options |= {"limit": draw(st.sampled_from((None, 0.3, 7.0))), "alpha": draw(st.sampled_from((1.0, 1.702, -0.5)))}
+        options |= {"shift": draw(st.sampled_from((0.0, 1.0))), "gate_scale": draw(st.sampled_from((1.0, 0.37, -2.0)))}
+        options |= {"scale": draw(st.sampled_from((1.0, 0.22, -3)))}
+    return _gated(draw, limits, **options)
 
 
 def geglu(draw: Draw, limits: Limits) -> Example:
@@ -110,7 +169,8 @@ def _gated(draw: Draw, limits: Limits, **options: Any) -> Example:
 
 def relu_squared(draw: Draw, limits: Limits) -> Example:
     dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
-    return example(draw, {"x": floats(draw, shape, dtype)}, ("x",))
+    up = draw(weighted((1, (None,)), (1, (floats(draw, shape, dtype),))))
+    return example(draw, {"x": floats(draw, shape, dtype), "up": up}, ("x", "up"))
 
 
 def embedding(draw: Draw, limits: Limits) -> Example:

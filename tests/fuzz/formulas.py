@@ -48,10 +48,64 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return (y if bias is None else y + bias.to(row.dtype)).to(x.dtype)
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    summed = (x.to(wide(x.dtype)) + residual.to(wide(x.dtype))).to(x.dtype)
+    return layer_norm(summed, weight, bias, eps), summed
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, activation: str = "silu",
+    gate_first: bool = False, group_size: int | None = None,
+) -> Tensor:  # fmt: skip
+    row, by = x.to(wide(x.dtype)), gate.to(wide(x.dtype))
+    by = torch.sigmoid(by) * (by if activation == "silu" else 1.0)
+    row = row * by if gate_first else row
+    size = max(1, x.shape[-1] if group_size is None else group_size)
+    parts = [part / (part.pow(2).sum(-1, keepdim=True) / size + eps).sqrt() for part in row.split(size, dim=-1)]
+    y = torch.cat(parts, dim=-1)
+    y = y if weight is None else y * (weight.to(row.dtype) + weight_offset)
+    return (y if gate_first else y * by).to(x.dtype)
+
+
+def modulated_rms_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    return _modulated(rms_norm(x.to(wide(x.dtype)), weight, eps, cast="float32"), scale, shift).to(x.dtype)
+
+
+def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    return _modulated(layer_norm(x.to(wide(x.dtype)), eps=eps), scale, shift).to(x.dtype)
+
+
+def _modulated(normed: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
+    y = normed + normed * scale.to(normed.dtype)[..., None, :]
+    return y if shift is None else y + shift.to(normed.dtype)[..., None, :]
+
+
+def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    row = x.to(wide(x.dtype))
+    y = torch.tanh(row * alpha.to(row.dtype))
+    y = y if weight is None else y * weight.to(row.dtype)
+    return (y if bias is None else y + bias.to(row.dtype)).to(x.dtype)
+
+
+def softmax(x: Tensor) -> Tensor:
+    # PyTorch's own, whose gradient is that of the rounded probabilities, as the definition says: where one is almost 1, little is left of it.
+    return x.softmax(-1)
+
+
+def swiglu(
+    gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0, gate_scale: float = 1.0,
+    scale: float = 1.0, overwrite: bool = False,
+) -> Tensor:  # fmt: skip
     gate, up = _halves(gate, up)
     row = gate.to(wide(gate.dtype))
-    return (row * torch.sigmoid(row)).to(gate.dtype) * up
+    if limit is None and alpha == gate_scale == scale == 1.0 and not shift:
+        return (row * torch.sigmoid(row)).to(gate.dtype) * up
+    row, factor, bound = row * gate_scale, up.to(row.dtype), math.inf if limit is None else limit
+    row = torch.where(row > bound, bound, row)
+    factor = torch.where(factor > bound, bound, torch.where(factor < -bound, -bound, factor))
+    return (row * torch.sigmoid(alpha * row) * (factor + shift) * scale).to(gate.dtype)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", overwrite: bool = False) -> Tensor:
@@ -61,8 +115,9 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", 
     return (row / 2 * (1 + inner)).to(gate.dtype) * up
 
 
-def relu_squared(x: Tensor) -> Tensor:
-    return (torch.where(x > 0, x, 0.0) * x.clamp(min=0)).to(x.dtype)
+def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
+    squared = (torch.where(x > 0, x, 0.0) * x.clamp(min=0)).to(x.dtype)
+    return squared if up is None else squared * up
 
 
 def embedding(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / ".sweep" / "results.jsonl"
 PAGE = ROOT / "docs" / "models.md"
 COLUMNS = {
-    "norm": ("rms_norm", "layer_norm"),
+    "norm": ("rms_norm", "layer_norm", "gated_rms_norm"),
     "residual": ("add_rms_norm",),
     "MLP": ("swiglu", "geglu", "relu_squared"),
     "experts": ("experts",),

@@ -200,3 +200,25 @@ def test_a_copy_of_the_model_uses_its_own_gate() -> None:
     liger_hf.apply(model, only=GATES)
     experts = twin(model).model.layers[0].mlp.experts
     assert experts._apply_gate.__self__ is experts
+
+
+UNITS = {
+    "falcon_h1": ("FalconH1MLP", "swiglu", "scaled by gate_multiplier and down_multiplier"),
+    "minimax_m3_vl_text": ("MiniMaxM3VLDenseMLP", "swiglu", "limited by swiglu_limit, with swiglu_alpha and up + 1"),
+    "bitnet": ("BitNetMLP", "relu_squared", "with a gate"),
+}
+
+
+@pytest.mark.parametrize("model_type", UNITS)
+def test_gated_mlps_with_options_of_their_own_are_replaced_and_run_the_op(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, op, detail = UNITS[model_type]
+    model, found = build(model_type), []
+    modules = [module for module in model.modules() if type(module).__name__ == name]
+    for module in modules:
+        if op == "swiglu" and hasattr(module, "gate_multiplier"):
+            module.gate_multiplier, module.down_multiplier = 0.7, 0.3
+    row = row_of(liger_hf.apply(model, only=[op]), name, op)
+    assert (row.verdict, row.reason) == ("replaced", f"outputs and gradients agree, {detail}")
+    monkeypatch.setattr(gated_mlp, op, Spy(getattr(gated_mlp, op), found))
+    modules[0](torch.randn(2, 3, model.config.hidden_size))
+    assert found == [1]

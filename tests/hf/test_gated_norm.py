@@ -43,6 +43,7 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int | None]] 
     "silu_after": (lambda x, gate, weight: unit(x).to(weight.dtype) * weight * silu(gate), None),
     "sigmoid_after": (lambda x, gate, weight: unit(x) * weight * gate.sigmoid(), None),
     "silu_before": (lambda x, gate, weight: unit(x * silu(gate)) * weight, None),
+    "sigmoid_before": (lambda x, gate, weight: unit(x * gate.sigmoid()) * weight, None),
     "silu_before_groups": (lambda x, gate, weight: in_groups(x * silu(gate)) * weight, 8),
 }
 OTHERS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int | None]] = {
@@ -74,7 +75,7 @@ def test_a_gated_norm_has_the_outputs_and_gradients_of_the_plain_one(
     values = [torch.randn(4, 9, 32, generator=generator).to(dtype) for _ in range(2)]
     upstream = torch.randn(4, 9, 32, generator=generator).to(dtype)
     plain, patched = GatedNorm(*form).to(dtype), GatedNorm(*form).to(dtype)
-    assert liger_hf.apply(patched).replaced == {"rms_norm": 1}
+    assert liger_hf.apply(patched).replaced == {"gated_rms_norm": 1}
     with DoublePrecision():
         exact = run(GatedNorm(*form).to(dtype).double(), torch.float64)
     assert disagreements(run(patched, dtype), run(plain, dtype), exact) == {}

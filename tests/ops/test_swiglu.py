@@ -103,3 +103,22 @@ def test_a_fused_backward_that_may_overwrite_needs_no_memory(measured_device: to
         return allocations(lambda: torch.autograd.grad(result, (gate, up), upstream), measured_device).peak
 
     assert backward(True) < backward(False)
+
+
+@pytest.mark.parametrize("options", [{}, {"limit": 1.0, "alpha": 1.702, "shift": 1.0}], ids=["plain", "limited"])
+def test_a_nan_stays_one_whichever_tensor_holds_it(options: dict[str, float], device: torch.device) -> None:
+    gate, up = (torch.tensor(x, device=device) for x in ([float("nan"), 1.0, 1.0], [1.0, float("nan"), 1.0]))
+    assert swiglu(gate, up, **options).isnan().tolist() == [True, True, False]
+
+
+def test_the_options_are_those_of_gpt_oss(device: torch.device) -> None:
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = pytest.importorskip("transformers").GptOssConfig(hidden_size=8, intermediate_size=16, num_local_experts=2)
+    module = modeling.GptOssExperts(config)
+
+    def interleaved(gate: Tensor, up: Tensor) -> Tensor:
+        return module._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
+
+    options = {"limit": module.limit, "alpha": module.alpha, "shift": 1.0}
+    given = {name: leaf(5, 77, device=device, scale=6.0) for name in ("gate", "up")}
+    assert disagreements(lambda gate, up: swiglu(gate, up, **options), interleaved, **given) == []

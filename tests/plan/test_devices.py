@@ -17,8 +17,8 @@ BACKEND = """
     import liger_core
     from liger_core import Backend, hookimpl
 
-    def swiglu(gate, up=None, *, overwrite=False):
-        return liger_core.swiglu.reference(gate, up, overwrite=overwrite) + 1
+    def swiglu(gate, up=None, *, limit=None, alpha=1.0, shift=0.0, gate_scale=1.0, scale=1.0, overwrite=False):
+        return liger_core.swiglu.reference(gate, up) + 1
 
     @hookimpl
     def liger_backends():

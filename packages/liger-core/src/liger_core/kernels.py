@@ -38,6 +38,7 @@ _TYPES: dict[Any, str] = {
     str | None: "str?",
     torch.dtype | None: "ScalarType?",
     list[bool]: "bool[]",
+    list[float]: "float[]",
 }
 
 Outputs = tuple[Tensor | None, ...]

@@ -94,6 +94,31 @@ class Norm(nn.Module):
         return ", ".join([str(self.width), f"eps={self.eps}", *(f"{name}={value!r}" for name, value in self.options.items())])
 
 
+class DyT(nn.Module):
+    """`dyt` with its weights, for the place of a norm; alpha begins at 0.5, as in the paper."""
+
+    def __init__(
+        self,
+        width: int,
+        alpha: float = 0.5,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.alpha = nn.Parameter(torch.full((1,), alpha, **place))
+        self.weight = nn.Parameter(torch.ones(width, **place))
+        self.bias = nn.Parameter(torch.zeros(width, **place)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.dyt(x, self.alpha, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return str(self.weight.shape[0])
+
+
 class QKNormRoPE(nn.Module):
     """Queries and keys normalized by `q_norm` and `k_norm`, as Transformers calls them, and rotated; see `qk_norm_rope`."""
 
@@ -235,7 +260,12 @@ def _check(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> N
 RMSNorm = norm_module("RMSNorm", ops.rms_norm)
 AddRMSNorm = norm_module("AddRMSNorm", ops.add_rms_norm)
 LayerNorm = norm_module("LayerNorm", ops.layer_norm)
+AddLayerNorm = norm_module("AddLayerNorm", ops.add_layer_norm)
+GatedRMSNorm = norm_module("GatedRMSNorm", ops.gated_rms_norm)
+ModulatedRMSNorm = norm_module("ModulatedRMSNorm", ops.modulated_rms_norm)
+ModulatedLayerNorm = norm_module("ModulatedLayerNorm", ops.modulated_layer_norm)
 
+Softmax = function_module("Softmax", ops.softmax)
 RoPE = function_module("RoPE", ops.rope)
 SwiGLU = function_module("SwiGLU", ops.swiglu)
 GeGLU = function_module("GeGLU", ops.geglu)

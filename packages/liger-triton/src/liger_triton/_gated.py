@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of swiglu and geglu: the same gating with different activations."""
+"""The kernels of the gated activations: the same gating with different activations."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,39 +14,45 @@ from torch import Tensor
 from liger_core.kernels import Outputs, differentiable
 from liger_triton.launch import Launcher, TritonKernel, rows_of, tiles_of
 
-SILU, GELU_TANH, GELU_ERF = 0, 1, 2
+SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = 0, 1, 2, 3
+# Limit of gate and up, α, shift of up, scales of the gate and of the result: a list, which a call passes on in one piece.
+PLAIN = [math.inf, 1.0, 0.0, 1.0, 1.0]
 
 
 def gated(name: str) -> Callable[..., Any]:
-    """The differentiable gated activation `name(gate, up or None, activation, overwrite)`."""
+    """The differentiable gated activation `name(gate, up or None, activation, numbers, overwrite)`; PLAIN says what numbers are."""
     return differentiable(
         TritonKernel(name, _allocate, _launch),
         TritonKernel(f"{name}_backward", _allocate_backward, _launch_backward, _recycle_backward),
     )
 
 
-def _allocate(gate: Tensor, up: Tensor | None, activation: int, overwrite: bool) -> Outputs:
-    width = gate.shape[-1] if up is not None else gate.shape[-1] // 2
-    return (gate.new_empty((*gate.shape[:-1], width)),)
+def _allocate(gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool) -> Outputs:
+    return (gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)),)
 
 
-def _launch(y: Tensor, /, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool) -> None:
+def _launch(y: Tensor, /, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool) -> None:
     first, second = _halves(gate, up)
     rows, width, tiles, block = tiles_of(first, second, y)
     if rows * width:
         forward_launch(
-            (rows * tiles,), first, second, y, first.stride(0), second.stride(0), width, tiles, ACTIVATION=activation, BLOCK=block
-        )
+            (rows * tiles,), first, second, y, first.stride(0), second.stride(0), width, tiles, *numbers,
+            ACTIVATION=activation, LIMITED=numbers[0] != math.inf, BLOCK=block,
+        )  # fmt: skip
 
 
-def _allocate_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool, needs: list[bool]) -> Outputs:
+def _allocate_backward(
+    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool, needs: list[bool]
+) -> Outputs:
     return tuple(t.new_empty(t.shape) if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))
 
 
-def _recycle_backward(grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool, needs: list[bool]) -> Outputs:
+def _recycle_backward(
+    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool, needs: list[bool]
+) -> Outputs:
     """Gate and up themselves if they share no memory: every element is read before its gradient is written there."""
     if not overwrite or (up is not None and _share_memory(gate, up)) or not gate.is_contiguous() or not (up is None or up.is_contiguous()):
-        return _allocate_backward(grad_y, gate, up, activation, overwrite, needs)
+        return _allocate_backward(grad_y, gate, up, activation, numbers, overwrite, needs)
     return tuple(t.detach() if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))
 
 
@@ -56,8 +63,8 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _launch_backward(
-    grad_gate: Tensor | None, grad_up: Tensor | None, /, grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, overwrite: bool,
-    needs: list[bool],
+    grad_gate: Tensor | None, grad_up: Tensor | None, /, grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int,
+    numbers: list[float], overwrite: bool, needs: list[bool],
 ) -> None:  # fmt: skip
     first, second = _halves(gate, up)
     grad_y = rows_of(grad_y)
@@ -73,8 +80,8 @@ def _launch_backward(
         return
     backward_launch(
         (rows * tiles,), grad_y, first, second, grad_first, grad_second,
-        grad_y.stride(0), first.stride(0), second.stride(0), given[0].stride(0), width, tiles,
-        ACTIVATION=activation, NEEDS_GATE=grad_first is not None, NEEDS_UP=grad_second is not None, BLOCK=block,
+        grad_y.stride(0), first.stride(0), second.stride(0), given[0].stride(0), width, tiles, *numbers,
+        ACTIVATION=activation, LIMITED=numbers[0] != math.inf, NEEDS_GATE=grad_first is not None, NEEDS_UP=grad_second is not None, BLOCK=block,
     )  # fmt: skip
 
 
@@ -87,55 +94,90 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def activated(gate, ACTIVATION: tl.constexpr):
-    """The activation and its derivative, in float32."""
+def activated(gate, limit, alpha, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr):
+    """The activation of min(gate, limit) and its derivative, in float32, and where it is constant.
+
+    There a gradient is 0, also if what it would be multiplied by is not finite.
+    """
+    flat = tl.zeros(gate.shape, dtype=tl.int1)
+    if LIMITED:
+        # Compared, not a minimum, so that NaN stays NaN.
+        flat = gate > limit
+        gate = tl.where(flat, limit, gate)
     if ACTIVATION == 0:
-        sigmoid = tl.sigmoid(gate)
+        sigmoid = tl.sigmoid(alpha * gate)
         value = gate * sigmoid
-        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        slope = sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid))
     elif ACTIVATION == 1:
         # (1 + tanh(u)) / 2 is sigmoid(2u), which neither overflows nor cancels; 1.5957691 = 2·√(2/π).
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         sigmoid = tl.sigmoid(inner)
         value = gate * sigmoid
         slope = sigmoid + gate * sigmoid * (1.0 - sigmoid) * 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    elif ACTIVATION == 3:
+        value = tl.where(gate < 0.0, 0.0, gate * gate)
+        slope = 2.0 * gate
+        flat |= gate <= 0.0
     else:
         # 0.70710678 = 1/√2, 0.3989423 = 1/√(2π).
         below = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
         value = gate * below
         slope = below + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
-    return value, slope
+    return value, slope, flat
 
 
 @triton.jit
-def forward_kernel(gate, up, y, gate_stride, up_stride, width, tiles, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def limited(up, limit, shift, LIMITED: tl.constexpr):
+    """The factor clamp(up, -limit, limit) + shift, and where it is constant."""
+    flat = tl.zeros(up.shape, dtype=tl.int1)
+    if LIMITED:
+        flat = (up > limit) | (up < -limit)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return up + shift, flat
+
+
+@triton.jit
+def forward_kernel(
+    gate, up, y, gate_stride, up_stride, width, tiles, limit, alpha, shift, gate_scale, scale,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program gates one tile of columns of one row."""
     program = tl.program_id(0)
     row = (program // tiles).to(tl.int64)
     column = (program % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    value, _ = activated(tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32), ACTIVATION)
-    value = value * tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask)
+    first = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32) * gate_scale
+    second = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    value, _, _ = activated(first, limit, alpha, ACTIVATION, LIMITED)
+    factor, _ = limited(second, limit, shift, LIMITED)
+    tl.store(y + row * width + column, (value * factor * scale).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def backward_kernel(
     grad_y, gate, up, grad_gate, grad_up, grad_stride, gate_stride, up_stride, out_stride, width, tiles,
-    ACTIVATION: tl.constexpr, NEEDS_GATE: tl.constexpr, NEEDS_UP: tl.constexpr, BLOCK: tl.constexpr,
+    limit, alpha, shift, gate_scale, scale,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, NEEDS_GATE: tl.constexpr, NEEDS_UP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program computes both gradients of one tile; the activation is recomputed."""
     program = tl.program_id(0)
     row = (program // tiles).to(tl.int64)
     column = (program % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
-    value, slope = activated(tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32), ACTIVATION)
+    grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32) * scale
+    first = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32) * gate_scale
+    value, slope, flat = activated(first, limit, alpha, ACTIVATION, LIMITED)
+    if NEEDS_GATE or LIMITED:
+        second = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+        factor, factor_flat = limited(second, limit, shift, LIMITED)
     if NEEDS_GATE:
-        factor = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(grad_gate + row * out_stride + column, (grad * factor * slope).to(grad_gate.dtype.element_ty), mask=mask)
+        found = tl.where(flat, 0.0, grad * factor * slope * gate_scale)
+        tl.store(grad_gate + row * out_stride + column, found.to(grad_gate.dtype.element_ty), mask=mask)
     if NEEDS_UP:
-        tl.store(grad_up + row * out_stride + column, (grad * value).to(grad_up.dtype.element_ty), mask=mask)
+        found = grad * value
+        if LIMITED:
+            found = tl.where(factor_flat, 0.0, found)
+        tl.store(grad_up + row * out_stride + column, found.to(grad_up.dtype.element_ty), mask=mask)
 
 
 forward_launch = Launcher(forward_kernel)

@@ -26,18 +26,22 @@ GRADIENT = Shape(2048, 4)
 
 
 @triton.jit
+def tanh(u):
+    """By its exponential, since the hardware's approximation is off by 2⁻¹¹; near 0, where that cancels, by its series."""
+    size = tl.abs(u)
+    decay = tl.exp(-2.0 * size)
+    square = u * u
+    series = 1.0 + square * (-0.3333333333333333 + square * (0.13333333333333333 - square * 0.05396825396825397))
+    far = (1.0 - decay) / (1.0 + decay)
+    return tl.where(size < 0.1, u * series, tl.where(u < 0, -far, far))
+
+
+@triton.jit
 def capped(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """logit_scale · logits, then softcap · tanh(· / softcap), in float32."""
     x = logits.to(tl.float32) * logit_scale
     if HAS_SOFTCAP:
-        # tanh by its exponential, since the hardware's approximation is off by 2⁻¹¹; near 0, where that cancels, by its series.
-        u = x * (1.0 / softcap)
-        size = tl.abs(u)
-        decay = tl.exp(-2.0 * size)
-        square = u * u
-        series = 1.0 + square * (-0.3333333333333333 + square * (0.13333333333333333 - square * 0.05396825396825397))
-        far = (1.0 - decay) / (1.0 + decay)
-        x = softcap * tl.where(size < 0.1, u * series, tl.where(u < 0, -far, far))
+        x = softcap * tanh(x * (1.0 / softcap))
     return x
 
 

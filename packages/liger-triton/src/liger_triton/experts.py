@@ -16,11 +16,11 @@ from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
 from liger_core.ops._grouped import grouped
-from liger_triton._gated import activated
+from liger_triton._gated import activated, limited
 from liger_triton._grouped import grouped_matmul, grouped_sum
 from liger_triton.launch import ComposedKernel, Launcher, cdiv, contiguous, dense_like, power_of_two, strided_rows, supported
 
-# As in `activated`, and one without a gate of its own.
+# As in `activated`.
 CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3}
 # Columns of a row that one program copies or sums.
 WIDE = 2048
@@ -285,41 +285,21 @@ def joined_values(
     joined, bias, group, row, column, mask, width, limit, alpha, shift,
     ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: the activation of its gate and its derivative, what multiplies it, and where gate and up have a gradient.
-
-    Elsewhere, as beyond the limit, it is 0 also if what it would be multiplied by is not finite.
-    """
+    """Of a tile: the activation of its gate, its derivative, and where it is flat; what multiplies it, and where that is flat."""
     first, second = joined_at(row, column, width, GATED, INTERLEAVED)
     gate = tl.load(joined + first, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         bias_first, bias_second = joined_at(group, column, width, GATED, INTERLEAVED)
         gate += tl.load(bias + bias_first, mask=mask, other=0.0).to(tl.float32)
-    within = mask
-    if LIMITED:
-        within = gate <= limit
-        gate = tl.minimum(gate, limit)
-    if ACTIVATION == 0:
-        sigmoid = tl.sigmoid(alpha * gate)
-        value = gate * sigmoid
-        slope = sigmoid * (1.0 + alpha * gate * (1.0 - sigmoid))
-    elif ACTIVATION == 3:
-        positive = tl.maximum(gate, 0.0)
-        value = positive * positive
-        slope = 2.0 * positive
-        within &= gate > 0.0
-    else:
-        value, slope = activated(gate, ACTIVATION)
+    value, slope, flat = activated(gate, limit, alpha, ACTIVATION, LIMITED)
     factor = tl.full(gate.shape, 1.0, dtype=tl.float32)
-    factor_within = mask
+    factor_flat = flat
     if GATED:
         up = tl.load(joined + second, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
             up += tl.load(bias + bias_second, mask=mask, other=0.0).to(tl.float32)
-        if LIMITED:
-            factor_within = (up <= limit) & (up >= -limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
-        factor = up + shift
-    return value, slope, factor, within, factor_within
+        factor, factor_flat = limited(up, limit, shift, LIMITED)
+    return value, slope, flat, factor, factor_flat
 
 
 @triton.jit
@@ -343,7 +323,7 @@ def activate_kernel(
     inside = row < tl.load(ends + groups - 1)
     mask = inside[:, None] & (column < width)[None, :]
     group = group_of(order, index, row, inside, HAS_BIAS)
-    value, _, factor, _, _ = joined_values(
+    value, _, _, factor, _ = joined_values(
         joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED, INTERLEAVED, HAS_BIAS
     )
     tl.store(active + row[:, None] * width + column[None, :], (value * factor).to(active.dtype.element_ty), mask=mask)
@@ -370,7 +350,7 @@ def activate_backward_kernel(
         column = begin + tl.arange(0, COLUMNS)
         mask = inside[:, None] & (column < width)[None, :]
         place = row[:, None] * width + column[None, :]
-        value, slope, factor, within, factor_within = joined_values(
+        value, slope, flat, factor, factor_flat = joined_values(
             joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED, INTERLEAVED, HAS_BIAS
         )
         if NEEDS_JOINED or NEEDS_WEIGHT:
@@ -379,10 +359,10 @@ def activate_backward_kernel(
             grad = grad * scale
         if NEEDS_JOINED:
             first, second = joined_at(row, column, width, GATED, INTERLEAVED)
-            grad_gate = tl.where(within, grad * factor * slope, 0.0)
+            grad_gate = tl.where(flat, 0.0, grad * factor * slope)
             tl.store(grad_joined + first, grad_gate.to(grad_joined.dtype.element_ty), mask=mask)
             if GATED:
-                grad_up = tl.where(factor_within, grad * value, 0.0)
+                grad_up = tl.where(factor_flat, 0.0, grad * value)
                 tl.store(grad_joined + second, grad_up.to(grad_joined.dtype.element_ty), mask=mask)
         if NEEDS_ACTIVE:
             activation = value * factor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""relu_squared in Triton."""
+"""relu_squared in Triton; with up, by the kernels of the gated activations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
+from liger_triton._gated import PLAIN, RELU_SQUARED, gated
 from liger_triton.launch import Launcher, TritonKernel, dense_like, rows_of, supported, tiles_of
 
 
-def relu_squared(x: Tensor) -> Tensor:
+def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
     supported(x)
-    result: Tensor = _relu_squared(x)
+    result: Tensor = _relu_squared(x) if up is None else _gated_relu_squared(x, up, RELU_SQUARED, PLAIN, False)
     return result
 
 
@@ -71,3 +72,4 @@ _relu_squared = differentiable(
     TritonKernel("relu_squared", _allocate, _launch),
     TritonKernel("relu_squared_backward", _allocate_backward, _launch_backward),
 )
+_gated_relu_squared = gated("gated_relu_squared")

@@ -82,6 +82,15 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
     def swiglu(gate: Tensor, up: Tensor) -> Any:
         return package.liger_swiglu(gate, up)
 
+    def relu_squared(x: Tensor) -> Any:
+        return package.liger_relu_squared(x)
+
+    def dyt(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return package.liger_dyt(x, alpha, weight, bias)
+
+    def softmax(x: Tensor) -> Any:
+        return package.liger_softmax(x)
+
     def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Any:
         if approximate != "tanh":
             raise Unsupported("it has the tanh approximation only")
@@ -98,9 +107,8 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         return importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction.apply(weight, index)
 
     losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear}
-    return (
-        by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, embedding, experts) | losses | _divergences(package)
-    )
+    rows = by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, relu_squared, dyt, softmax, embedding, experts)
+    return rows | losses | _divergences(package)
 
 
 def _divergences(package: Any) -> dict[str, Callable[..., Any]]:

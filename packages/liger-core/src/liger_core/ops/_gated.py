@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What swiglu and geglu share: their arguments, samples and workloads."""
+"""What the gated activations share: their formula, arguments, samples and workloads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_core import checks
@@ -14,6 +15,8 @@ from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload
 from liger_core.ops._inputs import misuses_of, normal, row_workloads
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu_squared"]
 
 
 def check(op: str, gate: Tensor, up: Tensor | None) -> None:
@@ -39,6 +42,26 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
         return gate, up
     first, second = gate.chunk(2, dim=-1)
     return first, second
+
+
+def joined_gate(
+    gate: Tensor, up: Tensor | None, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0
+) -> Tensor:
+    """act(min(gate, limit)) · (clamp(up, -limit, limit) + shift); without up, the first factor."""
+    if limit is not None:
+        gate = gate.clamp(max=limit)
+        up = up.clamp(-limit, limit) if up is not None else None
+    if activation == "silu":
+        active = F.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
+    elif activation == "relu_squared":
+        positive = F.relu(gate)
+        # Unlike that of square(), the gradient of this product never holds 2x, which overflows where grad · 2x does not.
+        active = positive * positive
+    else:
+        active = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if up is None:
+        return active
+    return active * (up + shift if shift else up)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Product, Sample, Work, Workload, op
+from liger_core.ops._gated import Activation, joined_gate
 from liger_core.ops._grouped import grouped, grouped_linear
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal, workload
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu_squared"]
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
 
 
@@ -235,24 +234,8 @@ def experts(
     gate, up = joined, None
     if gate_up.shape[1] != inner:
         gate, up = (joined[:, 0::2], joined[:, 1::2]) if interleaved else joined.chunk(2, dim=-1)
-    out = grouped_linear(_activated(gate, up, activation, limit, alpha, shift).to(x.dtype), down, ends)
+    out = grouped_linear(joined_gate(gate, up, activation, limit, alpha, shift).to(x.dtype), down, ends)
     parts = out.index_select(0, place).view(tokens, k, hidden).to(wide)
     if down_bias is not None:
         parts = parts + down_bias.to(wide)[expert]
     return (parts * weight.masked_fill(~own, 0.0).to(wide).unsqueeze(-1)).sum(1).to(x.dtype)
-
-
-def _activated(gate: Tensor, up: Tensor | None, activation: Activation, limit: float | None, alpha: float, shift: float) -> Tensor:
-    if limit is not None:
-        gate = gate.clamp(max=limit)
-        up = up.clamp(-limit, limit) if up is not None else None
-    if activation == "silu":
-        active = F.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
-    elif activation == "relu_squared":
-        positive = F.relu(gate)
-        active = positive * positive
-    else:
-        active = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    if up is None:
-        return active
-    return active * (up + shift if shift else up)

@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""relu_squared: the activation of feed-forward layers without a gate, as Nemotron and Arcee have it."""
+"""relu_squared: the activation of feed-forward layers without a gate, as Nemotron and Arcee have it, or with one, as BitNet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import DtypeError
+from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._gated import joined_gate
 from liger_core.ops._inputs import misuses_of, normal, row_workloads
 
 
-def check(x: Tensor) -> None:
-    checks.floating("relu_squared", x=x)
+def check(x: Tensor, up: Tensor | None = None) -> None:
+    checks.floating("relu_squared", x=x, up=up)
+    if up is None:
+        return
+    if x.shape != up.shape:
+        checks.fail(ShapeError, "relu_squared", f"up must have the shape of x {checks.shape(x)}, got {checks.shape(up)}")
+    checks.same_dtype("relu_squared", "x", x, up=up)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -35,12 +40,23 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("vector", (n(33),), why="no leading dimension")
     yield Sample("scalar", (n(),), why="no dimension at all")
     yield Sample("empty", (n(0, 16),), why="nothing is launched")
+    yield Sample("gated", (n(5, 101), n(5, 101)), why="the result is multiplied by up")
+    yield Sample("gated_strided", (n(40, 6).t(), n(6, 80)[:, ::2]), why="neither is contiguous in its last dimension")
+    yield Sample("gated_large", (n(3, 64, scale=30), n(3, 64)), why="squares are much larger than the inputs")
+    yield Sample("gated_frozen_up", (n(4, 40), n(4, 40)), frozen=("up",), why="only the gradient of x")
+    yield Sample("gated_frozen_x", (n(4, 40), n(4, 40)), frozen=("x",), why="only up's gradient")
+    yield Sample("gated_scalars", (n(), n()), why="no dimension at all")
+    yield Sample("gated_empty", (n(0, 16), n(0, 16)), why="nothing is launched")
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     misuse = misuses_of("relu_squared")
     yield misuse("integers", (torch.zeros(2, 8, device=device).int(),), DtypeError, "x must have a floating dtype, got torch.int32")
     yield misuse("no_tensor", (None,), DtypeError, "x must be a tensor, got NoneType")
+    x = torch.zeros(2, 8, device=device)
+    yield misuse("up_shape", (x, x[:1]), ShapeError, "up must have the shape of x (2, 8), got (1, 8)")
+    message = "up must have dtype torch.float32 like x, got torch.bfloat16; cast one of them"
+    yield misuse("up_dtype", (x, x.bfloat16()), DtypeError, message)
 
 
 def workloads() -> Iterator[Workload]:
@@ -50,26 +66,25 @@ def workloads() -> Iterator[Workload]:
     return row_workloads(draw, "NI", ((2048, 4096), (16384, 4096), (16384, 24576)), columns=24576)
 
 
-def work(x: Tensor) -> Work:
+def work(x: Tensor, up: Tensor | None = None) -> Work:
     size = x.numel() * x.element_size()
-    return Work(2 * size, 5 * size)
+    return Work(2 * size, 5 * size) if up is None else Work(3 * size, 8 * size)
 
 
 @op(
     check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
-    layout=Layout({"x": "…"}, ("x",)),
+    layout=Layout({"x": "…", "up": "…"}, ("x",)),
 )  # fmt: skip
-def relu_squared(x: Tensor) -> Tensor:
-    """Square what is positive; the rest becomes 0.
+def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
+    """Square what is positive; the rest becomes 0. With up, this gates it.
 
-        y = max(x, 0)²
+        y = max(x, 0)² · up
 
     x       (...)   any floating dtype
-    returns (...), dtype of x; a fused backend keeps only x for the backward pass
+    up      (...)   shape and dtype of x; without it the factor is 1
+    returns (...), dtype of x; a fused backend keeps only the inputs for the backward pass
 
-    Raises DtypeError for integers.
+    Raises DtypeError for integers and dtypes that differ, ShapeError for shapes that differ.
     So et al. 2021, arXiv:2109.08668.
     """
-    positive = F.relu(x)
-    # Unlike that of square(), the gradient of this product never holds 2x, which overflows where grad · 2x does not.
-    return positive * positive
+    return joined_gate(x, up, "relu_squared")

@@ -100,4 +100,4 @@ def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Run:
     return trial(call, {"gate and up": x}, {"output": upstream})
 
 
-RULE = Rule("gate of experts", look, ("swiglu", "geglu"), NOTHING)
+RULE = Rule("gate of experts", look, ("swiglu", "geglu", "relu_squared"), NOTHING)

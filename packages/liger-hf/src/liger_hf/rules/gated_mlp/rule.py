@@ -9,6 +9,7 @@ module runs its own forward.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_core import Op, geglu, swiglu
+from liger_core import Op, geglu, relu_squared, swiglu
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
@@ -30,6 +31,8 @@ ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
     (geglu, {"approximate": "tanh"}),
     (geglu, {"approximate": "none"}),
 )
+# Option of swiglu → the attribute of Falcon-H1 that scales the gate, and that which scales what down returns.
+MULTIPLIERS = {"gate_scale": "gate_multiplier", "scale": "down_multiplier"}
 # Sizes of the stand-in; an op that works elementwise does not care.
 HIDDEN, INNER = 24, 40
 
@@ -100,22 +103,28 @@ def units(module: nn.Module) -> Iterator[tuple[Op[..., Any], str, Unit]]:
     """The ways in which a module may join gate and up, each with its op and its words."""
     for op, options in ACTIVATIONS:
         yield op, ", ".join(f"{name}={value!r}" for name, value in options.items()), partial(_joined, partial(op, **options))
-    # A limit with α and up + 1 (gpt-oss) is not computed as swiglu of scaled inputs: in bfloat16 scaling costs too much accuracy.
-    for name, value in vars(module).items():
-        if name.endswith("limit") and isinstance(value, (int, float)) and value > 0:
-            yield swiglu, f"limited by {name}", partial(_limited, name)
+    yield relu_squared, "with a gate", _squared
+    numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, float)) and math.isfinite(value)}
+    for limit in (name for name, value in numbers.items() if name.endswith("limit") and value > 0):
+        yield swiglu, f"limited by {limit}", partial(_scaled, {"limit": limit}, {})
+        for alpha in (name for name in numbers if name.endswith("alpha")):
+            yield swiglu, f"limited by {limit}, with {alpha} and up + 1", partial(_scaled, {"limit": limit, "alpha": alpha}, {"shift": 1.0})
+    multipliers = {option: name for option, name in MULTIPLIERS.items() if name in numbers}
+    if multipliers:
+        yield swiglu, f"scaled by {' and '.join(multipliers.values())}", partial(_scaled, multipliers, {})
 
 
 def _joined(op: Callable[..., Tensor], module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
     return op(*parts, overwrite=overwrite)
 
 
-def _limited(name: str, module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
-    """The gate is clipped from above, up on both sides."""
-    limit = getattr(module, name)
-    gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-    # No other code sees the clipped tensors.
-    return swiglu(gate.clamp(max=limit), up.clamp(min=-limit, max=limit), overwrite=True)
+def _squared(module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
+    return relu_squared(*(parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)))
+
+
+def _scaled(names: dict[str, str], options: dict[str, float], module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
+    """names: option of swiglu → the attribute that holds it, read in every call."""
+    return swiglu(*parts, **{option: getattr(module, name) for option, name in names.items()}, **options, overwrite=overwrite)
 
 
 def _candidates(
@@ -192,4 +201,4 @@ def run_unit(module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, 
     return trial(call, {"x": x}, {"output": upstream}, weights)
 
 
-RULE = Rule("gated_mlp", look, ("swiglu", "geglu"), NOTHING)
+RULE = Rule("gated_mlp", look, ("swiglu", "geglu", "relu_squared"), NOTHING)

@@ -76,11 +76,11 @@ def _grouped(module: nn.Module, weights: dict[str, Any]) -> bool:
 
 def _special(original: Callable[..., Any], arguments: tuple[str, ...], eps: str, grouped: bool) -> Iterator[Candidate]:
     gated = len(arguments) == 2
-    for detail, form in forms(eps, gated, grouped):
-        yield _special_candidate(detail, form, original, arguments)
+    for op, detail, form in forms(eps, gated, grouped):
+        yield _special_candidate(op, detail, form, original, arguments)
 
 
-def _special_candidate(detail: str, form: Form, original: Callable[..., Any], arguments: tuple[str, ...]) -> Candidate:
+def _special_candidate(op: Op[..., Any], detail: str, form: Form, original: Callable[..., Any], arguments: tuple[str, ...]) -> Candidate:
     def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
         given = dict(zip(arguments, inputs, strict=False)) | named
         x, gate = given[arguments[0]], given.get(arguments[-1])
@@ -88,7 +88,7 @@ def _special_candidate(detail: str, form: Form, original: Callable[..., Any], ar
             return original(self, *inputs, **named)
         return form(self, x, gate)
 
-    return Candidate(rms_norm, detail, forward, lambda module: [replacement(module, forward, original)])
+    return Candidate(op, detail, forward, lambda module: [replacement(module, forward, original)])
 
 
 def _candidates(original: Callable[..., Any], argument: str, eps: str, weights: tuple[str, ...]) -> Iterator[Candidate]:
@@ -168,4 +168,4 @@ def _run(module: nn.Module, drawn: Drawn) -> Run:
     return trial(call, dict(zip(("x", "gate"), (drawn.x, *drawn.gates), strict=False)), {"output": drawn.upstream}, drawn.values)
 
 
-RULE = Rule("norm", look, ("rms_norm", "layer_norm"), NOTHING)
+RULE = Rule("norm", look, ("rms_norm", "layer_norm", "gated_rms_norm"), NOTHING)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What modulated_rms_norm and modulated_layer_norm share: checks, samples and workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DtypeError, OptionError, ShapeError
+from liger_core.op import Misuse, Sample, Work, Workload
+from liger_core.ops._inputs import misuses_of, normal, workload
+
+
+def check(op: str, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, eps: float) -> None:
+    checks.floating(op, 2, x=x, scale=scale, shift=shift, weight=weight)
+    if x.dim() < 2:
+        checks.fail(ShapeError, op, f"x must be (…, tokens, width), got {checks.shape(x)}")
+    wanted = (*x.shape[:-2], x.shape[-1])
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        if tensor is not None and tensor.shape != wanted:
+            checks.fail(
+                ShapeError,
+                op,
+                f"{name} must have shape {tuple(wanted)}, one row for all tokens of a sample of x {checks.shape(x)}, got {checks.shape(tensor)}",
+            )
+    checks.vector(op, "weight", weight, x.shape[-1], "x", x)
+    checks.positive(op, "eps", eps)
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    yield Sample("one_block", (n(2, 3, 64), n(2, 64), n(2, 64)), why="the width is a power of two")
+    yield Sample("odd_width", (n(3, 5, 100), n(3, 100), n(3, 100)), why="masked lanes must not enter the statistics")
+    yield Sample("many_tokens", (n(2, 300, 24), n(2, 24), n(2, 24)), why="every program of the backward walks several rows of one sample")
+    yield Sample("many_samples", (n(70, 2, 24), n(70, 24), n(70, 24)), why="more samples than programs")
+    yield Sample("one_sample", (n(9, 40), n(40), n(40)), why="no sample dimension")
+    yield Sample("two_dimensions", (n(2, 3, 4, 40), n(2, 3, 40), n(2, 3, 40)), why="samples have two dimensions")
+    yield Sample("whole_row", (n(1, 3, 4096), n(1, 4096), n(1, 4096)), why="one row a program")
+    yield Sample("no_shift", (n(2, 6, 96), n(2, 96)), why="scale without shift")
+    yield Sample("frozen_modulation", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("scale", "shift"), why="only the gradient of x")
+    yield Sample("frozen_input", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("x",), why="only the gradients of the modulation")
+    yield Sample("frozen_scale", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("scale",), why="only the shift of the two")
+    yield Sample("chunks", (n(3, 5, 80), *n(3, 240).chunk(3, dim=-1)[1:]), why="scale and shift are slices of one projection")
+    yield Sample("strided_rows", (n(3, 5, 160)[..., :80], n(3, 80), n(3, 80)), why="rows are read through their stride")
+    yield Sample("transposed", (n(6, 3, 40).transpose(0, 1), n(3, 40), n(3, 40)), why="samples are not dense")
+    yield Sample("float32_modulation", (n(2, 5, 72), *(normal(device, wide, 2, 72) for _ in range(2))), why="of another dtype than x")
+    yield Sample("empty", (n(2, 0, 64), n(2, 64), n(2, 64)), why="no rows: nothing is launched, gradients are zero")
+
+
+def misuses(op: str, device: torch.device) -> Iterator[Misuse]:
+    misuse = misuses_of(op)
+    x, scale = torch.zeros(2, 3, 8, device=device), torch.zeros(2, 8, device=device)
+    yield misuse("integers", (x.int(), scale), DtypeError, "x must have a floating dtype, got torch.int32")
+    yield misuse("vector", (x[0, 0], scale[0]), ShapeError, "x must be (…, tokens, width), got (8,)")
+    message = "must have shape (2, 8), one row for all tokens of a sample of x (2, 3, 8), got"
+    yield misuse("scale_shape", (x, scale[0]), ShapeError, f"scale {message} (8,)")
+    yield misuse("shift_shape", (x, scale, x), ShapeError, f"shift {message} (2, 3, 8)")
+    yield misuse("eps_zero", (x, scale), OptionError, "eps must be a finite number > 0, got 0.0", eps=0.0)
+
+
+def workloads() -> Iterator[Workload]:
+    def of_size(B: int, N: int, H: int, quick: bool = False) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, float]]:
+            return (normal(device, dtype, B, N, H), normal(device, dtype, B, H), normal(device, dtype, B, H)), {}
+
+        return workload(make, "", quick, B=B, N=N, H=H)
+
+    yield of_size(2, 64, 256, quick=True)
+    # DiT-XL with 256 images of 256 tokens, FLUX.
+    yield of_size(256, 256, 1152)
+    yield of_size(8, 4096, 3072)
+    yield of_size(16, 4096, 3072)
+
+
+def work(x: Tensor) -> Work:
+    size = x.numel() * x.element_size()
+    return Work(2 * size, 5 * size)

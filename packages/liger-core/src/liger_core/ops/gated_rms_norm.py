@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gated_rms_norm: an RMSNorm with a gate before or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DtypeError, OptionError, ShapeError
+from liger_core.layout import Layout
+from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._inputs import accumulator, misuses_of, normal, row_workloads
+
+Activation = Literal["silu", "sigmoid"]
+
+
+def check(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, activation: Activation = "silu",
+    gate_first: bool = False, group_size: int | None = None,
+) -> None:  # fmt: skip
+    name = "gated_rms_norm"
+    checks.floating(name, 2, x=x, gate=gate, weight=weight)
+    checks.at_least_one_dimension(name, "x", x)
+    if x.shape != gate.shape:
+        checks.fail(ShapeError, name, f"gate must have the shape of x {checks.shape(x)}, got {checks.shape(gate)}")
+    checks.vector(name, "weight", weight, x.shape[-1], "x", x)
+    checks.positive(name, "eps", eps)
+    checks.choice(name, "activation", activation, ("silu", "sigmoid"))
+    checks.finite(name, "weight_offset", weight_offset)
+    if weight is None and weight_offset != 0.0:
+        checks.fail(OptionError, name, f"weight_offset must be 0 without a weight, got {weight_offset}")
+    if group_size is None:
+        return
+    checks.integer(name, "group_size", group_size)
+    if group_size < 1 or x.shape[-1] % group_size:
+        checks.fail(OptionError, name, f"group_size must divide the width of x {checks.shape(x)}, got {group_size}")
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    def pair(*shape: int) -> tuple[Tensor, Tensor]:
+        return n(*shape), n(*shape)
+
+    first, wide = {"gate_first": True}, torch.float64 if dtype == torch.float64 else torch.float32
+    yield Sample("one_block", (*pair(2, 3, 64), n(64)), why="the width is a power of two")
+    yield Sample("odd_width", (*pair(5, 100), n(100)), why="masks on rows and columns")
+    yield Sample("many_rows", (*pair(600, 24), n(24)), why="every program of the backward walks several rows")
+    yield Sample("whole_row", (*pair(3, 4096), n(4096)), why="one row a program")
+    yield Sample("sigmoid", (*pair(6, 96), n(96)), {"activation": "sigmoid"}, why="the gate is a sigmoid")
+    yield Sample("gate_first", (*pair(6, 96), n(96)), first, why="what is normalized is already gated")
+    yield Sample("groups", (*pair(6, 96), n(96)), {**first, "group_size": 24}, why="four norms a row, each with a part of the weight")
+    yield Sample("many_groups", (*pair(300, 96), n(96)), {"group_size": 12}, why="programs of one group walk several rows")
+    yield Sample("first_sigmoid", (*pair(5, 40), n(40)), {**first, "activation": "sigmoid", "weight_offset": 1.0}, why="1 + weight")
+    yield Sample("offset", (*pair(5, 40), n(40)), {"weight_offset": 1.0}, why="1 + weight after the norm")
+    yield Sample("weightless", pair(6, 96), why="no weight and no weight gradient")
+    yield Sample("weightless_groups", pair(6, 96), {**first, "group_size": 32}, why="groups without a weight")
+    yield Sample("frozen_gate", (*pair(6, 96), n(96)), frozen=("gate",), why="no gradient of the gate")
+    yield Sample("frozen_weight", (*pair(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
+    yield Sample("frozen_input", (*pair(6, 96), n(96)), first, frozen=("x",), why="only the gradients of gate and weight")
+    yield Sample("large_gate", (n(6, 96), n(6, 96, scale=30), n(96)), why="the gate saturates on both sides")
+    yield Sample("large_eps", (n(4, 48, scale=0.01), n(4, 48), n(48), 0.1), why="eps dominates the mean square")
+    yield Sample("strided_rows", (n(5, 160)[:, :80], n(5, 240)[:, 80:160], n(80)), first, why="both are slices, read through their strides")
+    yield Sample("transposed", (n(40, 6).t(), n(6, 40), n(40)), why="the last dimension of x is not contiguous")
+    yield Sample("wide_rows", (normal(device, wide, 5, 72), n(5, 72), n(72)), first, why="float32 rows of a scan, beside a narrow gate")
+    yield Sample("vector", (*pair(33), n(33)), why="no leading dimension")
+    yield Sample("empty", (*pair(0, 64), n(64)), why="no rows: nothing is launched, gradients are zero")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    misuse = misuses_of("gated_rms_norm")
+    x, weight = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
+    yield misuse("integers", (x.int(), x), DtypeError, "x must have a floating dtype, got torch.int32")
+    yield misuse("gate_shape", (x, x[:1]), ShapeError, "gate must have the shape of x (2, 8), got (1, 8)")
+    yield misuse("weight_shape", (x, x, weight[1:]), ShapeError, "weight must have shape (8,) to match x (2, 8), got (7,)")
+    yield misuse("activation", (x, x), OptionError, "activation must be one of 'silu', 'sigmoid', got 'gelu'", activation="gelu")
+    yield misuse("group_size", (x, x), OptionError, "group_size must divide the width of x (2, 8), got 3", group_size=3)
+    yield misuse("offset", (x, x), OptionError, "weight_offset must be 0 without a weight, got 1.0", weight_offset=1.0)
+
+
+def workloads() -> Iterator[Workload]:
+    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
+        return normal(device, dtype, rows, width), normal(device, dtype, rows, width), normal(device, dtype, width)
+
+    # Heads of Qwen3-Next (8192 tokens of 32), rows of Mamba 2.
+    return row_workloads(draw, "NH", ((262144, 128), (16384, 4096), (16384, 8192)))
+
+
+def work(x: Tensor, gate: Tensor, *rest: Any, **options: Any) -> Work:
+    first, second = x.numel() * x.element_size(), gate.numel() * gate.element_size()
+    return Work(2 * first + second, 5 * first + 3 * second)
+
+
+@op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=Layout({"x": "… (width)", "gate": "… (width)", "weight": "(width)"}, ("x",)),
+)  # fmt: skip
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, activation: Activation = "silu",
+    gate_first: bool = False, group_size: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Scale every row, or every group of a row, to unit root mean square, with a gate after it or before it.
+
+        y = norm(x) · (weight_offset + weight) · act(gate)               Qwen3-Next
+        y = norm(x · act(gate)) · (weight_offset + weight)               gate_first=True: Mamba 2
+        norm(x) = x / sqrt(mean(x²) + eps)                               (mean over each group of group_size columns)
+
+    x              (..., width)   any floating dtype
+    gate           (..., width)   any floating dtype
+    weight         (width,)       any floating dtype; without it the factor is 1
+    eps            added to the mean square, in the units of x²; > 0
+    weight_offset  1.0 for models that store weight - 1
+    activation     "silu" or "sigmoid"
+    group_size     columns of a group, a divisor of the width; the whole row by default
+    returns        (..., width), dtype of x; computed in float32 (float64 for float64) and rounded once
+
+    Raises ShapeError if gate has another shape than x or weight is not (width,), DtypeError for integers, OptionError for eps ≤ 0 and a
+    group_size that does not divide the width.
+    Dao & Gu 2024, arXiv:2405.21060.
+    """
+    wide = accumulator(x.dtype)
+    row, factor = x.to(wide), F.silu(gate.to(wide)) if activation == "silu" else torch.sigmoid(gate.to(wide))
+    if gate_first:
+        row = row * factor
+    groups = row.unflatten(-1, (-1, x.shape[-1] if group_size is None else group_size)) if x.shape[-1] else row
+    # Not · rsqrt(…), as in rms_norm.
+    y = (groups / torch.sqrt(groups.square().mean(-1, keepdim=True) + eps)).view(x.shape)
+    if weight is not None:
+        y = y * (weight.to(wide) + weight_offset)
+    if not gate_first:
+        y = y * factor
+    return y.to(x.dtype)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of modulated_rms_norm and modulated_layer_norm: rows of one sample share a scale and a shift."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core import Unsupported
+from liger_core.kernels import Outputs
+from liger_triton._norm_sum import column_sum_launch, read
+from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two, processors, rows_of, shared_memory, strided_rows
+
+WIDEST = 16384
+# Columns of a program that adds what the programs of a sample have, and rows that it reads at once.
+STRIP, STRIP_ROWS = 32, 32
+
+
+def check_width(x: Tensor) -> None:
+    if x.shape[-1] > WIDEST:
+        raise Unsupported(f"rows of {x.shape[-1]} columns, more than {WIDEST}")
+
+
+def statistics(x: Tensor, count: int) -> Outputs:
+    """Memory for so many float32 numbers a row."""
+    rows = x.numel() // max(1, x.shape[-1])
+    return tuple(x.new_empty(rows, dtype=torch.float32) for _ in range(count))
+
+
+def forward(
+    x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, y: Tensor, mean: Tensor | None, inverse: Tensor, eps: float
+) -> None:
+    if x.numel() == 0:
+        return
+    tokens, width = x.shape[-2:]
+    x, x_stride = strided_rows(x)
+    scale = rows_of(scale)
+    shift = None if shift is None else rows_of(shift)
+    block, several, warps = _shape(width)
+    forward_launch(
+        (cdiv(tokens, several), y.numel() // (tokens * width)), x, scale, shift, contiguous(weight), y, mean, inverse,
+        x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, eps,
+        ROWS=several, BLOCK=block, num_warps=warps, enable_fp_fusion=fuses(block) and mean is None,
+    )  # fmt: skip
+
+
+def backward(
+    grad_y: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, mean: Tensor | None, inverse: Tensor,
+    grad_x: Tensor | None, grad_scale: Tensor | None, grad_shift: Tensor | None, grad_weight: Tensor | None,
+) -> None:  # fmt: skip
+    """grad_x row by row. With S = Σ grad_y · n and T = Σ grad_y over the tokens of a sample: grad_scale = weight · S, grad_shift = T, and
+    grad_weight = Σ (1 + scale) · S over samples.
+    """
+    if x.numel() == 0:
+        for grad in (grad_scale, grad_shift, grad_weight):
+            if grad is not None:
+                grad.zero_()
+        return
+    (tokens, width), samples = x.shape[-2:], x.numel() // (x.shape[-2] * x.shape[-1])
+    grad_y, grad_stride = strided_rows(grad_y)
+    size = 2 * x.element_size()
+    x, x_stride = strided_rows(x)
+    scale, weight = rows_of(scale), contiguous(weight)
+    block, several, warps = _shape(width)
+    programs = min(cdiv(tokens, several), max(1, cdiv((4 if block <= 2048 else 2) * processors(x.device), samples)))
+    products = grad_scale is not None or grad_weight is not None
+    part = x.new_empty((2, samples * programs, width), dtype=torch.float32) if products or grad_shift is not None else None
+    stages = 3 if 2 * size * several * block * (2 if block <= 4096 else 1) < shared_memory(x.device) - 2048 else 1
+    backward_launch(
+        (programs, samples), grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale.stride(0), tokens, width,
+        ROWS=several, BLOCK=block, STAGES=stages, num_warps=warps, enable_fp_fusion=fuses(block) and mean is None,
+    )  # fmt: skip
+    if part is None:
+        return
+    of_samples = None if grad_weight is None else x.new_empty((1, samples, width), dtype=torch.float32)
+    sum_launch(
+        (cdiv(width, STRIP), samples), part, scale, weight, grad_scale, grad_shift, of_samples, scale.stride(0), programs, width,
+        ROWS=STRIP_ROWS, BLOCK=STRIP,
+    )  # fmt: skip
+    if of_samples is not None:
+        column_sum_launch((cdiv(width, 16), 1), of_samples, grad_weight, None, samples, width, ROWS=128, BLOCK=16)
+
+
+def _shape(width: int) -> tuple[int, int, int]:
+    """Block of columns, rows of a program, warps."""
+    block = power_of_two(width)
+    if block <= 2048:
+        return block, max(1, min(64, 4096 // block)), 4
+    return block, 1, 8 if block <= 4096 else 16
+
+
+@triton.jit
+def forward_kernel(
+    x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, width, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (p, s) computes ROWS tokens of sample s."""
+    sample = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = sample * tokens + token
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    mask = (token < tokens)[:, None] & inside[None, :]
+    value = read(x + row[:, None] * x_stride + column[None, :], mask)
+    if mean is not None:
+        average = tl.div_rn(tl.sum(value, 1), 1.0 * width)
+        tl.store(mean + row, average, mask=token < tokens)
+        value = tl.where(mask, value - average[:, None], 0.0)
+    factor = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
+    tl.store(inverse + row, factor, mask=token < tokens)
+    value = value * factor[:, None]
+    modulation = 1.0 + read(scale + sample * scale_stride + column, inside)
+    if weight is not None:
+        modulation = modulation * read(weight + column, inside)
+    value = value * modulation[None, :]
+    if shift is not None:
+        value = value + read(shift + sample * shift_stride + column, inside)[None, :]
+    tl.store(y + row[:, None] * width + column[None, :], value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(
+    grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale_stride, tokens, width,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (p, s) walks every programs-th group of ROWS tokens of sample s, from the p-th on."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    sample = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    modulation = 1.0 + read(scale + sample * scale_stride + column, inside)
+    if weight is not None:
+        modulation = modulation * read(weight + column, inside)
+    products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in tl.range(program * ROWS, tokens, programs * ROWS, num_stages=STAGES):
+        token = start + tl.arange(0, ROWS)
+        row = sample * tokens + token
+        mask = (token < tokens)[:, None] & inside[None, :]
+        grad = read(grad_y + row[:, None] * grad_stride + column[None, :], mask)
+        value = read(x + row[:, None] * x_stride + column[None, :], mask)
+        factor = tl.load(inverse + row, mask=token < tokens, other=0.0)[:, None]
+        if mean is not None:
+            value = value - tl.load(mean + row, mask=token < tokens, other=0.0)[:, None]
+        value = value * factor
+        if part is not None:
+            products += grad * value
+            sums += grad
+        if grad_x is not None:
+            grad = grad * modulation[None, :]
+            if mean is not None:
+                # Centered first: of two columns nothing but round-off would be left of a larger product.
+                grad = tl.where(mask, grad - (tl.sum(grad, 1) / width)[:, None], 0.0)
+            result = (grad - value * (tl.sum(grad * value, 1) / width)[:, None]) * factor
+            tl.store(grad_x + row[:, None] * width + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
+    if part is not None:
+        first = part + (sample * programs + program) * width + column
+        tl.store(first, tl.sum(products, 0), mask=inside)
+        tl.store(first + tl.num_programs(1).to(tl.int64) * programs * width, tl.sum(sums, 0), mask=inside)
+
+
+@triton.jit
+def sum_kernel(
+    part, scale, weight, grad_scale, grad_shift, of_samples, scale_stride, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (c, s) adds what the programs of sample s have of column strip c."""
+    sample = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < programs)[:, None] & inside[None, :]
+        first = part + (sample * programs + row)[:, None] * width + column[None, :]
+        products += tl.load(first, mask=mask, other=0.0)
+        sums += tl.load(first + tl.num_programs(1).to(tl.int64) * programs * width, mask=mask, other=0.0)
+    product = tl.sum(products, 0)
+    if of_samples is not None:
+        tl.store(of_samples + sample * width + column, product * (1.0 + read(scale + sample * scale_stride + column, inside)), mask=inside)
+    if weight is not None:
+        product = product * read(weight + column, inside)
+    if grad_scale is not None:
+        tl.store(grad_scale + sample * width + column, product.to(grad_scale.dtype.element_ty), mask=inside)
+    if grad_shift is not None:
+        tl.store(grad_shift + sample * width + column, tl.sum(sums, 0).to(grad_shift.dtype.element_ty), mask=inside)
+
+
+forward_launch = Launcher(forward_kernel)
+backward_launch = Launcher(backward_kernel)
+sum_launch = Launcher(sum_kernel)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""add_layer_norm in Triton: one read of x and residual writes both results; one backward pass serves both inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_core.kernels import Outputs, differentiable
+from liger_triton import _norm
+from liger_triton.launch import TritonKernel, dense_like, supported
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    supported(x, weight, bias)
+    result: tuple[Tensor, Tensor] = _add_layer_norm(x, residual, weight, bias, eps)
+    return result
+
+
+def _allocate(x: Tensor, *rest: object) -> Outputs:
+    rows = x.numel() // max(1, x.shape[-1])
+    return dense_like(x), dense_like(x), x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
+
+
+def _launch(
+    normed: Tensor, summed: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, residual: Tensor, weight: Tensor | None,
+    bias: Tensor | None, eps: float,
+) -> None:  # fmt: skip
+    _norm.forward(x, residual, weight, bias, summed, normed, mean, inverse, eps, 0.0, False)
+
+
+def _allocate_backward(
+    grad_normed: Tensor | None, grad_summed: Tensor | None, summed: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+    inverse: Tensor, needs: list[bool],
+) -> Outputs:  # fmt: skip
+    affine = (
+        dense_like(t) if need and t is not None and grad_normed is not None else None
+        for need, t in zip(needs[1:], (weight, bias), strict=True)
+    )
+    return dense_like(summed) if needs[0] else None, *affine
+
+
+def _launch_backward(
+    grad_x_and_residual: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_normed: Tensor | None,
+    grad_summed: Tensor | None, summed: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
+) -> None:  # fmt: skip
+    if grad_normed is not None:
+        _norm.backward(grad_normed, grad_summed, summed, weight, mean, inverse, 0.0, grad_x_and_residual, grad_weight, grad_bias)
+    elif grad_x_and_residual is not None and grad_summed is not None:
+        grad_x_and_residual.copy_(grad_summed)
+
+
+_add_layer_norm = differentiable(
+    TritonKernel("add_layer_norm", _allocate, _launch),
+    TritonKernel("add_layer_norm_backward", _allocate_backward, _launch_backward),
+    public=2,
+)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""modulated_layer_norm in Triton."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from liger_core.kernels import Outputs, differentiable
+from liger_triton import _norm_modulated
+from liger_triton.launch import TritonKernel, dense_like, supported
+
+
+def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    supported(x, scale, shift)
+    _norm_modulated.check_width(x)
+    result: Tensor = _modulated_layer_norm(x, scale, shift, eps)
+    return result
+
+
+def _allocate(x: Tensor, *rest: object) -> Outputs:
+    return dense_like(x), *_norm_modulated.statistics(x, 2)
+
+
+def _launch(y: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, scale: Tensor, shift: Tensor | None, eps: float) -> None:
+    _norm_modulated.forward(x, scale, shift, None, y, mean, inverse, eps)
+
+
+def _allocate_backward(
+    grad_y: Tensor, x: Tensor, scale: Tensor, shift: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool]
+) -> Outputs:
+    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, scale, shift), strict=True))
+
+
+def _launch_backward(
+    grad_x: Tensor | None, grad_scale: Tensor | None, grad_shift: Tensor | None, /, grad_y: Tensor, x: Tensor, scale: Tensor,
+    shift: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
+) -> None:  # fmt: skip
+    _norm_modulated.backward(grad_y, x, scale, None, mean, inverse, grad_x, grad_scale, grad_shift, None)
+
+
+_modulated_layer_norm = differentiable(
+    TritonKernel("modulated_layer_norm", _allocate, _launch),
+    TritonKernel("modulated_layer_norm_backward", _allocate_backward, _launch_backward),
+)

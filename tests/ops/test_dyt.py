@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about dyt that its samples do not say."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_core import dyt, nn
+from ops.agreement import disagreements, leaf
+
+
+def test_dyt_is_a_scaled_tanh_with_weight_and_bias(device: torch.device) -> None:
+    def formula(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return weight * torch.tanh(alpha * x) + bias
+
+    given = {
+        "x": leaf(5, 77, device=device),
+        "alpha": leaf(1, device=device),
+        "weight": leaf(77, device=device),
+        "bias": leaf(77, device=device),
+    }
+    assert disagreements(dyt, formula, **given) == []
+
+
+def test_the_module_has_the_parameters_of_the_paper() -> None:
+    module = nn.DyT(8)
+    assert {name: p.flatten()[0].item() for name, p in module.named_parameters()} == {"alpha": 0.5, "weight": 1.0, "bias": 0.0}
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(module(x), torch.tanh(0.5 * x))
+    assert nn.DyT(8, bias=False, alpha=2.0).bias is None

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about gated_rms_norm that its samples do not say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from liger_core import gated_rms_norm
+from ops.agreement import disagreements, leaf
+
+MODELS = {
+    "qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated": {},
+    "mamba2.modeling_mamba2.MambaRMSNormGated": {"gate_first": True},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gated_rms_norm_is_that_of_transformers(name: str, device: torch.device) -> None:
+    file, kind = name.rsplit(".", 1)
+    module: nn.Module = getattr(pytest.importorskip(f"transformers.models.{file}"), kind)(48)
+
+    def formula(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.functional_call(module, {"weight": weight}, (x, gate))
+
+    given = {"x": leaf(5, 48, device=device), "gate": leaf(5, 48, device=device), "weight": leaf(48, device=device)}
+    assert disagreements(lambda **named: gated_rms_norm(**named, **MODELS[name]), formula, **given) == []
+
+
+def test_groups_are_norms_of_their_own(device: torch.device) -> None:
+    x, gate = torch.randn(4, 48, device=device), torch.randn(4, 48, device=device)
+    whole = gated_rms_norm(x, gate, group_size=16)
+    parts = [gated_rms_norm(*pair) for pair in zip(x.split(16, dim=-1), gate.split(16, dim=-1), strict=True)]
+    torch.testing.assert_close(whole, torch.cat(parts, dim=-1))

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about softmax that its samples do not say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from liger_core import softmax
+from ops.agreement import disagreements, leaf
+
+
+def test_softmax_is_that_of_torch(device: torch.device) -> None:
+    assert disagreements(softmax, lambda x: torch.softmax(x, dim=-1), x=leaf(5, 77, device=device, scale=4.0)) == []
+
+
+@pytest.mark.parametrize("width", [8, 33000])
+def test_rows_without_a_finite_value_are_nan_and_leave_the_others_alone(width: int, device: torch.device) -> None:
+    x = torch.zeros(3, width, device=device)
+    x[1] = -torch.inf
+    x[2, 5] = torch.nan
+    y = softmax(x)
+    assert y[1:].isnan().all()
+    torch.testing.assert_close(y[0], torch.full((width,), 1 / width, device=device))
+
+
+@pytest.mark.parametrize("width", [8, 33000])
+def test_a_row_may_begin_with_impossible_values(width: int, device: torch.device) -> None:
+    x = torch.full((2, width), -torch.inf, device=device)
+    x[:, -1] = 3.0
+    assert softmax(x)[:, -1].tolist() == [1.0, 1.0]
+    assert softmax(x)[:, :-1].eq(0).all()
