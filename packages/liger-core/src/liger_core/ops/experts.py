@@ -85,8 +85,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(
         "skewed", tuple(skewed), why="two experts have several tiles of rows, one of them two rows of each token, and the others none"
     )
-    outside = call(45, 6, 8, 32, 64)
-    outside[3] = outside[3] + integers(device, 3, 45, 6) * 2 - 2
+    outside = call(90, 6, 8, 32, 64)
+    outside[3] = outside[3] + integers(device, 3, 90, 6) * 2 - 2
     yield Sample("outside", tuple(outside), why="some indices are of no expert of this rank")
     nowhere = call(4, 2, 4, 16, 8)
     nowhere[3] = torch.full_like(nowhere[3], 4)
