@@ -1065,6 +1065,20 @@ MUTANTS = (
         f"kl_div and {SMALL}",
     ),
     kernel(
+        "triton: the KL by one read keeps the sums of a thread where its anchors move",
+        "_divergence.py",
+        "alpha = tl.exp2(-down)\n    beta = tl.exp2(-our_down)",
+        "alpha = tl.exp2(-down * 0.0)\n    beta = tl.exp2(-our_down)",
+        "kl_div and float32 and several_blocks",
+    ),
+    kernel(
+        "triton: the KL by one read forgets that the anchors are not the mean",
+        "_divergence.py",
+        "tl.sum(s, 0) / their_sum - log_series(u)",
+        "tl.sum(s, 0) / their_sum - 0.0 * log_series(u)",
+        "kl_div and float32 and several_blocks",
+    ),
+    kernel(
         "triton: the gradient of the reverse KL forgets the mean of h",
         "_divergence.py",
         "q * (slope - mean)",

@@ -20,6 +20,8 @@ from ops.allocations import allocations
 from ops.test_cross_entropy import some_targets
 
 KIND = pytest.mark.parametrize("kind", KINDS)
+# Rows of one block, and such that the kernels take in several.
+NUMBER_OF_CLASSES = pytest.mark.parametrize("width", [300, 9000])
 REDUCTION = pytest.mark.parametrize("reduction", ["mean", "none"])
 # Rows and classes of a head whose logits show among what is allocated.
 ROWS, CLASSES, WIDTH = 2048, 8192, 32
@@ -102,15 +104,43 @@ def test_a_mixture_that_is_nearly_one_side_tends_to_the_kl_of_the_other(device: 
 
 
 @KIND
-def test_a_student_close_to_its_teacher_has_a_divergence_of_all_digits(kind: Any, device: torch.device) -> None:
-    teacher = torch.randn(4, 300, device=device, dtype=torch.float64)
-    student = (teacher + 1e-3 * torch.randn(4, 300, device=device, dtype=torch.float64)).float()
+@NUMBER_OF_CLASSES
+def test_a_student_close_to_its_teacher_has_a_divergence_of_all_digits(kind: Any, width: int, device: torch.device) -> None:
+    teacher = torch.randn(4, width, device=device, dtype=torch.float64)
+    student = (teacher + 1e-3 * torch.randn(4, width, device=device, dtype=torch.float64)).float()
     teacher = teacher.float()
     call = of_logits(kind)
     # In float32 plain PyTorch is off by half of it.
     exact = divergence(student.double(), teacher.double(), kind)
     tolerance = 1e-3 if kind == "total_variation" else 1e-4
     torch.testing.assert_close(call(student, teacher).double(), exact, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_a_class_far_from_the_others_costs_a_kl_no_digits(side: str, device: torch.device) -> None:
+    """Relative to that class all the others are off by as much, which cancels but for a part in the number of classes."""
+    flat, peaked = 1e-3 * torch.randn(2, 4, 9000, device=device)
+    peaked[:, 5] += 1.0
+    student, teacher = (peaked, flat) if side == "student" else (flat, peaked)
+    exact = divergence(student.double(), teacher.double(), "forward_kl")
+    torch.testing.assert_close(kl_div(student, teacher, reduction="none").double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("scale", "offset", "temperature"), [(30.0, 0.0, 1.0), (1e-3, 0.0, 2.7), (1e-3, 0.0, 1.0), (1e-2, 3e4, 1.0), (1.0, 3e4, 0.25)]
+)
+def test_a_wide_kl_and_its_gradient_are_exact_for_logits_of_any_size(
+    scale: float, offset: float, temperature: float, device: torch.device
+) -> None:
+    student = (scale * torch.randn(3, 9000, device=device) + offset).requires_grad_()
+    teacher = scale * torch.randn(3, 9000, device=device) - offset
+    precise = student.detach().double().requires_grad_()
+    exact = divergence(precise / temperature, teacher.double() / temperature, "forward_kl")
+    loss = kl_div(student, teacher, temperature=temperature, reduction="none")
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
+    (slope,), (exact_slope,) = torch.autograd.grad(loss.sum(), student), torch.autograd.grad(exact.sum(), precise)
+    # A round-off of q and p relative to their difference.
+    assert (slope.double() - exact_slope).norm() <= 1e-6 / min(scale / temperature, 1.0) * exact_slope.norm()
 
 
 def test_a_mixture_with_little_of_the_student_keeps_the_digits_of_classes_that_it_has_alone(device: torch.device) -> None:
@@ -133,17 +163,20 @@ def of_logits(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 @KIND
-def test_classes_that_are_impossible_on_both_sides_change_nothing(kind: Any, device: torch.device) -> None:
+@NUMBER_OF_CLASSES
+def test_classes_that_are_impossible_on_both_sides_change_nothing(kind: Any, width: int, device: torch.device) -> None:
     student, teacher, upstream = leaf(4, 30, device=device), torch.randn(4, 30, device=device), torch.randn(4, device=device)
-    padding = torch.full((4, 5), -torch.inf, device=device)
+    padding = torch.full((4, width), -torch.inf, device=device)
     plain = of_logits(kind)(student, teacher)
     padded = of_logits(kind)(torch.cat((student, padding), -1), torch.cat((teacher, padding), -1))
     torch.testing.assert_close(padded, plain)
     torch.testing.assert_close(torch.autograd.grad(padded, student, upstream), torch.autograd.grad(plain, student, upstream))
 
 
-def test_a_class_that_one_side_rules_out_is_infinite_for_one_kl_and_finite_for_the_other(device: torch.device) -> None:
-    student, teacher = torch.zeros(1, 3, device=device), torch.zeros(1, 3, device=device)
+@pytest.mark.parametrize("padding", [0, 9000])
+def test_a_class_that_one_side_rules_out_is_infinite_for_one_kl_and_finite_for_the_other(padding: int, device: torch.device) -> None:
+    student, teacher = torch.full((2, 1, 3 + padding), torch.finfo(torch.float32).min, device=device)
+    student[0, :3], teacher[0, :3] = 0.0, 0.0
     student[0, 2] = -torch.inf
     half = torch.tensor(1.5, device=device).log()
     assert kl_div(student, teacher) == torch.inf
@@ -152,6 +185,13 @@ def test_a_class_that_one_side_rules_out_is_infinite_for_one_kl_and_finite_for_t
     assert kl_div(teacher, student, reverse=True) == torch.inf
     assert jsd(student, teacher).isfinite()
     torch.testing.assert_close(total_variation(student, teacher), torch.tensor(1 / 3, device=device))
+
+
+@NUMBER_OF_CLASSES
+def test_a_nan_among_the_logits_of_a_row_is_its_divergence(width: int, device: torch.device) -> None:
+    student, teacher = torch.randn(2, 3, width, device=device)
+    student[0, 7], teacher[1, width - 1] = torch.nan, torch.nan
+    assert kl_div(student, teacher, reduction="none").isnan().tolist() == [True, True, False]
 
 
 @KIND

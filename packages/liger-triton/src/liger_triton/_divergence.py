@@ -14,11 +14,13 @@ from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, row
 
 # Two rows are read at a time, so blocks have half the columns of those of one row.
 COMPARED = Shape(4096, 16)
+# 29 instructions a class in the machine code for Hopper; blocks of half as many columns 33, the two passes 68.
+STREAMED = Shape(4096, 8)
 KIND_FORWARD, KIND_MIXTURE, KIND_VARIATION = tl.constexpr(FORWARD), tl.constexpr(MIXTURE), tl.constexpr(VARIATION)
 
 
 class TritonDivergencePasses(TritonPasses):
-    """One program a row, which reads both sides twice or three times; but for the first time from the L2 cache."""
+    """One program a row, which reads both sides once for the forward KL alone, else two or three times; but for the first from the L2 cache."""
 
     def divergences(
         self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults, options: DivergenceOptions,
@@ -28,11 +30,16 @@ class TritonDivergencePasses(TritonPasses):
         if rows == 0:
             return
         student, teacher = student if gradient else rows_of(student), rows_of(teacher)
-        block = min(COMPARED.block, power_of_two(width))
+        # A positive scale keeps the largest logit the largest. A gradient written here takes a second read anyway, and the caches hold a
+        # narrow row.
+        one_read = options.formula == FORWARD and not gradient and not options.hard_weight and width > STREAMED.block
+        one_read = one_read and options.logit_scale > 0 and options.teacher_logit_scale > 0
+        shape = STREAMED if one_read else COMPARED
+        block = min(shape.block, power_of_two(width))
         divergence_launch(
             (rows,), student, teacher, None if target is None else target.contiguous(), row_factor, results.loss, results.moments,
             student.stride(0), teacher.stride(0), 0 if row_factor is None else row_factor.stride(0), width, *_scalars(options),
-            **_forms(options), GRADIENT=gradient, BLOCK=block, VECTOR=min(VECTOR, block), num_warps=COMPARED.warps,
+            **_forms(options), GRADIENT=gradient, ONE_READ=one_read, BLOCK=block, VECTOR=min(VECTOR, block), num_warps=shape.warps,
             enable_fp_fusion=fuses(block),
         )  # fmt: skip
 
@@ -179,7 +186,7 @@ def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, of_
     larger = tl.where(ahead, p, q)
     over, under, step, smaller = steps(far)
     if FORMULA == KIND_FORWARD:
-        value = tl.where(larger > 0, larger * tl.where(ahead, over, under), 0.0)
+        value = tl.where(larger != 0, larger * tl.where(ahead, over, under), 0.0)
         slope = tl.where(ahead, -larger, larger) * step
     elif FORMULA == KIND_VARIATION:
         value = 0.5 * larger * step
@@ -198,16 +205,26 @@ def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, of_
         value = larger * (of_larger * rest + of_smaller * of_other)
         slope = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, of_teacher, of_student) - h
     else:
-        value = tl.where(larger > 0, larger * tl.where(ahead, under, over), 0.0)
+        value = tl.where(larger != 0, larger * tl.where(ahead, under, over), 0.0)
         slope = first - apart
     return value, slope, q
+
+
+@triton.jit
+def difference(below, inverse, beneath, their_inverse, offset):
+    """q - p, by a series where they are nearly equal."""
+    q = tl.exp2(below * 1.4426950408889634) * inverse
+    p = tl.exp2(beneath * 1.4426950408889634) * their_inverse
+    apart = (beneath - below) + offset
+    series = 1.0 + apart * (0.5 + apart * (1.0 / 6 + apart * (1.0 / 24 + apart * (1.0 / 120 + apart * (1.0 / 720)))))
+    return tl.where(tl.abs(apart) < 0.25, -q * apart * series, q - p)
 
 
 @triton.jit
 def pulled(slope, q, mean, FORMULA: tl.constexpr):
     """The gradient over x of the student."""
     if FORMULA != KIND_FORWARD:
-        slope = tl.where(q > 0, q * (slope - mean), 0.0)
+        slope = tl.where(q != 0, q * (slope - mean), 0.0)
     return slope
 
 
@@ -219,11 +236,157 @@ def sharpened(below, sharp_inverse, column, label, temperature):
 
 
 @triton.jit
+def moved(s, a, w, v, down, our_down):
+    """The sums of `streamed` after the anchors grew by down (the teacher's) and our_down, to base 2.
+
+    With α and β the factors of w and v, s becomes α · (a - δ · w - w) + β · v, or α · (s + (e^δ - 1) · (s - a) + (e^δ - 1 - δ) · w), whose
+    parts are of second order as s is, and which loses no digits where δ is small.
+    """
+    alpha = tl.exp2(-down)
+    beta = tl.exp2(-our_down)
+    delta = (down - our_down) * 0.6931471805599453
+    drift = alpha * delta
+    rest = 1.0 / 6 + delta * (1.0 / 24 + delta * (1.0 / 120 + delta * (1.0 / 720 + delta * (1.0 / 5040))))
+    rest = drift * delta * (0.5 + delta * rest)
+    near = alpha * s + (drift + rest) * (s - a) + rest * w
+    a = alpha * a - drift * w
+    w = alpha * w
+    v = beta * v
+    return tl.where(tl.abs(delta) < 0.5, near, (a - w) + v), a, w, v
+
+
+@triton.jit
+def added(s, a, w, v, mean, m, anchor, their_m, their_anchor, x, y, mask, scale, their_scale):
+    """The state of `streamed` with a block more."""
+    m = tl.maximum(m, tl.max(x, 1))
+    their_m = tl.maximum(their_m, tl.max(y, 1))
+    # Where the sides are so far apart that e^mean could overflow, no digits cancel.
+    mean += a / tl.maximum(w, 1e-30) * 1.4426950408889634
+    mean = tl.where(mean > 24.0, 24.0, mean)
+    top = m * scale - mean
+    their_top = their_m * their_scale
+    s, a, w, v = moved(s, a, w, v, their_top - their_anchor, top - anchor)
+    # Rounded once, so that the anchors are exactly what is subtracted, and what logits have in common cancels.
+    below = tl.fma(x, scale, -top[:, None])
+    beneath = tl.fma(y, their_scale, -their_top[:, None])
+    q = tl.exp2(below)
+    p = tl.exp2(beneath)
+    apart = beneath - below
+    moment = p * apart
+    near = 0.0138760271 - apart * (0.00192362582 - apart * 0.000222225968)
+    near = 0.34657359 - apart * (0.0800755023 - apart * near)
+    moment *= 0.6931471805599453
+    value = tl.where(tl.abs(apart) < 0.36, moment * apart * near, moment + (q - p))
+    if mask is not None:
+        moment = tl.where(mask, moment, 0.0)
+        value = tl.where(mask, value, 0.0)
+    s += tl.sum(value, 1)
+    a += tl.sum(moment, 1)
+    return s, a, w + tl.sum(p, 1), v + tl.sum(q, 1), mean, m, top, their_m, their_top
+
+
+@triton.jit
+def halves(pointer, mask, other_mask, HALF: tl.constexpr):
+    """Two blocks beside each other: what a thread does once a block it does once for both."""
+    first = tl.load(pointer, mask=mask, eviction_policy="evict_first")
+    second = tl.load(pointer + HALF, mask=other_mask, eviction_policy="evict_first")
+    both = tl.join(first, second)
+    return both.reshape(both.shape[0], 2 * both.shape[1]).to(tl.float32)
+
+
+@triton.jit
+def streamed(
+    base, theirs, width, logit_scale, softcap, their_scale, their_softcap,
+    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, HALF: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """(KL(p ‖ q), m and d of the student, m and d of the teacher) by one read of a row. Infinite or NaN if a logit is; see the slow passes.
+
+    With any anchors n, n' and w = e^(y - n'), v = e^(x - n), δ = (y - n') - (x - n):
+
+        KL(p ‖ q) = s/W - (u - log(1 + u))        s = Σ (w · δ - w + v), W = Σ w, u = Σ (v - w) / W
+
+    Terms of s are ≥ 0 and, as u², of second order in δ, so near agreement nothing cancels as long as the anchors are about as far apart as
+    most classes are. Each thread has its own, near the maxima of what it read, at which the mean of δ under p was 0 until now; in the end all
+    move to those of the row.
+    """
+    m = tl.full((HALF // VECTOR,), -1e30, dtype=tl.float32)
+    their_m = m
+    anchor = m
+    their_anchor = m
+    s = tl.zeros((HALF // VECTOR,), dtype=tl.float32)
+    a = s
+    w = s
+    v = s
+    mean = s
+    # To base 2. The scale of a logit is part of the exponential's; what a cap gives has no scale left.
+    scale = 1.4426950408889634
+    their = 1.4426950408889634
+    if not HAS_SOFTCAP:
+        scale *= logit_scale
+    if not TEACHER_SOFTCAP:
+        their *= their_scale
+    offset = tl.arange(0, HALF // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    whole = width // (2 * HALF) * (2 * HALF)
+    for start in range(0, whole, 2 * HALF):
+        x = halves(base + start + offset, None, None, HALF)
+        y = halves(theirs + start + offset, None, None, HALF)
+        if HAS_SOFTCAP:
+            x = capped(x, logit_scale, softcap, HAS_SOFTCAP)
+        if TEACHER_SOFTCAP:
+            y = capped(y, their_scale, their_softcap, TEACHER_SOFTCAP)
+        s, a, w, v, mean, m, anchor, their_m, their_anchor = added(
+            s, a, w, v, mean, m, anchor, their_m, their_anchor, x, y, None, scale, their
+        )
+    if whole < width:
+        column = whole + offset
+        x = halves(base + column, column < width, column + HALF < width, HALF)
+        y = halves(theirs + column, column < width, column + HALF < width, HALF)
+        if HAS_SOFTCAP:
+            x = capped(x, logit_scale, softcap, HAS_SOFTCAP)
+        if TEACHER_SOFTCAP:
+            y = capped(y, their_scale, their_softcap, TEACHER_SOFTCAP)
+        mask = tl.join(column < width, column + HALF < width).reshape(x.shape)
+        s, a, w, v, mean, m, anchor, their_m, their_anchor = added(
+            s, a, w, v, mean, m, anchor, their_m, their_anchor,
+            tl.where(mask, x, float("-inf")), tl.where(mask, y, float("-inf")), mask, scale, their,
+        )  # fmt: skip
+    top = tl.max(m, 0)
+    their_top = tl.max(their_m, 0)
+    highest = tl.max(anchor, 0)
+    their_highest = tl.max(their_anchor, 0)
+    down = their_highest - their_anchor
+    our_down = highest - anchor
+    # Selected, so that no product is fused into a sum of two threads, of which each would fuse its own.
+    exp_sum = tl.sum(tl.where(v > 0, tl.exp2(-our_down) * v, v), 0)
+    alpha = tl.exp2(-down)
+    their_sum = tl.sum(tl.where(w > 0, alpha * w, w), 0)
+    moment = alpha * (a * 1.4426950408889634 + (our_down - down) * w)
+    mean = tl.sum(tl.where(w > 0, moment, w), 0) / their_sum
+    mean = tl.where(mean > 24.0, 24.0, mean)
+    s, a, w, v = moved(s, a, w, v, down, our_down - mean)
+    u = tl.sum(s - a, 0) / their_sum
+    log = tl.log2(tl.sum(tl.where(v > 0, v, 0.0), 0) / their_sum) * 0.6931471805599453
+    divergence = tl.where(tl.abs(u) < 0.25, tl.sum(s, 0) / their_sum - log_series(u), tl.sum(a, 0) / their_sum + log)
+    # The moments have maxima of x itself.
+    exp_sum *= tl.exp2(-tl.fma(top, scale, -highest))
+    their_sum *= tl.exp2(-tl.fma(their_top, their, -their_highest))
+    if not HAS_SOFTCAP:
+        rounded = top * logit_scale
+        exp_sum *= tl.exp2(tl.fma(top, logit_scale, -rounded) * 1.4426950408889634)
+        top = rounded
+    if not TEACHER_SOFTCAP:
+        rounded = their_top * their_scale
+        their_sum *= tl.exp2(tl.fma(their_top, their_scale, -rounded) * 1.4426950408889634)
+        their_top = rounded
+    return divergence, top, exp_sum, their_top, their_sum
+
+
+@triton.jit
 def divergence_kernel(
     student, teacher, target, row_factor, loss, moments, row_stride, their_stride, factor_stride, width,
     ignore_index, beta, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
     FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    GRADIENT: tl.constexpr, ONE_READ: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program takes one row: maximum and sum of both sides, then the loss, then, if asked, the gradient over the student's logits.
 
@@ -247,6 +410,21 @@ def divergence_kernel(
                 for start in range(0, width, BLOCK):
                     column = start + lane
                     tl.store(base + column, tl.zeros((BLOCK,), dtype=student.dtype.element_ty), mask=column < width)
+            return
+    if ONE_READ:
+        total, top, exp_sum, their_top, their_sum = streamed(
+            base, theirs, width, logit_scale, softcap, their_scale, their_softcap, HAS_SOFTCAP, TEACHER_SOFTCAP, BLOCK // 2, VECTOR
+        )
+        # Else a logit is infinite, NaN or nearly as large as a float can be: the passes below know what to make of it.
+        if tl.abs(total) < float("inf"):
+            tl.store(loss + row, total)
+            tl.store(moments, top)
+            tl.store(moments + 1, exp_sum)
+            tl.store(moments + 2, their_top)
+            tl.store(moments + 3, their_sum)
+            tl.store(moments + 4, their_top)
+            tl.store(moments + 5, 0.0)
+            tl.store(moments + 6, 1.0)
             return
     if row_factor is not None:
         factor = factor * tl.load(row_factor + row * factor_stride).to(tl.float32)
@@ -311,7 +489,7 @@ def divergence_kernel(
         value, slope, q = compared(x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, of_teacher, of_student, FORMULA)
         values += value
         if FORMULA != KIND_FORWARD:
-            slopes += tl.where(q > 0, q * slope, 0.0)
+            slopes += tl.where(q != 0, q * slope, 0.0)
         if WRITES:
             pull = slope
             if HARD:
@@ -391,10 +569,13 @@ def gradient_kernel(
     below = x - tl.load(moments)
     their_top = tl.load(moments + 2)
     beneath = y - their_top
-    first = (tl.load(moments + 4) - their_top) + apart
-    h = first_slope(first, beta, of_teacher, of_student, FORMULA)
-    _, slope, q = compared(below, 1.0 / exp_sum, beneath, 1.0 / their_sum, apart, first, h, beta, of_teacher, of_student, FORMULA)
-    pull = pulled(slope, q, tl.load(moments + 5), FORMULA)
+    if FORMULA == KIND_FORWARD:
+        pull = difference(below, 1.0 / exp_sum, beneath, 1.0 / their_sum, apart)
+    else:
+        first = (tl.load(moments + 4) - their_top) + apart
+        h = first_slope(first, beta, of_teacher, of_student, FORMULA)
+        _, slope, q = compared(below, 1.0 / exp_sum, beneath, 1.0 / their_sum, apart, first, h, beta, of_teacher, of_student, FORMULA)
+        pull = pulled(slope, q, tl.load(moments + 5), FORMULA)
     if HARD:
         sharp_inverse = 1.0 / tl.load(moments + 6)
         pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(below, sharp_inverse, column, label, temperature)
@@ -446,7 +627,7 @@ def sums_kernel(
         )
         values += value
         if FORMULA != KIND_FORWARD:
-            slopes += tl.where(q > 0, q * slope, 0.0)
+            slopes += tl.where(q != 0, q * slope, 0.0)
     chosen = 0.0
     if HARD:
         inside = (label >= 0) & (label < width)

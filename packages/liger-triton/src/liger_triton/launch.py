@@ -15,11 +15,12 @@ from triton.runtime import driver
 
 from liger_core import Unsupported
 from liger_core.kernels import Kernel, Outputs
-from liger_triton.interpreter import find_builtins_once, multiply_bfloat16, round_to_nearest
+from liger_triton.interpreter import find_builtins_once, multiply_bfloat16, round_once, round_to_nearest
 
 if knobs.runtime.interpret:
     round_to_nearest()
     multiply_bfloat16()
+    round_once()
     find_builtins_once()
 
 NAMESPACE = "liger_triton"

@@ -136,7 +136,7 @@ class TorchDivergencePasses(TorchPasses):
             value, slope, q = _compared(x, theirs, moments, options)
             loss = value.sum(-1)
             if options.formula != FORWARD:
-                moments[:, 5] = torch.where(q > 0, q * slope, 0.0).sum(-1)
+                moments[:, 5] = torch.where(q != 0, q * slope, 0.0).sum(-1)
             if options.hard_weight and labels is not None:
                 own = (x.gather(-1, _inside(labels, x)[:, None])[:, 0] - moments[:, 0]) * options.temperature
                 hard = moments[:, 6].log() - own
@@ -163,7 +163,7 @@ class TorchDivergencePasses(TorchPasses):
             x, theirs = _both(student[rows], teacher[rows], options)
             value, slope, q = _compared(x, theirs, moments[rows], options)
             out[rows, 0] = value.sum(-1)
-            out[rows, 1] = 0.0 if options.formula == FORWARD else torch.where(q > 0, q * slope, 0.0).sum(-1)
+            out[rows, 1] = 0.0 if options.formula == FORWARD else torch.where(q != 0, q * slope, 0.0).sum(-1)
             out[rows, 2] = 0.0
             if options.hard_weight and target is not None:
                 labels = target[rows]
@@ -224,10 +224,10 @@ def _compared(x: Tensor, theirs: Tensor, moments: Tensor, options: DivergenceOpt
     larger = torch.where(ahead, p, q)
     over, under, step, smaller = _steps(far)
     if options.formula == FORWARD:
-        value = torch.where(larger > 0, larger * torch.where(ahead, over, under), 0.0)
+        value = torch.where(larger != 0, larger * torch.where(ahead, over, under), 0.0)
         return value, torch.where(ahead, -larger, larger) * step, q
     if options.formula == REVERSE:
-        return torch.where(larger > 0, larger * torch.where(ahead, under, over), 0.0), first - apart, q
+        return torch.where(larger != 0, larger * torch.where(ahead, under, over), 0.0), first - apart, q
     if options.formula == VARIATION:
         return 0.5 * larger * step, 0.5 * (first.sign() - apart.sign()), q
     # M = larger · (1 + t).
@@ -309,7 +309,7 @@ def _gradient(
     """row_factor · d loss / d student."""
     _, slope, q = _compared(x, theirs, moments, options)
     if options.formula != FORWARD:
-        slope = torch.where(q > 0, q * (slope - moments[:, 5:6]), 0.0)
+        slope = torch.where(q != 0, q * (slope - moments[:, 5:6]), 0.0)
     factor = torch.full_like(moments[:, 0], options.logit_scale)
     if row_factor is not None:
         factor = row_factor.to(x.dtype) * options.logit_scale
