@@ -1049,6 +1049,14 @@ MUTANTS = (
         "tests/ops/test_linear_divergence.py::test_kept_and_recomputed_logits_give_the_same_gradients",
         "test_kept_and_recomputed_logits_give_the_same_gradients",
     ),
+    Mutant(
+        "ranks: packed rows are scattered as if none were left out",
+        f"{CORE}/ops/_token_loop.py",
+        "whole.zero_().index_copy_(0, index, out)",
+        "whole.zero_()[: out.shape[0]].copy_(out)",
+        ("tests/ops/test_sharded_heads.py",),
+        "test_rows_that_are_sharded_like_the_vocabulary_get_the_gradient_of_their_own",
+    ),
     loss(
         "the upstream gradient of an ignored row counts",
         "_divergence_loop.py",
@@ -1060,8 +1068,8 @@ MUTANTS = (
     kernel(
         "triton: the divergence forgets the offset of the two normalizers",
         "_divergence.py",
-        "apart = (beneath - below) + offset",
-        "apart = beneath - below",
+        "apart = (beneath - below) + offset\n    apart = tl.where",
+        "apart = beneath - below\n    apart = tl.where",
         f"kl_div and {SMALL}",
     ),
     kernel(
