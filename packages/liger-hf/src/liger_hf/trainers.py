@@ -111,7 +111,7 @@ def output_processor(
         )
     # The labels change places instead of the hidden states, which would have to be copied.
     log_prob, entropy = _log_prob_and_entropy(hidden_states, weight, labels.t(), temperature, options)
-    if hasattr(log_prob, "to_local"):
+    if hasattr(log_prob, "to_local") and hasattr(entropy, "to_local"):
         log_prob, entropy = log_prob.to_local(), entropy.to_local()
     return log_prob.t(), entropy.t()
 

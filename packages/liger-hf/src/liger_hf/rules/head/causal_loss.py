@@ -150,7 +150,7 @@ def _target(logits: Any, labels: Tensor | None, shift_labels: Tensor | None, ign
 
 def _whole_sequences(logits: Any, labels: Tensor) -> None:
     """Refuse to shift labels where it is known that a rank holds a part of each sequence: the next label of its last token is on another rank."""
-    hidden = logits.hidden if isinstance(logits, LazyLogits) else logits
+    hidden: Any = logits.hidden if isinstance(logits, LazyLogits) else logits
     sequence = hidden.dim() - 2
     reason = None
     # torch's context_parallel, which accelerate and the Trainer use, replaces this function for as long as sequences are sharded.
