@@ -1054,7 +1054,7 @@ MUTANTS = (
         f"{CORE}/ops/_token_loop.py",
         "whole.zero_().index_copy_(0, index, out)",
         "whole.zero_()[: out.shape[0]].copy_(out)",
-        ("tests/ops/test_sharded_heads.py",),
+        ("tests/ops/test_sharded_heads.py", "-k", "gradient_of_their_own"),
         "test_rows_that_are_sharded_like_the_vocabulary_get_the_gradient_of_their_own",
     ),
     loss(
@@ -1079,12 +1079,14 @@ MUTANTS = (
         "alpha = tl.exp2(-down * 0.0)\n    beta = tl.exp2(-our_down)",
         "kl_div and float32 and several_blocks",
     ),
-    kernel(
-        "triton: the KL by one read forgets that the anchors are not the mean",
-        "_divergence.py",
+    Mutant(
+        "triton: the KL by one read is its sum of second order, without what that of both totals takes away",
+        f"{TRITON}/_divergence.py",
         "tl.sum(s, 0) / their_sum - log_series(u)",
         "tl.sum(s, 0) / their_sum - 0.0 * log_series(u)",
-        "kl_div and float32 and several_blocks",
+        ("tests/ops/test_linear_divergence.py", "--backend", "triton", "-k", "wide_kl"),
+        "test_a_wide_kl_and_its_gradient_are_exact_for_logits_of_any_size",
+        True,
     ),
     kernel(
         "triton: the gradient of the reverse KL forgets the mean of h",
