@@ -21,12 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import liger_hf
 from hf.tiny_models import LargestResult, make, tokens, twin
 from hf.two_ranks import PATIENCE, no_logits
 from liger_core import use
 from liger_hf.isolation import DoublePrecision
+from liger_hf.rules.head.causal_loss import causal_lm_loss
 
 # Of the largest element; float64 has sixteen digits.
 TOLERANCE = 1e-10
@@ -329,6 +331,29 @@ def sequence_parallel(rank: int) -> None:
             with pytest.warns(UserWarning, match="so all ranks gather all the logits"):
                 got = exact(model, (batch,))
             compare(f"patch_last={patch_last}", got, expected)
+
+
+def shifts_in_a_shard(rank: int) -> None:
+    """Under torch's context_parallel, with labels that are sharded before they are shifted."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    with ranks(2) as mesh:
+        # Attention of its own, since that of context_parallel runs on GPUs only; the refusal comes from the loss.
+        model = make().train()
+        model.set_attn_implementation("eager")
+        liger_hf.apply(model)
+        batch = tokens(length=12)
+        whole = {**batch, "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()}
+        local = {name: value.clone() for name, value in whole.items()}
+        with context_parallel(mesh, buffers=list(local.values()), buffer_seq_dims=[1] * len(local)):
+            assert local["labels"].shape[1] == 6
+            assert model(**local).loss.isfinite()
+            with pytest.raises(liger_hf.LogitsError, match=r"context_parallel is active\), got labels"):
+                model(input_ids=local["input_ids"], labels=local["labels"])
+        assert model(**batch).loss.isfinite()
+        logits = distribute_tensor(torch.randn(2, 12, 300), mesh, [Shard(1)])
+        with pytest.raises(liger_hf.LogitsError, match=r"hidden states are sharded: \(Shard\(dim=1\),\)\), got labels"):
+            causal_lm_loss(logits, batch["labels"][:, :6], 300)
 
 
 def trainer_run(rank: int, folder: str, out: str, tp: int, patched: bool) -> None:

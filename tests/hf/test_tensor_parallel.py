@@ -78,6 +78,11 @@ def test_the_trainer_has_the_losses_and_gradient_norms_of_one_process(tmp_path: 
         torch.testing.assert_close(of_rank, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_labels_are_not_shifted_inside_a_shard_of_the_sequence() -> None:
+    """verl #6068: the last token of each shard would lose its label."""
+    on_ranks(2, tensor_ranks.shifts_in_a_shard)
+
+
 def test_ranks_with_parts_of_the_sequences_have_parts_of_the_loss() -> None:
     """Context parallelism, as the Trainer calls a model: shifted labels, and the number of labels on all ranks."""
     on_ranks(2, tensor_ranks.context_parallel)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from forks import on_ranks
 from hf.tiny_models import LargestResult
-from liger_core import OptionError, Unsupported
+from liger_core import OptionError
 from liger_hf.trainers import FusedLinearForPPO, FusedOutputLinear, output_processor
 
 pytestmark = pytest.mark.cpu
@@ -216,7 +218,60 @@ def test_the_processor_for_megatron_leaves_out_what_no_label_counts() -> None:
 
 
 def test_the_processor_for_megatron_names_what_it_cannot_do() -> None:
-    with pytest.raises(Unsupported, match=r"^output_processor needs the whole head on every rank, got tensor_model_parallel_size=2$"):
+    with pytest.raises(
+        OptionError, match=r"needs the process group of tensor parallelism \(tensor_model_parallel_size=2\), and output_layer"
+    ):
         megatron(MegatronModel(tied=False, ranks=2))
     with pytest.raises(OptionError, match=r"^output_processor needs the labels of the forward pass, got none; pass labels to the model$"):
         MegatronModel(tied=False)(ids(), None, None, output_processor=output_processor)
+
+
+class PartOfTokens(torch.autograd.Function):
+    """The part of the tokens that a rank has with sequence parallelism; the gradient of all of them from those of the parts."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor) -> Tensor:
+        return whole.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        parts = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, grad.contiguous())
+        return torch.cat(parts)
+
+
+def megatron_on_ranks(rank: int, sequence_parallel: bool, temperature: Tensor | float) -> None:
+    """Column-parallel heads of two ranks, with and without shards of the tokens, against one process."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    hidden, whole, bias = torch.randn(8, SEQUENCES, WIDTH), torch.randn(CLASSES, WIDTH), torch.randn(CLASSES)
+    labels, upstream = torch.randint(CLASSES, (SEQUENCES, 8)), torch.randn(2, SEQUENCES, 8)
+    one, w, b = (t.clone().requires_grad_() for t in (hidden, whole, bias))
+    divide = temperature[..., None] if isinstance(temperature, Tensor) else temperature
+    expected = of_logits((one.transpose(0, 1) @ w.t() + b) / divide, labels)
+    sum((u * e).sum() for u, e in zip(upstream, expected, strict=True)).backward()
+
+    mine, x = slice(25 * rank, 25 * rank + 25), hidden.clone().requires_grad_()
+    layer = SimpleNamespace(
+        weight=whole[mine].clone().requires_grad_(), bias=bias[mine].clone().requires_grad_(), tp_group=dist.group.WORLD
+    )
+    got = output_processor(
+        hidden_states=PartOfTokens.apply(x) if sequence_parallel else x, output_layer=layer, output_weight=None, labels=labels,
+        context={"temperature": temperature}, config=SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel),
+    )  # fmt: skip
+    for found, wanted in zip(got, expected, strict=True):
+        assert type(found) is Tensor
+        torch.testing.assert_close(found, wanted)
+    sum((u * g).sum() for u, g in zip(upstream, got, strict=True)).backward()
+    for found, wanted in ((x.grad, one.grad), (layer.weight.grad, w.grad[mine]), (layer.bias.grad, b.grad[mine])):
+        assert type(found) is Tensor
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "temperature", [0.7, torch.linspace(0.4, 1.6, 8 * SEQUENCES).reshape(SEQUENCES, 8)], ids=["number", "of_each_token"]
+)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tokens_whole", "tokens_sharded"])
+def test_the_processor_for_megatron_takes_the_classes_of_a_rank(sequence_parallel: bool, temperature: Tensor | float) -> None:
+    on_ranks(2, megatron_on_ranks, sequence_parallel, temperature)

@@ -1070,6 +1070,14 @@ MUTANTS = (
         "tests/ops/test_linear_divergence.py::test_kept_and_recomputed_logits_give_the_same_gradients",
         "test_kept_and_recomputed_logits_give_the_same_gradients",
     ),
+    Mutant(
+        "ranks: packed rows are scattered as if none were left out",
+        f"{CORE}/ops/_token_loop.py",
+        "whole.zero_().index_copy_(0, index, out)",
+        "whole.zero_()[: out.shape[0]].copy_(out)",
+        ("tests/ops/test_sharded_heads.py", "-k", "gradient_of_their_own"),
+        "test_rows_that_are_sharded_like_the_vocabulary_get_the_gradient_of_their_own",
+    ),
     loss(
         "the upstream gradient of an ignored row counts",
         "_divergence_loop.py",
@@ -1081,8 +1089,8 @@ MUTANTS = (
     kernel(
         "triton: the divergence forgets the offset of the two normalizers",
         "_divergence.py",
-        "apart = (beneath - below) + offset",
-        "apart = beneath - below",
+        "apart = (beneath - below) + offset\n    apart = tl.where",
+        "apart = beneath - below\n    apart = tl.where",
         f"kl_div and {SMALL}",
     ),
     kernel(
@@ -1092,12 +1100,14 @@ MUTANTS = (
         "alpha = tl.exp2(-down * 0.0)\n    beta = tl.exp2(-our_down)",
         "kl_div and float32 and several_blocks",
     ),
-    kernel(
-        "triton: the KL by one read forgets that the anchors are not the mean",
-        "_divergence.py",
+    Mutant(
+        "triton: the KL by one read is its sum of second order, without what that of both totals takes away",
+        f"{TRITON}/_divergence.py",
         "tl.sum(s, 0) / their_sum - log_series(u)",
         "tl.sum(s, 0) / their_sum - 0.0 * log_series(u)",
-        "kl_div and float32 and several_blocks",
+        ("tests/ops/test_linear_divergence.py", "--backend", "triton", "-k", "wide_kl"),
+        "test_a_wide_kl_and_its_gradient_are_exact_for_logits_of_any_size",
+        True,
     ),
     kernel(
         "triton: the gradient of the reverse KL forgets the mean of h",

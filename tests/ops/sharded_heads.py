@@ -90,6 +90,45 @@ def gathers_rows_that_the_vocabulary_shards() -> None:
     same(w.grad, weight.grad)
 
 
+def scatters_the_gradient(pack: bool) -> None:
+    """Sequence parallelism with as many rows on each rank: each gets the gradient of its own rows, summed in float32."""
+    hidden, weight, target, _ = call()
+    linear_cross_entropy(hidden, weight, target, pack=pack).backward()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(hidden.detach()[None], mesh, [Shard(1)]).requires_grad_()
+    w = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    counting = _vocabulary._c10d = Counting(_vocabulary._c10d)  # type: ignore[assignment]
+    linear_cross_entropy(x, w, target[None], pack=pack).backward()
+    assert counting.calls[1:] == [("reduce_scatter_tensor", hidden.numel())], counting.calls
+    assert x.grad.placements == (Shard(1),)
+    same(x.grad[0], hidden.grad)
+    same(w.grad, weight.grad)
+
+
+def adds_rows_that_are_not_in_the_order_of_ranks() -> None:
+    """Two sequences, of each of which a rank has a half."""
+    hidden, weight, target, _ = call()
+    linear_cross_entropy(hidden, weight, target).backward()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(hidden.detach().view(2, 6, 8), mesh, [Shard(1)]).requires_grad_()
+    w = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    linear_cross_entropy(x, w, target.view(2, 6)).backward()
+    same(x.grad.full_tensor().view(12, 8), hidden.grad)
+
+
+def sums_where_few_rows_count() -> None:
+    """The gradient of a third of the rows is smaller in whole than all rows are in parts."""
+    hidden, weight, target, _ = call()
+    target[4:] = -100
+    linear_cross_entropy(hidden, weight, target).backward()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    x, w = (distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_() for t in (hidden, weight))
+    counting = _vocabulary._c10d = Counting(_vocabulary._c10d)  # type: ignore[assignment]
+    linear_cross_entropy(x, w, target).backward()
+    assert counting.calls[1:] == [("all_reduce_", int((target != -100).sum()) * hidden.shape[1])], counting.calls
+    same(x.grad, hidden.grad)
+
+
 def refuses(message: str, options: dict[str, Any]) -> None:
     """Rows over two ranks, with these options."""
     hidden, weight, target, _ = call()

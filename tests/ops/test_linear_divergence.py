@@ -127,7 +127,8 @@ def test_a_class_far_from_the_others_costs_a_kl_no_digits(side: str, device: tor
 
 
 @pytest.mark.parametrize(
-    ("scale", "offset", "temperature"), [(30.0, 0.0, 1.0), (1e-3, 0.0, 2.7), (1e-3, 0.0, 1.0), (1e-2, 3e4, 1.0), (1.0, 3e4, 0.25)]
+    ("scale", "offset", "temperature"),
+    [(30.0, 0.0, 1.0), (0.3, 0.0, 1.0), (1e-3, 0.0, 2.7), (1e-3, 0.0, 1.0), (1e-2, 3e4, 1.0), (1.0, 3e4, 0.25)],
 )
 def test_a_wide_kl_and_its_gradient_are_exact_for_logits_of_any_size(
     scale: float, offset: float, temperature: float, device: torch.device

@@ -26,6 +26,20 @@ def test_rows_that_are_sharded_like_the_vocabulary_are_gathered() -> None:
     on_ranks(2, work.on_gloo, work.gathers_rows_that_the_vocabulary_shards)
 
 
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "not_packed"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_that_are_sharded_like_the_vocabulary_get_the_gradient_of_their_own(ranks: int, pack: bool) -> None:
+    on_ranks(ranks, work.on_gloo, work.scatters_the_gradient, pack)
+
+
+def test_halves_of_two_sequences_get_the_gradient_of_their_own() -> None:
+    on_ranks(2, work.on_gloo, work.adds_rows_that_are_not_in_the_order_of_ranks)
+
+
+def test_the_gradient_of_few_counted_rows_is_summed_as_a_whole() -> None:
+    on_ranks(2, work.on_gloo, work.sums_where_few_rows_count)
+
+
 def test_a_step_sends_eight_numbers_a_row_once_and_the_gradient_of_hidden_once() -> None:
     on_ranks(2, work.on_gloo, work.exchanges_once)
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_core import OptionError, Unsupported, linear_log_prob
+from liger_core import OptionError, linear_log_prob
 
 __all__ = ["FusedLinearForPPO", "FusedOutputLinear", "output_processor"]
 
@@ -78,19 +79,18 @@ def output_processor(
 
         model(ids, positions, mask, labels=labels, output_processor=output_processor, output_processor_context={"temperature": 0.7})
 
-    hidden_states  (tokens, sequences, H), as the decoder returns them
-    output_weight  (V, H), the shared embedding; None takes the weight of output_layer
+    hidden_states  (tokens, sequences, H), as the decoder returns them: with sequence parallelism a rank's part of the tokens
+    output_weight  (V, H), the shared embedding; None takes the weight of output_layer. With tensor parallelism a rank's part of the classes
     labels         (sequences, tokens)   the token after each position, -100 where none counts
     context        options of linear_log_prob: temperature (a number, or a tensor that broadcasts to labels), budget, softcap, …
     scale_logits   MuP's scale
 
-    Raises OptionError without labels, and Unsupported where tensor parallelism shards the head.
+    With tensor parallelism every rank gets the results of all tokens, and exchanges a few numbers per token instead of logits. Its group is
+    that of output_layer (`tp_group`), unless the context names one. Rows that Megatron-core pads the vocabulary with are classes, as in its own loss.
+    Raises OptionError without labels, and without a group where tensor parallelism shards the head.
     """
     if labels is None:
         raise OptionError("output_processor needs the labels of the forward pass, got none; pass labels to the model")
-    ranks = getattr(config, "tensor_model_parallel_size", 1)
-    if ranks > 1:
-        raise Unsupported(f"output_processor needs the whole head on every rank, got tensor_model_parallel_size={ranks}")
     options = {"temperature": 1.0, "bias": getattr(output_layer, "bias", None), **(context or {})}
     if scale_logits is not None:
         # Megatron-core multiplies by one number, if at all.
@@ -99,9 +99,38 @@ def output_processor(
     if isinstance(temperature, Tensor):
         temperature = temperature.expand(labels.shape).t()
     weight = output_layer.weight if output_weight is None else output_weight
+    group, ranks = options.pop("tp_group", getattr(output_layer, "tp_group", None)), getattr(config, "tensor_model_parallel_size", 1)
+    if ranks > 1:
+        if group is None:
+            raise OptionError(
+                f"output_processor needs the process group of tensor parallelism (tensor_model_parallel_size={ranks}), and output_layer has no "
+                'tp_group; pass it as output_processor_context={"tp_group": parallel_state.get_tensor_model_parallel_group()}'
+            )
+        hidden_states, weight, options["bias"] = _over_ranks(
+            _mesh(group, weight.device.type), hidden_states, weight, options["bias"], getattr(config, "sequence_parallel", False)
+        )
     # The labels change places instead of the hidden states, which would have to be copied.
     log_prob, entropy = _log_prob_and_entropy(hidden_states, weight, labels.t(), temperature, options)
+    if hasattr(log_prob, "to_local") and hasattr(entropy, "to_local"):
+        log_prob, entropy = log_prob.to_local(), entropy.to_local()
     return log_prob.t(), entropy.t()
+
+
+@cache
+def _mesh(group: Any, device_type: str) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, device_type)
+
+
+def _over_ranks(mesh: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, of_tokens: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Each as a DTensor over its classes, and hidden over its tokens where these are sharded, too."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    def spread(local: Tensor) -> Tensor:
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+    return spread(hidden) if of_tokens else hidden, spread(weight), None if bias is None else spread(bias)
 
 
 def _log_prob_and_entropy(

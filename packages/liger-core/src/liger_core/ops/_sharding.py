@@ -23,9 +23,11 @@ OF_CLASSES = ("weight", "bias", "teacher_weight", "teacher_bias")
 class VocabShard(NamedTuple):
     """Which classes of a vocabulary the rows of weight on this rank are.
 
-    group    the process group whose ranks have all classes between them
-    start    the class of the first row of weight here
-    classes  of the whole vocabulary. Rows of weight past the last class are padding
+    group      the process group whose ranks have all classes between them
+    start      the class of the first row of weight here
+    classes    of the whole vocabulary. Rows of weight past the last class are padding
+    scattered  hidden was gathered from equal parts of its rows, one from each rank in order, and a rank reads the gradient of its own part
+               only: that of other rows is unspecified, and a reduce-scatter replaces the all-reduce where it sends less
 
     Shards may be uneven, or empty but for padding; together they must have every class once. `VocabShard.of` makes them from the number
     of rows on each rank.
@@ -34,6 +36,7 @@ class VocabShard(NamedTuple):
     group: Any
     start: int
     classes: int
+    scattered: bool = False
 
     @classmethod
     def of(cls, weight: Tensor, group: Any = None, classes: int | None = None) -> VocabShard:
@@ -54,7 +57,7 @@ def vocabulary(weight: Tensor, vocab: VocabShard | None) -> Vocabulary:
     if vocab is None:
         return Vocabulary(None, 0, weight.shape[0])
     group = vocab.group
-    return Vocabulary(group if isinstance(group, str) else group.group_name, vocab.start, vocab.classes)
+    return Vocabulary(group if isinstance(group, str) else group.group_name, vocab.start, vocab.classes, vocab.scattered)
 
 
 def check_vocab(op: str, weight: Tensor, vocab: VocabShard | None) -> int:
@@ -87,6 +90,15 @@ def takes_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
         return _distributed(function, **bound)
 
     return implementation
+
+
+def _in_order(hidden: Any, dimension: int) -> bool:
+    """Whether this dimension of the mesh alone splits hidden, into equal parts that follow each other in the order of its rows."""
+    placement = hidden.placements[dimension]
+    if not placement.is_shard() or sum(p.is_shard() for p in hidden.placements) > 1:
+        return False
+    size: int = hidden.shape[placement.dim]
+    return bool(hidden.shape[: placement.dim].numel() == 1 and size % hidden.device_mesh.size(dimension) == 0)
 
 
 def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **options: Any) -> Any:
@@ -139,7 +151,7 @@ def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **optio
         # As DTensor shards: all ranks have the same number of rows, until there are no more. In plain numbers, which a compiler can trace.
         classes, most = weight.shape[0], -(-weight.shape[0] // mesh.size(over[0]))
         start = min(most * mesh.get_local_rank(over[0]), classes)
-        given["vocab"] = VocabShard(mesh.get_group(over[0]), start, classes)
+        given["vocab"] = VocabShard(mesh.get_group(over[0]), start, classes, spread and _in_order(hidden, over[0]))
     # Every rank of the vocabulary has all these rows, and all of their gradient.
     x = hidden.redistribute(mesh, rows).to_local(grad_placements=rows) if spread else hidden
     results = function(x, local("weight", weight), **given)

@@ -24,12 +24,14 @@ _c10d = torch.ops._c10d_functional
 class Vocabulary(NamedTuple):
     """The classes that the rows of weight stand for: start, start + 1, … of `classes`; rows past these are padding.
 
-    group  name of the process group that has all of them; None if this rank has
+    group      name of the process group that has all of them; None if this rank has
+    scattered  the rows of hidden come in equal parts from the ranks, and each needs the gradient of its own only
     """
 
     group: str | None
     start: int
     classes: int
+    scattered: bool = False
 
     def mine(self, rows: int) -> int:
         """How many rows of weight are classes."""
@@ -37,7 +39,11 @@ class Vocabulary(NamedTuple):
 
     def usual(self) -> int:
         """Classes of a rank if they are spread evenly: what all ranks know alike."""
-        return self.classes if self.group is None else -(-self.classes // _size(self.group))
+        return -(-self.classes // self.ranks())
+
+    def ranks(self) -> int:
+        """How many share the vocabulary."""
+        return 1 if self.group is None else _size(self.group)
 
     def local(self, index: Tensor) -> Tensor:
         """Where a class is in this shard; elsewhere it is none of its rows."""
@@ -120,6 +126,20 @@ def end_sum(part: Tensor, vocab: Vocabulary) -> None:
     """Make what comes after wait for that sum."""
     if vocab.group is not None:
         _c10d.wait_tensor(part)
+
+
+def start_scatter(part: Tensor, vocab: Vocabulary) -> Tensor:
+    """Start to add up what each rank has. Each gets its own equal part of the rows, once `own_rows` has waited for it."""
+    started: Tensor = _c10d.reduce_scatter_tensor(part, "sum", vocab.ranks(), vocab.group)
+    return started
+
+
+def own_rows(started: Tensor, vocab: Vocabulary) -> tuple[slice, Tensor]:
+    """The rows of this rank, and their sums."""
+    assert vocab.group is not None
+    rank = torch.distributed.distributed_c10d._resolve_process_group(vocab.group).rank()  # type: ignore[arg-type]
+    mine: Tensor = _c10d.wait_tensor(started)
+    return slice(rank * mine.shape[0], (rank + 1) * mine.shape[0]), mine
 
 
 def _size(name: str) -> int:

@@ -143,8 +143,26 @@ def _target(logits: Any, labels: Tensor | None, shift_labels: Tensor | None, ign
     if shift_labels is None:
         if labels is None:
             raise LogitsError("loss: labels or shift_labels must be given, got neither; call the model with labels=input_ids")
+        _whole_sequences(logits, labels)
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return shift_labels.to(logits.device)
+
+
+def _whole_sequences(logits: Any, labels: Tensor) -> None:
+    """Refuse to shift labels where it is known that a rank holds a part of each sequence: the next label of its last token is on another rank."""
+    hidden: Any = logits.hidden if isinstance(logits, LazyLogits) else logits
+    sequence = hidden.dim() - 2
+    reason = None
+    # torch's context_parallel, which accelerate and the Trainer use, replaces this function for as long as sequences are sharded.
+    if str(getattr(F.scaled_dot_product_attention, "__module__", "")).startswith("torch.distributed.tensor.experimental"):
+        reason = "torch's context_parallel is active"
+    elif any(p.is_shard(sequence) for p in getattr(hidden, "placements", ())) and labels.shape[-1] != hidden.shape[sequence]:
+        reason = f"hidden states are sharded: {hidden.placements}"
+    if reason is not None:
+        raise LogitsError(
+            f"loss: shift_labels must be given where a rank has a part of each sequence ({reason}), got labels, whose next one is on another rank; "
+            "pass shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] of whole sequences, sharded as input_ids are"
+        )
 
 
 def _fits(logits: Any, target: Tensor, vocab_size: int) -> bool:
