@@ -102,7 +102,7 @@ def test_a_compiler_that_fails_leaves_the_layers_in_eager_mode(small: Setup, mon
     assert "--compile: the layers run in eager mode, since the compiler failed: no such instruction" in compiled.notes
 
 
-def test_time_to_compile_is_no_part_of_a_step(small: Setup) -> None:
+def test_compile_time_does_not_count_as_part_of_a_step(small: Setup) -> None:
     """Compiling the first two steps takes a hundred times as long as a step."""
     row = run(replace(small, compile="default"))
     assert row.step_seconds < row.compile_seconds
@@ -158,7 +158,7 @@ def test_a_plan_is_that_of_the_eager_model_and_says_so(small: Setup) -> None:
 
 
 class StandIn:
-    """Records as a GPU does: nothing is computed meanwhile, and a replay computes again from the same memory and into it."""
+    """Records as a GPU does: nothing is computed meanwhile, and a replay computes from and into the same memory."""
 
     def __init__(self, model: nn.Module, *, waits: bool = False, draws: bool = False, fails: bool = False) -> None:
         self.model, self.waits, self.draws, self.fails = model, waits, draws, fails
@@ -261,10 +261,10 @@ def test_a_first_micro_batch_of_another_shape_runs_as_usual() -> None:
         ("fails", "operation not permitted when stream is capturing"),
     ],
 )
-def test_what_cannot_be_recorded_goes_on_as_usual_with_the_reason(fault: str, reason: str) -> None:
+def test_what_cannot_be_recorded_continues_as_usual_with_the_reason(fault: str, reason: str) -> None:
     eager, graphs = Training((2, 2), graphs=False).train(), Training((2, 2), graphs=True, **{fault: True}).train()
     assert graphs.losses == eager.losses
-    assert graphs.notes == [f"--compile graphs: training goes on without CUDA graphs: {reason}."]
+    assert graphs.notes == [f"--compile graphs: training continues without CUDA graphs: {reason}."]
     assert graphs.device.replays == 0
 
 
@@ -327,7 +327,7 @@ def test_cuda_graphs_train_to_the_losses_of_eager_mode(small: Setup, options: di
 
 @cuda
 @pytest.mark.parametrize("compile", ["none", "graphs"])
-def test_dropout_draws_anew_in_every_replay(compile: str, small: Setup, tmp_path: Path) -> None:
+def test_dropout_draws_new_numbers_in_every_replay(compile: str, small: Setup, tmp_path: Path) -> None:
     model = build(small, torch.device("cpu")).model
     model.config.attention_dropout = 0.5
     model.save_pretrained(tmp_path)
