@@ -18,7 +18,6 @@ from liger_core.errors import DeviceError, OptionError
 from liger_train import combinations, compiling, techniques
 from liger_train.model import build
 from liger_train.plan.step import COMPILED, predict
-from liger_train.row import Row
 from liger_train.setup import Setup
 from liger_train.train.command import _figures
 from liger_train.train.graphs import Graphs
@@ -102,7 +101,7 @@ def test_a_compiler_that_fails_leaves_the_layers_in_eager_mode(small: Setup, mon
     assert "--compile: the layers run in eager mode, since the compiler failed: no such instruction" in compiled.notes
 
 
-def test_time_to_compile_is_no_part_of_a_step(small: Setup) -> None:
+def test_compile_time_does_not_count_as_part_of_a_step(small: Setup) -> None:
     """Compiling the first two steps takes a hundred times as long as a step."""
     row = run(replace(small, compile="default"))
     assert row.step_seconds < row.compile_seconds
@@ -158,7 +157,7 @@ def test_a_plan_is_that_of_the_eager_model_and_says_so(small: Setup) -> None:
 
 
 class StandIn:
-    """Records as a GPU does: nothing is computed meanwhile, and a replay computes again from the same memory and into it."""
+    """Records as a GPU does: nothing is computed meanwhile, and a replay computes from and into the same memory."""
 
     def __init__(self, model: nn.Module, *, waits: bool = False, draws: bool = False, fails: bool = False) -> None:
         self.model, self.waits, self.draws, self.fails = model, waits, draws, fails
@@ -198,15 +197,16 @@ class StandIn:
 class Training:
     """Steps of plain gradient descent on a model of one matrix, with as many micro-batches as sizes are given."""
 
-    def __init__(self, sizes: tuple[int, ...], graphs: bool, **device: bool) -> None:
+    def __init__(self, sizes: tuple[int, ...], graphs: bool, place: str = "cpu", **faults: bool) -> None:
         torch.manual_seed(0)
-        self.sizes, self.model = sizes, nn.Linear(4, 3)
+        self.sizes, self.place, self.model = sizes, place, nn.Linear(4, 3).to(place)
         self.notes: list[str] = []
         self.losses: list[float] = []
-        self.device = StandIn(self.model, **device)
+        self.device = StandIn(self.model, **faults)
         self.step = 0
+        recorder = self.device if place == "cpu" else None
         eager: Any = lambda inputs, tokens: self._micro(inputs["x"], tokens)  # noqa: E731
-        self.run = Graphs(eager, self.model, lambda: self.step >= 2, self.notes.append, device=self.device) if graphs else eager
+        self.run = Graphs(eager, self.model, lambda: self.step >= 2, self.notes.append, device=recorder) if graphs else eager
 
     def _micro(self, x: Tensor, tokens: Any) -> Tensor:
         loss = self.model(x).square().sum() / tokens
@@ -220,7 +220,7 @@ class Training:
 
     def one(self) -> None:
         tokens: Any = torch.tensor(sum(self.sizes)) if self.step % 2 else sum(self.sizes) + 1
-        losses = [self.run({"x": torch.full((size, 4), 0.1 * self.step + size)}, tokens) for size in self.sizes]
+        losses = [self.run({"x": torch.full((size, 4), 0.1 * self.step + size, device=self.place)}, tokens) for size in self.sizes]
         self.losses += [float(loss) for loss in losses]
         with torch.no_grad():
             for weight in self.model.parameters():
@@ -261,10 +261,10 @@ def test_a_first_micro_batch_of_another_shape_runs_as_usual() -> None:
         ("fails", "operation not permitted when stream is capturing"),
     ],
 )
-def test_what_cannot_be_recorded_goes_on_as_usual_with_the_reason(fault: str, reason: str) -> None:
+def test_what_cannot_be_recorded_continues_as_usual_with_the_reason(fault: str, reason: str) -> None:
     eager, graphs = Training((2, 2), graphs=False).train(), Training((2, 2), graphs=True, **{fault: True}).train()
     assert graphs.losses == eager.losses
-    assert graphs.notes == [f"--compile graphs: training goes on without CUDA graphs: {reason}."]
+    assert graphs.notes == [f"--compile graphs: training continues without CUDA graphs: {reason}."]
     assert graphs.device.replays == 0
 
 
@@ -326,14 +326,38 @@ def test_cuda_graphs_train_to_the_losses_of_eager_mode(small: Setup, options: di
 
 
 @cuda
-@pytest.mark.parametrize("compile", ["none", "graphs"])
-def test_dropout_draws_anew_in_every_replay(compile: str, small: Setup, tmp_path: Path) -> None:
-    model = build(small, torch.device("cpu")).model
-    model.config.attention_dropout = 0.5
-    model.save_pretrained(tmp_path)
-    # With so small a learning rate, losses differ only by what was dropped and by their text, which comes again with every epoch.
-    row: Row = run(replace(small, model=str(tmp_path), device="cuda", compile=compile, steps=8, learning_rate=1e-12))
-    assert len(set(row.losses)) == 8
+@pytest.mark.parametrize("sizes", [(2,), (2, 2, 2), (3, 3, 2)], ids=str)
+def test_graphs_on_a_gpu_train_to_the_losses_of_eager_mode(sizes: tuple[int, ...]) -> None:
+    eager, graphs = (Training(sizes, graphs=graphs, place="cuda").train() for graphs in (False, True))
+    assert graphs.notes == []
+    assert len(graphs.run.graphs) == min(len(sizes), len(set(sizes)) + 1)
+    assert graphs.losses == pytest.approx(eager.losses, rel=1e-5)
+
+
+@cuda
+def test_dropout_draws_new_numbers_in_every_replay() -> None:
+    model, notes = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).cuda(), list[str]()
+
+    def step(inputs: Any, tokens: Any) -> Tensor:
+        loss: Tensor = model(inputs["x"]).square().sum() / tokens
+        loss.backward()
+        return loss.detach()
+
+    graphs, losses = Graphs(step, model, lambda: True, notes.append), set()
+    for _ in range(8):
+        losses.add(float(graphs({"x": torch.ones(16, 64, device="cuda")}, 1)))
+        model.zero_grad()
+    assert len(losses) == 8
+    assert notes == []
+
+
+@cuda
+def test_a_step_that_waits_for_the_gpu_runs_without_graphs() -> None:
+    training = Training((2, 2), graphs=True, place="cuda")
+    micro = training.run.step
+    training.run.step = lambda inputs, tokens: micro(inputs, tokens) * float(inputs["x"].sum() > 0)
+    assert training.train().losses == pytest.approx(Training((2, 2), graphs=False, place="cuda").train().losses, rel=1e-5)
+    assert [note for note in training.notes if "a step must not wait for the GPU, but one does: " in note]
 
 
 @pytest.mark.slow

@@ -171,6 +171,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) ->
             seed=5,
             nvme_folder="/disk",
             set="max_grad_norm=0.5 'run_name=a name'",
+            compile="graphs",
         ),
     ],
     ids=["bare", "cpu", "cpu_with_the_choices_of_a_gpu", "every_option"],

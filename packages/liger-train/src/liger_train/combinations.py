@@ -55,7 +55,7 @@ def graphs(setup: Setup) -> str:
     if setup.shard != "none":
         return f"cannot be combined with --shard {setup.shard}, which moves weights while a step runs; use --compile default"
     if setup.checkpoint == "offload":
-        return "cannot be combined with --checkpoint offload, whose copies to the host are no part of a graph; use --checkpoint auto"
+        return "cannot be combined with --checkpoint offload, whose copies to the host a graph does not include; use --checkpoint auto"
     if setup.optimizer == "galore-layerwise":
         return "cannot be combined with --optimizer galore-layerwise, which updates weights within the backward pass; use galore"
     return ""

@@ -23,7 +23,7 @@ class Row(Setup):
     static_bytes         held between steps: weights, remaining gradients, optimizer state
     losses               of every step
     validation_loss      the last of validation_losses, which were computed after the steps validation_steps
-    compile_seconds      seconds of compiling and of recording CUDA graphs, which are no part of the steps; None without --compile
+    compile_seconds      seconds of compiling and of recording CUDA graphs, not counted as part of the steps; None without --compile
     checkpointed_layers  the number of layers that were recomputed
     replaced             the ops that Liger inserted, and how often
     notes                decisions made for the user, one sentence each

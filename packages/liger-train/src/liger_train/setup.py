@@ -63,7 +63,6 @@ class Setup:
     liger: str = "all"
     precision: str = "bf16"
     checkpoint: str = "full"
-    compile: str = "none"
     optimizer: str = "adamw"
     shard: str = "none"
     offload: str = "none"
@@ -85,6 +84,7 @@ class Setup:
     adapter_alpha: int = 32
     adapter_targets: str = ALL_LINEAR
     validation: float = 0.0
+    compile: str = "none"
     mlp: str = "whole"
 
     @property

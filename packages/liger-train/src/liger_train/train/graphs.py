@@ -60,7 +60,7 @@ class GPU:
         # Tensors in reference cycles would keep memory that the graph needs.
         gc.collect()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as one that pins memory for the data loader, may go on meanwhile.
+        # Other threads, such as one that pins memory for the data loader, may continue.
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             loss = step()
         return graph.replay, loss
@@ -77,13 +77,12 @@ class Recorded:
 
 
 class Graphs:
-    """Runs the steps of micro-batches, from when they are ready as CUDA graphs.
+    """Runs micro-batches eagerly until they are ready, then as CUDA graphs.
 
-    One call rehearses: it runs as usual, except that waiting for the device is an error, so that the reason comes as a sentence and the
-    run goes on without graphs. The next one records, once for the first micro-batch of a step, whose graph writes the gradients, and
-    once for the others, whose graph adds to them. All graphs write the same gradients, to which the weights get references after each
-    replay, since the optimizer drops them. Shapes that come up later, such as those of the parts of a split batch, get graphs of their
-    own; a first micro-batch of another shape than the first recorded one runs as usual.
+    The first ready call rehearses: it runs eagerly, but waiting for the device is an error, which ends in a note rather than in a failed
+    capture. The next one records. There are two graphs per shape of the inputs: that of the first micro-batch of a step writes the
+    gradients, that of the others adds to them. All share one set of gradients, which the weights refer to after each replay, since the
+    optimizer drops them. If the first micro-batch of a step has another shape than the one recorded first, it runs eagerly.
 
     step       what runs a micro-batch without graphs
     ready      whether the step is as it will stay
@@ -203,4 +202,4 @@ class Graphs:
     def _give_up(self, reason: str) -> None:
         self.given_up = True
         self.graphs.clear()
-        self.note(f"--compile graphs: training goes on without CUDA graphs: {reason}.")
+        self.note(f"--compile graphs: training continues without CUDA graphs: {reason}.")
