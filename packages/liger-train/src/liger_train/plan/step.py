@@ -32,7 +32,7 @@ from liger_train.techniques import chosen
 CPU = torch.device("cpu")
 # Options that do not affect memory, with fixed values.
 NEUTRAL: dict[str, Any] = {"memory_limit": None, "steps": 20, "learning_rate": 1e-5, "seed": 0, "data": LIBRARY, "nvme_folder": None}
-AUTO = "This is the start of --checkpoint auto, which then uses the memory that is left."
+AUTO = "This is the start of --checkpoint auto, which then uses the memory that is left; where inputs of layers take over an eighth of it, they are offloaded."
 FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "weight update"
 
 
