@@ -53,9 +53,12 @@ class Copies:
             copy(one, to, of)
             self.out, self.back = self.out + (to is one.host), self.back + (to is one.here)
             self.alive.append(one)
-            self.here.append(len({id(each) for each in self.alive if each.here is not None}))
+            self.here.append(self.on_the_device())
 
         monkeypatch.setattr(offloading._Input, "_copy", counted)
+
+    def on_the_device(self) -> int:
+        return len({id(each) for each in self.alive if each.here is not None})
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,16 @@ def test_every_input_is_copied_once_out_and_once_back_and_at_most_two_are_on_the
     # Two micro-batches of four layers.
     assert (copies.out, copies.back) == (8, 8)
     assert max(copies.here) == 2
+
+
+def test_the_input_before_comes_back_while_a_layer_is_recomputed(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    model, copies, here = model_on(device, "offload"), Copies(monkeypatch), []
+    layers = checkpointing.layers(model)
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *_: here.append(copies.on_the_device()))
+    step(model)
+    # In the forward pass that of the layer itself; in the backward pass, where its own is already handed over, that of the layer before.
+    assert here == 2 * [1, 1, 1, 1, 1, 1, 1, 0]
 
 
 def test_the_host_memory_is_free_after_the_backward_pass(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

@@ -24,6 +24,7 @@ class Mutant:
     interpreted: bool = False
 
 
+TILING, OFFLOADING = "tests/hf/test_tiling.py", "tests/bench/test_offloading.py"
 ACCURACY = "tests/conformance/test_accuracy.py"
 DEFINITION = "tests/conformance/test_definition.py"
 TRACING = "tests/conformance/test_tracing.py"
@@ -1217,5 +1218,53 @@ MUTANTS = (
         "if module.merged or",
         ("tests/hf/test_lora.py", "-k", "every_call"),
         "test_what_is_active_is_looked_at_in_every_call",
+    ),
+    Mutant(
+        "tiles: a weight gets the gradient of the last tile alone",
+        f"{HF}/tiling.py",
+        "if total is None else total.add_(gradient)",
+        "if total is None else gradient",
+        (TILING, "-k", "accurate"),
+        "test_a_model_with_tiles_is_as_accurate_as_without",
+    ),
+    Mutant(
+        "tiles: the backward pass draws other random numbers",
+        f"{HF}/tiling.py",
+        "torch.set_rng_state(self.states[0])",
+        "pass",
+        (TILING, "-k", "dropout"),
+        "test_the_backward_pass_draws_the_same_dropout",
+    ),
+    Mutant(
+        "tiles: the input is saved behind the MLP, which a recomputed layer then runs",
+        f"{HF}/tiling.py",
+        "        return run.forward(x)\n\n    @staticmethod",
+        "        ctx.save_for_backward(x)\n        return run.forward(x)\n\n    @staticmethod",
+        (TILING, "-k", "recomputed_layer"),
+        "test_a_recomputed_layer_computes_its_mlp_only_in_tiles_of_the_backward_pass",
+    ),
+    Mutant(
+        "offloading: the input stays on the device",
+        "liger_bench/offloading.py",
+        "            copy.leave()",
+        "            pass",
+        (OFFLOADING,),
+        "test_every_input_is_copied_once_out_and_once_back_and_at_most_two_are_on_the_device",
+    ),
+    Mutant(
+        "offloading: nothing is fetched ahead",
+        "liger_bench/offloading.py",
+        "            before.fetch()",
+        "            pass",
+        (OFFLOADING, "-k", "comes_back"),
+        "test_the_input_before_comes_back_while_a_layer_is_recomputed",
+    ),
+    Mutant(
+        "auto: the input that a layer keeps once it is not offloaded is not counted",
+        "liger_train/train/spending.py",
+        "            each += self._held[0]",
+        "            pass",
+        ("tests/train/test_spending.py", "-k", "leave_room"),
+        "test_offloaded_inputs_leave_room_for_more_layers_that_keep_their_matmul_outputs",
     ),
 )

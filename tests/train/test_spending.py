@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from liger_bench import checkpointing
 from liger_bench.checkpointing import Keeps
 from liger_train.model import build
 from liger_train.setup import Setup
-from liger_train.train.spending import MARGIN, Seen, Spending, SpendMemory, splits
+from liger_train.train.spending import EXPOSED, HIDDEN, MARGIN, RECOMPUTES, Seen, Spending, SpendMemory, inputs_to_offload, splits
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -34,27 +35,31 @@ class Step:
     loss: int
     gradients: int
     temporary: int
+    ladder: tuple[Keeps, ...] = RECOMPUTES
 
     def seen(self, spending: Spending, peak: int = 0) -> Seen:
-        keeps, parts = [size // spending.parts for size in self.keeps], spending.parts
+        parts = spending.parts
+        # An offloaded input is gone when its layer is done; what the last layer keeps, its output, is not.
+        keeps = dict(zip(RECOMPUTES, (size // parts for size in self.keeps), strict=True)) | {Keeps.NOTHING: 0}
         kept = [keeps[spending.keeps(layer)] for layer in range(self.layers)]
         # From the second part on the gradients of the first one are there.
         earlier = self.layers * self.gradients if parts > 1 else 0
         before = self.static + sum(kept[:-1])
         peak = max(peak, earlier + before + kept[-1] + self.loss // parts)
         held = earlier + before + kept[-1]
+        measured = kept[-1] or keeps[Keeps.INPUT]
         for done, layer in enumerate(reversed(range(self.layers))):
             # Whatever was not kept is there again while a layer's gradients are computed.
             again = keeps[Keeps.ALL] - kept[layer]
             new = self.gradients if parts > 1 else (done + 1) * self.gradients
             peak = max(peak, held + again + self.temporary // parts + new)
             held -= kept[layer]
-        return Seen(peak, before, kept[-1])
+        return Seen(peak, before, measured)
 
 
 def spent(step: Step, limit: int, alike: bool = True, splits: int = 1) -> tuple[Spending, list[int]]:
     """The decisions of a run, and the peak after each of its steps."""
-    spending, peaks = Spending(step.layers, limit, alike, splits), [0]
+    spending, peaks = Spending(step.layers, limit, alike, splits, step.ladder), [0]
     while not spending.settled:
         seen = step.seen(spending, peaks[-1])
         peaks.append(seen.peak)
@@ -92,6 +97,19 @@ def test_no_further_layer_would_have_fitted() -> None:
     assert 0 <= limit * (1 - MARGIN) - peaks[-1] < each
 
 
+def test_offloaded_inputs_leave_room_for_more_layers_that_keep_their_matmul_outputs() -> None:
+    kept = {}
+    for ladder in (RECOMPUTES, HIDDEN, EXPOSED):
+        spending, peaks = spent(replace(EIGHT_BILLION, keeps=(2 * GIB, 5 * GIB, 8 * GIB), ladder=ladder), 160 * GIB)
+        assert max(peaks) <= 160 * GIB * (1 - MARGIN)
+        kept[ladder] = Counter(spending.keeps(layer) for layer in range(32))
+    assert kept[RECOMPUTES][Keeps.MATMULS] < kept[HIDDEN][Keeps.MATMULS]
+    assert kept[HIDDEN][Keeps.NOTHING] > 0
+    assert kept[HIDDEN][Keeps.INPUT] == 0
+    # Where copies would be waited for, inputs stay on the device if they fit.
+    assert kept[EXPOSED][Keeps.NOTHING] == 0
+
+
 def test_it_settles_within_six_steps() -> None:
     _, peaks = spent(EIGHT_BILLION, 140 * GIB)
     assert len(peaks) - 1 <= 6
@@ -104,11 +122,12 @@ def test_it_settles_within_six_steps() -> None:
     rest=st.tuples(*[st.integers(0, 20_000)] * 4),
     limit=st.integers(1, 2_000_000),
     splits=st.integers(1, 16),
+    ladder=st.sampled_from([RECOMPUTES, HIDDEN, EXPOSED]),
 )
 def test_the_peak_never_passes_the_limit_by_its_doing(
-    layers: int, sizes: list[int], rest: tuple[int, ...], limit: int, splits: int
+    layers: int, sizes: list[int], rest: tuple[int, ...], limit: int, splits: int, ladder: tuple[Keeps, ...]
 ) -> None:
-    step = Step(layers, rest[0], (sizes[0], sizes[1], sizes[2]), *rest[1:])
+    step = Step(layers, rest[0], (sizes[0], sizes[1], sizes[2]), *rest[1:], ladder)
     _, peaks = spent(step, limit, splits=splits)
     assert max(peaks) <= max(limit * (1 - MARGIN), peaks[1])
 
@@ -209,6 +228,7 @@ class Simulated:
     KEEPS = (10, 40, 100)
     inside = tidied = False
     parts = 1
+    bandwidth = 1e6
 
     def __init__(self, model: Any, size: int) -> None:
         self.layers, self.size, self.most = checkpointing.layers(model), size, 0
@@ -216,10 +236,13 @@ class Simulated:
     def keeps(self, layer: Any) -> Keeps:
         if not layer.gradient_checkpointing:
             return Keeps.ALL
+        if isinstance(layer._gradient_checkpointing_func, checkpointing.Offloading):
+            return Keeps.NOTHING
         return Keeps.MATMULS if "context_fn" in layer._gradient_checkpointing_func.keywords else Keeps.INPUT
 
     def kept(self, layer: Any) -> int:
-        return self.KEEPS[self.keeps(layer)] // self.parts
+        kept = self.keeps(layer)
+        return 0 if kept is Keeps.NOTHING else self.KEEPS[kept] // self.parts
 
     def limit(self) -> int:
         return self.size
@@ -237,10 +260,20 @@ class Simulated:
     def tidy(self) -> None:
         self.tidied = True
 
-    def trained(self, model: Any, splits: int = 1) -> list[str]:
+    def mark(self) -> float:
+        """A layer takes a second."""
+        return float(self.inside)
+
+    def seconds(self, start: float, end: float) -> float:
+        return 1.0
+
+    def copies(self, size: int) -> float:
+        return size / self.bandwidth
+
+    def trained(self, model: Any, splits: int = 1, inputs: int = 0) -> list[str]:
         """Take eight steps with a Trainer; returns the notes."""
         notes: list[str] = []
-        callback = SpendMemory(self, notes.append, splits)
+        callback = SpendMemory(self, notes.append, splits, inputs)
         arguments, optimizer = SimpleNamespace(device=CPU), SimpleNamespace(state={})
         callback.on_train_begin(arguments, None, None, model=model)
         self.layers[-1].register_forward_pre_hook(lambda *_: setattr(self, "inside", True), prepend=True)
@@ -263,6 +296,33 @@ def test_the_layers_of_a_model_are_moved_while_it_trains(size: int, expected: li
     assert len(notes) == 1
     assert f"layers with full recompute: {expected.count(Keeps.INPUT)}," in notes[0]
     assert not memory.tidied
+
+
+@pytest.mark.parametrize(
+    ("size", "inputs", "bandwidth", "expected"),
+    [
+        pytest.param(1250, 100, 1e6, Keeps.INPUT, id="the inputs are less than an eighth of the memory"),
+        pytest.param(1250, 1000, 1e6, Keeps.NOTHING, id="a copy takes less time than a layer"),
+        pytest.param(1290, 1000, 1e1, Keeps.INPUT, id="a copy takes longer, and the inputs fit"),
+        pytest.param(1250, 1000, 1e1, Keeps.NOTHING, id="a copy takes longer, and the inputs do not fit"),
+        pytest.param(10_000, 5000, 1e6, Keeps.ALL, id="everything fits"),
+    ],
+)
+def test_inputs_are_offloaded_where_that_is_worth_it(size: int, inputs: int, bandwidth: float, expected: Keeps) -> None:
+    model = model_that_keeps(Keeps.INPUT, Keeps.INPUT)
+    memory = Simulated(model, size)
+    memory.bandwidth = bandwidth
+    (note,) = memory.trained(model, inputs=inputs)
+    assert [memory.keeps(layer) for layer in memory.layers] == [expected] * 2
+    assert ("layers with offloaded inputs: 2; layers with full recompute: 2," in note) == (expected is Keeps.NOTHING)
+
+
+def test_the_host_must_have_room_for_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup("llama-3-8b", sequence=131072, precision="bf16-pure")
+    for pages, expected in ((64 * GIB, 32 * GIB), (63 * GIB, 0)):
+        monkeypatch.setattr("os.sysconf", lambda name, pages=pages: pages if name == "SC_PHYS_PAGES" else 1)
+        assert inputs_to_offload(setup) == expected
+    assert inputs_to_offload(replace(setup, ranks=2)) == 0
 
 
 def test_a_batch_is_taken_in_parts_while_it_trains() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,12 +83,14 @@ class _Input:
         return tensor
 
     def _copy(self, to: Tensor, of: Tensor) -> None:
-        if self.stream is not None:
-            # The source must be computed, and whatever had the memory of the target must be done with it.
-            self.stream.wait_stream(self._computing())
-        with self.stream or nullcontext():
+        if self.stream is None:
+            to.copy_(of)
+            return
+        # The source must be computed, and whatever had the memory of the target must be done with it.
+        self.stream.wait_stream(self._computing())
+        with torch.get_device_module(self.device).stream(self.stream):
             to.copy_(of, non_blocking=True)
-        self.copied = self.stream and self.stream.record_event()
+        self.copied = self.stream.record_event()
 
     def _wait(self) -> None:
         if self.stream is not None:

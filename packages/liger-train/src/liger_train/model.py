@@ -184,7 +184,8 @@ def note_of_adapters(setup: Setup) -> str:
 
 
 def _patched(model: nn.Module, setup: Setup, notes: list[str]) -> str:
-    rows = MLP_ROWS if setup.mlp == "tiled" else None
+    tokens = setup.batch * setup.sequence // setup.cp
+    rows = MLP_ROWS if setup.mlp == "tiled" and tokens > MLP_ROWS else None
     if setup.liger == "none" and rows is None:
         return ""
     import liger_hf

@@ -131,7 +131,7 @@ ALL = (
     Technique(
         "checkpoint",
         "auto",
-        "As `full` in the first steps; then recomputes as little as the measured memory allows.",
+        "As `full` in the first steps, or as `offload` where inputs take over an eighth of the memory; then each layer keeps, recomputes or offloads, by measured memory, bandwidth and time.",
         "as much as the batch needs",
         "less recomputation than `full`",
         "torch",

@@ -42,7 +42,7 @@ NEUTRAL: dict[str, Any] = {
     "compile": "none",
 }
 COMPILED = "This is the memory of the eager model; what compiled layers keep for the backward pass is not predicted."
-AUTO = "This is the start of --checkpoint auto, which then uses the memory that is left."
+AUTO = "This is the start of --checkpoint auto, which then uses the memory that is left; where inputs of layers take over an eighth of it, they are offloaded."
 FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "weight update"
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--checkpoint auto`: spend spare memory on recomputing fewer layers, while the run proceeds."""
+"""`--checkpoint auto`: which layers keep, recompute or offload, decided while the run proceeds by what it measures."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from liger_bench import checkpointing
 from liger_bench.checkpointing import Keeps
+from liger_train.configs import config_of
+from liger_train.model import weights_dtype
 from liger_train.row import AUTO_NOTE
 from liger_train.setup import Setup
 
@@ -21,6 +24,12 @@ from liger_train.setup import Setup
 MARGIN = 0.06
 # Tokens that keep a GPU busy; parts of a batch have at least so many.
 BUSY = 8192
+# Inputs of layers are offloaded where all of them would take more than this share of the device: pinning host memory takes seconds.
+WORTH_OFFLOADING = 1 / 8
+# What layers keep, from move to move. With offloaded inputs the first move is none where their copies hide behind the computation.
+RECOMPUTES = (Keeps.INPUT, Keeps.MATMULS, Keeps.ALL)
+HIDDEN = (Keeps.NOTHING, Keeps.MATMULS, Keeps.ALL)
+EXPOSED = (Keeps.NOTHING, *RECOMPUTES)
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Seen:
 
 
 class Spending:
-    """Decides after each step how many layers to move up from Keeps.INPUT to MATMULS to ALL.
+    """Decides after each step how many layers to move up a ladder, by default from Keeps.INPUT to MATMULS to ALL.
 
     The last layer moves first: what it keeps is freed before earlier layers are recomputed. Moving a layer raises the peak by at most
     the extra memory that it keeps. So as many layers move as fit between the peak and the limit; since most raise it by less, this is
@@ -51,13 +60,14 @@ class Spending:
     each part keeps less, and all parts together compute no more than the whole batch.
 
     splits   the most parts of a batch
+    ladder   what a layer may keep, in ascending order
     parts    the current number of parts
-    moves    the number of moves so far, at most layers × 2
+    moves    the number of moves so far, at most layers × (rungs of the ladder − 1)
     settled  whether all moves are done
     """
 
-    def __init__(self, layers: int, limit: int, alike: bool = True, splits: int = 1) -> None:
-        self.layers, self.limit, self.alike, self.splits = layers, int(limit * (1 - MARGIN)), alike, splits
+    def __init__(self, layers: int, limit: int, alike: bool = True, splits: int = 1, ladder: tuple[Keeps, ...] = RECOMPUTES) -> None:
+        self.layers, self.limit, self.alike, self.splits, self.ladder = layers, int(limit * (1 - MARGIN)), alike, splits, ladder
         self.moves, self.parts = 0, 1
         self.settled = layers == 0
         self._unknown: int | None = None
@@ -84,11 +94,11 @@ class Spending:
     def keeps(self, layer: int) -> Keeps:
         """What a layer keeps; 0 is the first layer."""
         place = self.layers - 1 - layer
-        return Keeps((self.moves > place) + (self.moves > self.layers + place))
+        return self.ladder[sum(self.moves > kind * self.layers + place for kind in range(len(self.ladder) - 1))]
 
     def _more(self, seen: Seen) -> int:
         kind, done = divmod(self.moves, self.layers)
-        if kind == 2:
+        if kind == len(self.ladder) - 1:
             return 0
         room = self.limit - seen.peak
         unknown = self._unknown or 0
@@ -97,9 +107,16 @@ class Spending:
             return int(room >= unknown)
         self._held[kind + 1 :] = [seen.held]
         each = max(1, self._held[kind + 1] - self._held[kind])
+        if self.ladder[kind] is Keeps.NOTHING:
+            # The layer keeps its input as well, which has the size of its output. A layer that recomputes holds nothing else.
+            each += self._held[0]
         if not self.alike:
             return int(room >= max(each, unknown))
-        if kind == 0 and (self.layers - done) * each > room and self._in_parts((self.layers - done) * each, room):
+        if (
+            self.ladder[kind + 1] is Keeps.MATMULS
+            and (self.layers - done) * each > room
+            and self._in_parts((self.layers - done) * each, room)
+        ):
             # The next step measures the cost of a layer with smaller parts, and the peak with the gradients of earlier parts.
             return 0
         return min(self.layers - done, room // each)
@@ -124,6 +141,9 @@ class Memory(Protocol):
     def peak(self) -> int: ...
     def retries(self) -> int: ...
     def tidy(self) -> None: ...
+    def mark(self) -> Any: ...
+    def seconds(self, start: Any, end: Any) -> float: ...
+    def copies(self, size: int) -> float: ...
 
 
 class GPU:
@@ -151,6 +171,27 @@ class GPU:
         """Free cached blocks before blocks of other sizes are needed."""
         torch.cuda.empty_cache()
 
+    def mark(self) -> torch.cuda.Event:
+        """This place in what the device computes."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """The time between two places."""
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    def copies(self, size: int) -> float:
+        """The time that copying so many bytes to pinned host memory takes, from a smaller copy that is measured."""
+        sample = min(size, 1 << 26)
+        here = torch.empty(sample, dtype=torch.uint8, device="cuda")
+        there = torch.empty(sample, dtype=torch.uint8, pin_memory=True)
+        there.copy_(here, non_blocking=True)
+        start = self.mark()
+        there.copy_(here, non_blocking=True)
+        return self.seconds(start, self.mark()) * size / sample
+
 
 class SpendMemory(TrainerCallback):
     """Moves the layers of a Trainer's model as Spending decides, and notes the result.
@@ -158,10 +199,13 @@ class SpendMemory(TrainerCallback):
     All ranks make the same decision, by the rank with the least memory left: sharded layers must recompute on all ranks or on none.
 
     splits  the most parts of a batch
+    inputs  bytes of the inputs of all layers, if they may be offloaded; otherwise nothing
     """
 
-    def __init__(self, memory: Memory, note: Callable[[str], object], splits: int = 1) -> None:
-        self.memory, self.note, self.splits = memory, note, splits
+    def __init__(self, memory: Memory, note: Callable[[str], object], splits: int = 1, inputs: int = 0) -> None:
+        self.memory, self.note, self.splits, self.inputs = memory, note, splits, inputs
+        self._offloading = checkpointing.Offloading()
+        self._marks: tuple[Any, Any] | None = None
         self.spending: Spending | None = None
         self._matmuls = checkpointing.Matmuls()
         self._layers: list[Any] = []
@@ -181,6 +225,11 @@ class SpendMemory(TrainerCallback):
         if self._layers:
             last = self._layers[-1]
             self._hooks = [last.register_forward_pre_hook(self._begins), last.register_forward_hook(self._ends)]
+            if self.inputs and _least(int(self.inputs > self.memory.limit() * WORTH_OFFLOADING), args.device):
+                for layer in self._layers:
+                    checkpointing.keep(layer, Keeps.NOTHING, offloading=self._offloading)
+            else:
+                self.inputs = 0
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         if self._hooks:
@@ -195,7 +244,8 @@ class SpendMemory(TrainerCallback):
         if self.spending is None:
             alike = len({_weights(layer) for layer in self._layers}) == 1
             limit = _least(self.memory.limit(), args.device)
-            self.spending, self._retries = Spending(len(self._layers), limit, alike, self.splits), self.memory.retries()
+            self.spending = Spending(len(self._layers), limit, alike, self.splits, self._ladder(args.device))
+            self._retries = self.memory.retries()
         if self.spending.settled and _ranks() > 1:
             # Asking the other ranks would synchronize every step.
             return
@@ -208,13 +258,20 @@ class SpendMemory(TrainerCallback):
             self.memory.tidy()
         for place, layer in enumerate(self._layers):
             if self.spending.keeps(place) is not kept[place]:
-                checkpointing.keep(layer, self.spending.keeps(place), self._matmuls)
+                checkpointing.keep(layer, self.spending.keeps(place), self._matmuls, self._offloading)
         if self.spending.settled and (self._hooks or moves != self.spending.moves):
             self._end(state.global_step)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         if self._hooks:
             self._end(state.global_step)
+
+    def _ladder(self, device: torch.device) -> tuple[Keeps, ...]:
+        """Without the rung of inputs on the device where copying one takes no longer than the forward pass of a layer."""
+        if not self.inputs or self._marks is None:
+            return RECOMPUTES
+        exposed = self.memory.copies(self.inputs // len(self._layers)) > self.memory.seconds(*self._marks)
+        return EXPOSED if _most(int(exposed), device) else HIDDEN
 
     def _had_state(self, state: TrainerState, optimizer: Any) -> bool:
         had, self._has_state = self._has_state, _has_state(optimizer)
@@ -224,10 +281,12 @@ class SpendMemory(TrainerCallback):
         # Later calls in a step are recomputation or another micro-batch.
         if self._entered is None:
             self._entered = self.memory.allocated()
+            self._begun = self.memory.mark()
 
     def _ends(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._last is None and self._entered is not None:
             self._last = (self._entered, self.memory.allocated() - self._entered)
+            self._marks = (self._begun, self.memory.mark())
 
     def _end(self, step: int) -> None:
         for hook in self._hooks:
@@ -238,7 +297,17 @@ class SpendMemory(TrainerCallback):
 
 def observers(setup: Setup, note: Callable[[str], object]) -> Sequence[SpendMemory]:
     """The callbacks that a setup's checkpointing needs in the Trainer; `note` gets sentences."""
-    return [SpendMemory(GPU(setup.memory_limit), note, splits(setup))] if setup.checkpoint == "auto" else []
+    if setup.checkpoint != "auto":
+        return []
+    return [SpendMemory(GPU(setup.memory_limit), note, splits(setup), inputs_to_offload(setup))]
+
+
+def inputs_to_offload(setup: Setup) -> int:
+    """The bytes of the inputs of all layers, or nothing if the host has not twice as much memory for every rank."""
+    text = config_of(setup).get_text_config()
+    # Mixed precision keeps them in float32 where the weights are.
+    size = setup.batch * setup.sequence // setup.cp * text.hidden_size * text.num_hidden_layers * weights_dtype(setup).itemsize
+    return size if 2 * size * setup.ranks <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") else 0
 
 
 def splits(setup: Setup) -> int:
@@ -251,7 +320,10 @@ def splits(setup: Setup) -> int:
 def _summary(layers: list[Any], spending: Spending | None) -> str:
     kept = [spending.keeps(place) if spending else Keeps.INPUT for place in range(len(layers))]
     batch = f"each batch is split into {spending.parts} parts; " if spending and spending.parts > 1 else ""
-    return batch + AUTO_NOTE.format(*(kept.count(keeps) for keeps in (Keeps.INPUT, Keeps.MATMULS, Keeps.ALL)))
+    offloaded = kept.count(Keeps.NOTHING)
+    inputs = f"layers with offloaded inputs: {offloaded}; " if offloaded else ""
+    counts = (offloaded + kept.count(Keeps.INPUT), kept.count(Keeps.MATMULS), kept.count(Keeps.ALL))
+    return batch + inputs + AUTO_NOTE.format(*counts)
 
 
 def _has_state(optimizer: Any) -> bool:
