@@ -35,28 +35,6 @@ def pure(setup: Setup) -> str:
     return ""
 
 
-def float8(setup: Setup) -> str:
-    if setup.shard != "none":
-        return f"supports data parallelism alone, got --shard {setup.shard}; use --shard none, or --precision bf16"
-    if setup.tp * setup.cp > 1:
-        return f"supports data parallelism alone, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
-    if setup.adapter != "none":
-        return f"trains every weight, got --adapter {setup.adapter}, whose frozen weights are not in float8; use --precision bf16"
-    if setup.sequence % FLOAT8_MULTIPLE:
-        return f"needs a --sequence that is a multiple of {FLOAT8_MULTIPLE}, as float8 matmuls need rows, got {setup.sequence}"
-    import torch
-
-    if not torch.cuda.is_available():
-        # That is the error of the device.
-        return ""
-    found = torch.cuda.get_device_capability()
-    if found < FLOAT8_CAPABILITY:
-        has, wanted = (".".join(map(str, one)) for one in (found, FLOAT8_CAPABILITY))
-        name = torch.cuda.get_device_name()
-        return f"needs a GPU with compute capability {wanted} or higher, such as Ada, Hopper or Blackwell, got {name} with {has}; use --precision bf16"
-    return ""
-
-
 def unsharded(setup: Setup) -> str:
     return "" if setup.shard == "none" else f"{_shards(setup)} weights into pieces that it cannot update; use --optimizer adamw"
 
@@ -135,6 +113,28 @@ def adapted(setup: Setup) -> str:
         if not any(f".{name}".endswith(f".{target}") for name in linear):
             known = sorted({name.rpartition(".")[2] for name in linear})
             return f"needs --adapter-targets among the linear layers {', '.join(known)}, got {target!r}.{nearest(target, known)}"
+    return ""
+
+
+def float8(setup: Setup) -> str:
+    if setup.shard != "none":
+        return f"supports data parallelism alone, got --shard {setup.shard}; use --shard none, or --precision bf16"
+    if setup.tp * setup.cp > 1:
+        return f"supports data parallelism alone, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
+    if setup.adapter != "none":
+        return f"trains every weight, got --adapter {setup.adapter}, whose frozen weights are not in float8; use --precision bf16"
+    if setup.sequence % FLOAT8_MULTIPLE:
+        return f"needs a --sequence that is a multiple of {FLOAT8_MULTIPLE}, as float8 matmuls need rows, got {setup.sequence}"
+    import torch
+
+    if not torch.cuda.is_available():
+        # That is the error of the device.
+        return ""
+    found = torch.cuda.get_device_capability()
+    if found < FLOAT8_CAPABILITY:
+        has, wanted = (".".join(map(str, one)) for one in (found, FLOAT8_CAPABILITY))
+        name = torch.cuda.get_device_name()
+        return f"needs a GPU with compute capability {wanted} or higher, such as Ada, Hopper or Blackwell, got {name} with {has}; use --precision bf16"
     return ""
 
 
