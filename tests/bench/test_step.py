@@ -133,7 +133,7 @@ def test_a_second_run_measures_nothing_again(tmp_path: Path, capsys: pytest.Capt
     assert rows_of(capsys, cases=["long"], implementations=[HF], out=tmp_path, resume=True) == first
 
 
-def test_implementations_take_turns_and_one_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations_alternate_and_one_that_failed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     def answered(turn: Turn, patience: float, folder: Path) -> tuple[Any, str]:

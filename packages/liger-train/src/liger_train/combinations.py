@@ -9,10 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from liger_core.errors import nearest
-from liger_train.setup import ALL_LINEAR, ZERO, Setup
+from liger_train.setup import ALL_LINEAR, FLOAT8_MULTIPLE, ZERO, Setup
 
-# Matmuls in float8 need dimensions that are multiples of this one, and GPUs that have them.
-FLOAT8_MULTIPLE, FLOAT8_CAPABILITY = 16, (8, 9)
+FLOAT8_CAPABILITY = (8, 9)
 
 
 def is_op(name: str) -> bool:
@@ -66,28 +65,6 @@ def tiled(setup: Setup) -> str:
         return "cannot be combined with --shard zero3, which would gather weights for each tile; use --shard fsdp2"
     if setup.tp > 1:
         return f"cannot be combined with --tp {setup.tp}, which would sum over the ranks for each tile; use --mlp whole"
-    return ""
-
-
-def float8(setup: Setup) -> str:
-    if setup.shard != "none":
-        return f"supports data parallelism alone, got --shard {setup.shard}; use --shard none, or --precision bf16"
-    if setup.tp * setup.cp > 1:
-        return f"supports data parallelism alone, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
-    if setup.adapter != "none":
-        return f"trains every weight, got --adapter {setup.adapter}, whose frozen weights are not in float8; use --precision bf16"
-    if setup.sequence % FLOAT8_MULTIPLE:
-        return f"needs a --sequence that is a multiple of {FLOAT8_MULTIPLE}, as float8 matmuls need rows, got {setup.sequence}"
-    import torch
-
-    if not torch.cuda.is_available():
-        # That is the error of the device.
-        return ""
-    found = torch.cuda.get_device_capability()
-    if found < FLOAT8_CAPABILITY:
-        has, wanted = (".".join(map(str, one)) for one in (found, FLOAT8_CAPABILITY))
-        name = torch.cuda.get_device_name()
-        return f"needs a GPU with compute capability {wanted} or higher, such as Ada, Hopper or Blackwell, got {name} with {has}; use --precision bf16"
     return ""
 
 
@@ -169,6 +146,28 @@ def adapted(setup: Setup) -> str:
         if not any(f".{name}".endswith(f".{target}") for name in linear):
             known = sorted({name.rpartition(".")[2] for name in linear})
             return f"needs --adapter-targets among the linear layers {', '.join(known)}, got {target!r}.{nearest(target, known)}"
+    return ""
+
+
+def float8(setup: Setup) -> str:
+    if setup.shard != "none":
+        return f"supports data parallelism alone, got --shard {setup.shard}; use --shard none, or --precision bf16"
+    if setup.tp * setup.cp > 1:
+        return f"supports data parallelism alone, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
+    if setup.adapter != "none":
+        return f"trains every weight, got --adapter {setup.adapter}, whose frozen weights are not in float8; use --precision bf16"
+    if setup.sequence % FLOAT8_MULTIPLE:
+        return f"needs a --sequence that is a multiple of {FLOAT8_MULTIPLE}, as float8 matmuls need rows, got {setup.sequence}"
+    import torch
+
+    if not torch.cuda.is_available():
+        # That is the error of the device.
+        return ""
+    found = torch.cuda.get_device_capability()
+    if found < FLOAT8_CAPABILITY:
+        has, wanted = (".".join(map(str, one)) for one in (found, FLOAT8_CAPABILITY))
+        name = torch.cuda.get_device_name()
+        return f"needs a GPU with compute capability {wanted} or higher, such as Ada, Hopper or Blackwell, got {name} with {has}; use --precision bf16"
     return ""
 
 

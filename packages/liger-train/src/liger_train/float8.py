@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from liger_core.errors import OptionError
-from liger_train.combinations import FLOAT8_MULTIPLE as MULTIPLE
+from liger_train.setup import FLOAT8_MULTIPLE as MULTIPLE
 from liger_train.setup import Setup
 
 # Value of --precision → torchao's recipe.

@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from liger_bench import checkpointing
 from liger_hf.presets import PRESETS
-from liger_train import float8
 from liger_train.compiling import compile_layers
 from liger_train.configs import config_of, loading_options, not_found
+from liger_train.float8 import RECIPES, convert
 from liger_train.parallelism import parallelism
 from liger_train.setup import ALL_LINEAR, MLP_ROWS, ZERO, Setup
 
 # The dtype of activations; float8 has none of its own.
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16} | dict.fromkeys(float8.RECIPES, torch.bfloat16)
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16} | dict.fromkeys(RECIPES, torch.bfloat16)
 LOSS = "linear_cross_entropy"
 
 
@@ -50,8 +50,8 @@ def build(setup: Setup, device: torch.device) -> Built:
     model = _quantized(setup, device) if setup.adapter == "qlora" else _loaded(setup, device)
     if setup.adapter != "none":
         model = _adapted(model, setup, notes)
-    if setup.precision in float8.RECIPES:
-        _in_float8(model, setup, notes)
+    if setup.precision in RECIPES:
+        convert(model, setup, notes)
     model.train()
     checkpointing.enable(model, setup.checkpoint)
     # After adapters, which wrap the modules that Liger replaces.
@@ -161,10 +161,6 @@ def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
     model = peft.get_peft_model(model, adapters)
     notes.append(note_of_adapters(setup))
     return model
-
-
-def _in_float8(model: Any, setup: Setup, notes: list[str]) -> None:
-    float8.convert(model, setup, notes)
 
 
 def names_of_targets(setup: Setup) -> list[str]:

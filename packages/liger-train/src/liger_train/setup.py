@@ -16,6 +16,8 @@ LIBRARY = "library"
 ALL_LINEAR = "all-linear"
 ZERO = ("zero1", "zero2", "zero3")
 MOST = 2**31 - 1
+# Matmuls in float8 need dimensions that are multiples of this one.
+FLOAT8_MULTIPLE = 16
 # Transformers seeds NumPy, too, which takes 32 bits.
 LIMITS = {
     "batch": (1, MOST),

@@ -22,9 +22,9 @@ def _optim(name: str, **more: Any) -> Any:
 
 # Value, what it is apart from float8, its scales, and what these cost.
 FLOAT8 = (
-    ("fp8", "bf16", "a scale per tensor", "4 to 5 bits of precision in matmuls, in the range of the largest value"),
+    ("fp8", "bf16", "a scale per tensor", "3 or 4 bits of precision in matmuls"),
     ("fp8-rowwise", "bf16", "a scale per row", "4 bits of precision in matmuls"),
-    ("fp8-pure", "bf16-pure", "a scale per tensor", "4 to 5 bits of precision in matmuls, in the range of the largest value"),
+    ("fp8-pure", "bf16-pure", "a scale per tensor", "3 or 4 bits of precision in matmuls"),
     ("fp8-rowwise-pure", "bf16-pure", "a scale per row", "4 bits of precision in matmuls"),
 )
 

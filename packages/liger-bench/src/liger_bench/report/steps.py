@@ -14,7 +14,7 @@ from liger_bench.step.table import HEAD, cells, title
 PICTURE = "steps"
 NAMES = {HF: "Transformers", LIGER_KERNEL: "liger-kernel", LIGER: "Liger"}
 ABOUT = """
-Forward and backward of the steps that users train with, from random weights and tokens; the implementations take turns, each in processes of its own. The
+Forward and backward of the steps that users train with, from random weights and tokens; the implementations alternate, each in processes of its own. The
 *limit* is the time of the arithmetic (matmuls and attention) at the rate of a large matmul, which is measured in the same processes; where layers are
 checkpointed, it includes the second forward pass. Peak memory is that of the allocator.
 """.strip()

@@ -34,7 +34,7 @@ def step(
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a process, if they fit into the seconds.")] = 10,
     seconds: Annotated[float, typer.Option(min=0, help="Seconds of timed steps; three are taken even if they take longer.")] = 8.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Processes of each implementation; the implementations take turns.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Processes of each implementation; the implementations alternate.")] = 2,
     patience: Annotated[float, typer.Option(min=1, help="Seconds after which a process has failed.")] = 600.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")] = None,

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """One row to measure: `steps` timed steps in each of `rounds` processes, which take turns with those of the peers."""
+    """One row to measure: `steps` timed steps in each of `rounds` processes, which alternate with those of the peers."""
 
     case: str
     implementation: str

@@ -53,7 +53,7 @@ class Turn:
 def measured(
     jobs: Sequence[Job], where: Mapping[str, str], timing: Timing, phase: Callable[[Job], object] = lambda job: None
 ) -> Generator[Measured, None, None]:
-    """Each job's row; the implementations of a case take turns, so that what changes on the machine changes for all of them."""
+    """Each job's row; the implementations of a case alternate, so that what changes on the machine changes for all of them."""
     from liger_bench.step.training import missing
 
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:

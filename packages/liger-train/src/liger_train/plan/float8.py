@@ -15,7 +15,7 @@ EIGHT_BITS = torch.float8_e4m3fn
 
 
 def in_float8(model: Any, setup: Setup, notes: list[str]) -> None:
-    """A replacement for model._in_float8."""
+    """A replacement for model.convert."""
     for name in chosen_layers(model, setup, notes):
         layer = model.get_submodule(name)
         model.set_submodule(name, Float8(layer, RECIPES[setup.precision] == "rowwise"))

@@ -184,7 +184,7 @@ def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
         # Gathered weights are in the precision of the matmuls.
         simple = replace(simple, precision="bf16-pure")
     simple = replace(simple, checkpoint="full" if setup.checkpoint in ("offload", "auto") else setup.checkpoint)
-    instead = mock.patch.multiple(train_model, _loaded=_from_config, _adapted=adapted, _in_float8=in_float8)
+    instead = mock.patch.multiple(train_model, _loaded=_from_config, _adapted=adapted, convert=in_float8)
     with mode, mock.patch.object(torch.utils, "swap_tensors", _swap), instead:
         built = build(simple, CPU)
         if setup.adapter == "qlora":
