@@ -250,6 +250,7 @@ ModulatedRMSNorm = norm_module("ModulatedRMSNorm", ops.modulated_rms_norm)
 ModulatedLayerNorm = norm_module("ModulatedLayerNorm", ops.modulated_layer_norm)
 
 Softmax = function_module("Softmax", ops.softmax)
+Sparsemax = function_module("Sparsemax", ops.sparsemax)
 RoPE = function_module("RoPE", ops.rope)
 SwiGLU = function_module("SwiGLU", ops.swiglu)
 GeGLU = function_module("GeGLU", ops.geglu)

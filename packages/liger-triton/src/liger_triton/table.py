@@ -25,6 +25,8 @@ HANDED_OVER = {
     "gated_rms_norm": SMALL,
     "modulated_rms_norm": SMALL,
     "modulated_layer_norm": SMALL,
+    "poly_norm": SMALL,
+    "sparsemax": SMALL,
     "rope": SMALL,
     "qk_norm_rope": SMALL,
     "swiglu": 4 * SMALL,
