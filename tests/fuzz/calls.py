@@ -136,6 +136,16 @@ def _modulated(draw: Draw, limits: Limits, *, weighted: bool) -> Example:
     return example(draw, arguments, ("x", "scale", "shift", *(("weight",) if weighted else ())))
 
 
+def group_norm(draw: Draw, limits: Limits) -> Example:
+    dtype, groups = draw(st.sampled_from(limits.dtypes)), draw(st.sampled_from((1, 2, 3, 8)))
+    channels = groups * draw(st.sampled_from((1, 2, 5)))
+    samples = draw(st.sampled_from((0, 1, 2, 7)))
+    space = draw(weighted((3, ((5,), (4, 4), (3, 7))), (1, ((), (1,), (40, 40)))))
+    weight, bias = _vector(draw, limits, channels), _vector(draw, limits, channels)
+    arguments = {"x": floats(draw, (samples, channels, *space), dtype), "num_groups": groups, "weight": weight, "bias": bias}
+    return example(draw, {**arguments, "eps": draw(EPS)}, ("x", "weight", "bias"))
+
+
 def poly_norm(draw: Draw, limits: Limits) -> Example:
     dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
     # The cube of a large value leaves the range of float32.

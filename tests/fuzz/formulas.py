@@ -106,6 +106,16 @@ def sparsemax(x: Tensor) -> Tensor:
     return (row - threshold).where(inside, row * 0).to(x.dtype)
 
 
+def group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    per_channel = (-1, *(1,) * (x.dim() - 2))
+    if x.numel() == 0:
+        return x * (1.0 if weight is None else weight.reshape(per_channel)) + (0.0 if bias is None else bias.reshape(per_channel))
+    size = x[0].numel() // num_groups
+    y = layer_norm(x.to(wide(x.dtype)).reshape(-1, size), eps=eps).reshape(x.shape)
+    y = y if weight is None else y * weight.to(y.dtype).reshape(per_channel)
+    return (y if bias is None else y + bias.to(y.dtype).reshape(per_channel)).to(x.dtype)
+
+
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     row = x.to(wide(x.dtype))
     y = torch.tanh(row * alpha.to(row.dtype))

@@ -27,6 +27,7 @@ HANDED_OVER = {
     "modulated_layer_norm": SMALL,
     "poly_norm": SMALL,
     "sparsemax": SMALL,
+    "group_norm": SMALL,
     "rope": SMALL,
     "qk_norm_rope": SMALL,
     "swiglu": 4 * SMALL,

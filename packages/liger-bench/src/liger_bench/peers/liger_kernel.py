@@ -100,9 +100,7 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
     def group_norm(x: Tensor, num_groups: int, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
         return package.liger_group_norm(x, weight, bias, x.shape[1], num_groups, eps)
 
-    def modulated_rms_norm(
-        x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6
-    ) -> Any:
+    def modulated_rms_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> Any:
         return package.liger_modulated_rms_norm(x, weight, scale, shift, eps, in_place=False)
 
     def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Any:

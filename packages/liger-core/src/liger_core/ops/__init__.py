@@ -8,6 +8,7 @@ from liger_core.ops.dyt import dyt as dyt
 from liger_core.ops.experts import experts as experts
 from liger_core.ops.gated_rms_norm import gated_rms_norm as gated_rms_norm
 from liger_core.ops.geglu import geglu as geglu
+from liger_core.ops.group_norm import group_norm as group_norm
 from liger_core.ops.jsd import jsd as jsd
 from liger_core.ops.kl_div import kl_div as kl_div
 from liger_core.ops.layer_norm import layer_norm as layer_norm
