@@ -152,11 +152,11 @@ def forward_kernel(
             count, average, squares = moments(x, start, stop, BLOCK, NEAR)
         else:
             number = tl.arange(0, PARTS)
-            place = found + row * parts + number
+            source = found + row * parts + number
             count, average, squares = merged(
-                tl.load(place, mask=number < parts, other=0.0),
-                tl.load(place + rows * parts, mask=number < parts, other=0.0),
-                tl.load(place + 2 * rows * parts, mask=number < parts, other=0.0),
+                tl.load(source, mask=number < parts, other=0.0),
+                tl.load(source + rows * parts, mask=number < parts, other=0.0),
+                tl.load(source + 2 * rows * parts, mask=number < parts, other=0.0),
             )
         scale = tl.rsqrt(squares / count + eps)
         if tl.program_id(1) == 0:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
+from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import accumulator, misuses_of, normal, workload
 
