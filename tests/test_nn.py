@@ -26,11 +26,8 @@ PARTS = {"kto_baseline", "top_classes"}
 
 
 def test_every_op_and_every_loss_has_a_module() -> None:
-    of_ops = (
-        {kind.function for kind in FUNCTIONS.values()}
-        | {kind.op for kind in NORMS.values()}
-        | {liger_core.qk_norm_rope, liger_core.embedding}
-    )
+    of_ops = {kind.function for kind in FUNCTIONS.values()} | {kind.op for kind in NORMS.values()}
+    of_ops |= {liger_core.qk_norm_rope, liger_core.embedding, liger_core.group_norm, liger_core.poly_norm, liger_core.dyt}
     # Transformers has modules of experts and PEFT of adapted layers, which `liger_hf.apply` gives these ops.
     assert [o.name for o in CATALOGUE if o not in of_ops] == ["experts", "lora_linear"]
     functions = {name: value for name in losses.__all__ if inspect.isfunction(value := getattr(losses, name)) and name not in PARTS}
@@ -66,7 +63,9 @@ def assert_same(got: Any, expected: Any) -> None:
 def test_rows_are_scaled_by_one_at_first(name: str, offset: float, device: torch.device) -> None:
     kind = NORMS[name]
     options = {"weight_offset": offset} if "weight_offset" in kind.known else {}
-    rows = [torch.randn(3, 8, device=device) for _ in kind.rows]
+    # A sample of three tokens has one row of what modulates it.
+    one = "tokens" in kind.op.layout.arguments["x"]
+    rows = [torch.randn(*(() if one and name != "x" else (3,)), 8, device=device) for name in kind.rows]
     assert_same(kind(8, device=device, **options)(*rows), kind.op(*rows))
 
 
@@ -171,8 +170,8 @@ def test_a_wrong_option_is_an_error_when_the_module_is_made(make: Any, message: 
 
 
 def test_too_many_tensors_are_an_error() -> None:
-    with pytest.raises(TypeError, match="ReLUSquared: the call must have at most x, got 2 values"):
-        nn.ReLUSquared()(torch.ones(1), torch.ones(1))
+    with pytest.raises(TypeError, match="ReLUSquared: the call must have at most x, up, got 3 values"):
+        nn.ReLUSquared()(torch.ones(1), torch.ones(1), torch.ones(1))
 
 
 def test_a_module_prints_its_options() -> None:

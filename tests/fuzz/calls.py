@@ -136,6 +136,31 @@ def _modulated(draw: Draw, limits: Limits, *, weighted: bool) -> Example:
     return example(draw, arguments, ("x", "scale", "shift", *(("weight",) if weighted else ())))
 
 
+def group_norm(draw: Draw, limits: Limits) -> Example:
+    dtype, groups = draw(st.sampled_from(limits.dtypes)), draw(st.sampled_from((1, 2, 3, 8)))
+    channels = groups * draw(st.sampled_from((1, 2, 5)))
+    samples = draw(st.sampled_from((0, 1, 2, 7)))
+    space = draw(weighted((3, ((5,), (4, 4), (3, 7))), (1, ((), (1,), (40, 40)))))
+    weight, bias = _vector(draw, limits, channels), _vector(draw, limits, channels)
+    arguments = {"x": floats(draw, (samples, channels, *space), dtype), "num_groups": groups, "weight": weight, "bias": bias}
+    return example(draw, {**arguments, "eps": draw(EPS)}, ("x", "weight", "bias"))
+
+
+def poly_norm(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
+    # The cube of a large value leaves the range of float32.
+    arguments: dict[str, Any] = {"x": moderate(draw, shape, dtype), "weight": moderate(draw, (3,), draw(st.sampled_from(limits.dtypes)))}
+    arguments["eps"] = draw(EPS)
+    if draw(st.booleans()):
+        arguments["bias"] = moderate(draw, draw(st.sampled_from(((), (1,)))), draw(st.sampled_from(limits.dtypes)))
+    return example(draw, arguments, ("x", "weight", "bias"))
+
+
+def sparsemax(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
+    return example(draw, {"x": moderate(draw, (*shape[:-1], max(1, shape[-1])), dtype, draw(st.sampled_from((0.01, 1.0, 10.0))))}, ("x",))
+
+
 def softmax(draw: Draw, limits: Limits) -> Example:
     dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
     return example(draw, {"x": floats(draw, shape, dtype)}, ("x",))

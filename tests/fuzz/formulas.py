@@ -82,6 +82,40 @@ def _modulated(normed: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
     return y if shift is None else y + shift.to(normed.dtype)[..., None, :]
 
 
+def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    row = x.to(wide(x.dtype))
+    width, y = max(1, x.shape[-1]), torch.zeros_like(row)
+    for exponent in (3, 2, 1):
+        power = row**exponent
+        y = y + weight[3 - exponent].to(row.dtype) * power / (power.pow(2).sum(-1, keepdim=True) / width + eps).sqrt()
+    return (y if bias is None else y + bias.to(row.dtype)).to(x.dtype)
+
+
+def sparsemax(x: Tensor) -> Tensor:
+    row = x.to(wide(x.dtype))
+    with torch.no_grad():
+        # The threshold by bisection; what is above it is the support.
+        low, high = row.amax(-1, keepdim=True) - 1, row.amax(-1, keepdim=True)
+        for _ in range(60):
+            middle = (low + high) / 2
+            enough = (row - middle).clamp(min=0).sum(-1, keepdim=True) >= 1
+            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+        inside = row > high
+    size = inside.sum(-1, keepdim=True)
+    threshold = (row.where(inside, 0).sum(-1, keepdim=True) - 1) / size
+    return (row - threshold).where(inside, row * 0).to(x.dtype)
+
+
+def group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    per_channel = (-1, *(1,) * (x.dim() - 2))
+    if x.numel() == 0:
+        return x * (1.0 if weight is None else weight.reshape(per_channel)) + (0.0 if bias is None else bias.reshape(per_channel))
+    size = x[0].numel() // num_groups
+    y = layer_norm(x.to(wide(x.dtype)).reshape(-1, size), eps=eps).reshape(x.shape)
+    y = y if weight is None else y * weight.to(y.dtype).reshape(per_channel)
+    return (y if bias is None else y + bias.to(y.dtype).reshape(per_channel)).to(x.dtype)
+
+
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     row = x.to(wide(x.dtype))
     y = torch.tanh(row * alpha.to(row.dtype))

@@ -94,6 +94,29 @@ class Norm(nn.Module):
         return ", ".join([str(self.width), f"eps={self.eps}", *(f"{name}={value!r}" for name, value in self.options.items())])
 
 
+class GroupNorm(nn.GroupNorm):
+    """torch's module with the op `group_norm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class PolyNorm(nn.Module):
+    """`poly_norm` with its weights, an activation; all powers begin with the same share, as in the paper."""
+
+    def __init__(self, eps: float = 1e-6, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.full((3,), 1 / 3, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.poly_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"
+
+
 class DyT(nn.Module):
     """`dyt` with its weights, for the place of a norm; alpha begins at 0.5, as in the paper."""
 
@@ -266,6 +289,7 @@ ModulatedRMSNorm = norm_module("ModulatedRMSNorm", ops.modulated_rms_norm)
 ModulatedLayerNorm = norm_module("ModulatedLayerNorm", ops.modulated_layer_norm)
 
 Softmax = function_module("Softmax", ops.softmax)
+Sparsemax = function_module("Sparsemax", ops.sparsemax)
 RoPE = function_module("RoPE", ops.rope)
 SwiGLU = function_module("SwiGLU", ops.swiglu)
 GeGLU = function_module("GeGLU", ops.geglu)

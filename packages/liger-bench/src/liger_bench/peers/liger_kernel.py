@@ -91,6 +91,18 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
     def softmax(x: Tensor) -> Any:
         return package.liger_softmax(x)
 
+    def sparsemax(x: Tensor) -> Any:
+        return package.liger_sparsemax(x)
+
+    def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Any:
+        return package.liger_poly_norm(x, weight, bias, eps, in_place=False)
+
+    def group_norm(x: Tensor, num_groups: int, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
+        return package.liger_group_norm(x, weight, bias, x.shape[1], num_groups, eps)
+
+    def modulated_rms_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> Any:
+        return package.liger_modulated_rms_norm(x, weight, scale, shift, eps, in_place=False)
+
     def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Any:
         if approximate != "tanh":
             raise Unsupported("it has the tanh approximation only")
@@ -107,7 +119,8 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         return importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction.apply(weight, index)
 
     losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear}
-    rows = by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, relu_squared, dyt, softmax, embedding, experts)
+    rows = by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, relu_squared, dyt, softmax, sparsemax, experts)
+    rows |= by_name(poly_norm, group_norm, modulated_rms_norm, embedding)
     return rows | losses | _divergences(package)
 
 

@@ -124,7 +124,8 @@ def _squared(module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> T
 
 def _scaled(names: dict[str, str], options: dict[str, float], module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
     """names: option of swiglu → the attribute that holds it, read in every call."""
-    return swiglu(*parts, **{option: getattr(module, name) for option, name in names.items()}, **options, overwrite=overwrite)
+    given: dict[str, Any] = {option: getattr(module, name) for option, name in names.items()} | options
+    return swiglu(*parts, **given, overwrite=overwrite)
 
 
 def _candidates(

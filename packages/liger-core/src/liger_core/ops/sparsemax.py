@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sparsemax: probabilities of the last dimension, most of them exactly zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DtypeError, ShapeError
+from liger_core.layout import Layout
+from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._inputs import accumulator, misuses_of, normal, row_workloads
+
+
+def check(x: Tensor) -> None:
+    checks.floating("sparsemax", x=x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        checks.fail(ShapeError, "sparsemax", f"x must have at least one column, got {checks.shape(x)}")
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    impossible = n(5, 64)
+    impossible[:, ::3] = -torch.inf
+    yield Sample("one_block", (n(2, 3, 64),), why="the width is a power of two")
+    yield Sample("odd_width", (n(5, 100),), why="masked lanes must not enter the support")
+    yield Sample("small_width", (n(37, 24),), why="many rows per program, rows not a multiple of them")
+    yield Sample("whole_row", (n(3, 4096),), why="one row a program, as wide as its block")
+    yield Sample("dense", (n(4, 48, scale=1e-3),), why="every element is in the support")
+    yield Sample("sparse", (n(4, 96, scale=30),), why="one element is the support")
+    yield Sample("shifted", (n(4, 96) + 50,), why="the threshold is relative to the maximum")
+    yield Sample("impossible", (impossible,), why="minus infinity is never in the support")
+    yield Sample("strided_rows", (n(5, 160)[:, :80],), why="rows are read through their stride")
+    yield Sample("transposed", (n(40, 6).t(),), why="the last dimension is not contiguous")
+    yield Sample("one_column", (n(9, 1),), why="a probability that is 1 whatever x is")
+    yield Sample("vector", (n(33),), why="no leading dimension")
+    yield Sample("empty", (n(0, 16),), why="nothing is launched")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    misuse, x = misuses_of("sparsemax"), torch.zeros(2, 8, device=device)
+    yield misuse("integers", (x.int(),), DtypeError, "x must have a floating dtype, got torch.int32")
+    yield misuse("scalar", (x[0, 0],), ShapeError, "x must have at least one column, got ()")
+    yield misuse("no_columns", (x[:, :0],), ShapeError, "x must have at least one column, got (2, 0)")
+
+
+def workloads() -> Iterator[Workload]:
+    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
+        return (normal(device, dtype, rows, width),)
+
+    return row_workloads(draw, "NV", ((32768, 1024), (32768, 4096), (16384, 8192), (4096, 32768)))
+
+
+def work(x: Tensor) -> Work:
+    size = x.numel() * x.element_size()
+    return Work(2 * size, 5 * size)
+
+
+@op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=Layout({"x": "… (width)"}, ("x",)),
+)  # fmt: skip
+def sparsemax(x: Tensor) -> Tensor:
+    """The probabilities that are nearest to x in the Euclidean norm, over the last dimension.
+
+        y = max(x - t, 0), with the t for which Σ y = 1
+
+    x       (..., width)   any floating dtype; at least one column
+    returns (..., width), dtype of x; t is computed in float32 (float64 for float64), and only y is kept for the backward pass
+
+    Where x equals t, the gradient is that of y = 0. Raises DtypeError for integers, ShapeError for a scalar and rows without columns.
+    Martins & Astudillo 2016, arXiv:1602.02068.
+    """
+    row = x.to(accumulator(x.dtype))
+    row = row - row.detach().amax(-1, keepdim=True)
+    ordered = row.sort(dim=-1, descending=True).values
+    total = ordered.cumsum(-1)
+    number = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=row.dtype)
+    size = (1 + number * ordered > total).sum(-1, keepdim=True)
+    threshold = (total.gather(-1, (size - 1).clamp(min=0)) - 1) / size
+    return F.relu(row - threshold).to(x.dtype)

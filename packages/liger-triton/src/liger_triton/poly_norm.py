@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""poly_norm in Triton: one pass forward; one backward, which also sums the gradients of the four numbers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_core import Unsupported
+from liger_core.kernels import Outputs, differentiable
+from liger_triton._norm_sum import column_sum_launch, read
+from liger_triton.launch import (
+    Launcher,
+    TritonKernel,
+    cdiv,
+    contiguous,
+    dense_like,
+    fuses,
+    power_of_two,
+    processors,
+    strided_rows,
+    supported,
+)
+
+WIDEST = 16384
+
+
+def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    supported(x, weight, bias)
+    if x.shape[-1] > WIDEST:
+        raise Unsupported(f"rows of {x.shape[-1]} columns, more than {WIDEST}")
+    result: Tensor = _poly_norm(x, weight, bias, eps)
+    return result
+
+
+def _allocate(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Outputs:
+    return dense_like(x), x.new_empty((x.numel() // max(1, x.shape[-1]), 3), dtype=torch.float32)
+
+
+def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    if x.numel() == 0:
+        return
+    width = x.shape[-1]
+    rows = x.numel() // width
+    x, x_stride = strided_rows(x)
+    block, several, warps = _shape(width)
+    forward_launch(
+        (cdiv(rows, several),), x, contiguous(weight), bias, y, inverse, x_stride, rows, width, eps,
+        ROWS=several, BLOCK=block, num_warps=warps, enable_fp_fusion=fuses(block),
+    )  # fmt: skip
+
+
+def _allocate_backward(grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, inverse: Tensor, needs: list[bool]) -> Outputs:
+    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True))
+
+
+def _launch_backward(
+    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor,
+    bias: Tensor | None, inverse: Tensor, needs: list[bool],
+) -> None:  # fmt: skip
+    if x.numel() == 0:
+        for grad in (grad_weight, grad_bias):
+            if grad is not None:
+                grad.zero_()
+        return
+    width = x.shape[-1]
+    rows = x.numel() // width
+    x, x_stride = strided_rows(x)
+    grad_y, grad_stride = strided_rows(grad_y)
+    block, several, warps = _shape(width)
+    programs = min(cdiv(rows, several), (8 if block <= 2048 else 4 if block <= 4096 else 2) * processors(x.device))
+    part = None if grad_weight is None and grad_bias is None else x.new_empty((1, programs, 4), dtype=torch.float32)
+    backward_launch(
+        (programs,), grad_y, x, contiguous(weight), inverse, grad_x, part, grad_stride, x_stride, rows, width,
+        ROWS=several, BLOCK=block, num_warps=warps, enable_fp_fusion=fuses(block),
+    )  # fmt: skip
+    if part is None:
+        return
+    sums = part.new_empty(4)
+    column_sum_launch((1, 1), part, sums, None, programs, 4, ROWS=128, BLOCK=4)
+    if grad_weight is not None:
+        grad_weight.copy_(sums[:3])
+    if grad_bias is not None:
+        grad_bias.copy_(sums[3:].view(grad_bias.shape))
+
+
+def _shape(width: int) -> tuple[int, int, int]:
+    """Block of columns, rows of a program, warps."""
+    block = power_of_two(width)
+    if block <= 2048:
+        return block, max(1, min(64, 2048 // block)), 4
+    return block, 1, 8 if block <= 8192 else 16
+
+
+_poly_norm = differentiable(
+    TritonKernel("poly_norm", _allocate, _launch),
+    TritonKernel("poly_norm_backward", _allocate_backward, _launch_backward),
+)
+
+
+@triton.jit
+def forward_kernel(x, weight, bias, y, inverse, x_stride, rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program computes ROWS rows, each in one block."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    value = read(x + row[:, None] * x_stride + column[None, :], mask)
+    square = value * value
+    cube = square * value
+    third = tl.rsqrt(tl.sum(cube * cube, 1) / width + eps)
+    second = tl.rsqrt(tl.sum(square * square, 1) / width + eps)
+    first = tl.rsqrt(tl.sum(square, 1) / width + eps)
+    tl.store(inverse + row * 3, third, mask=row < rows)
+    tl.store(inverse + row * 3 + 1, second, mask=row < rows)
+    tl.store(inverse + row * 3 + 2, first, mask=row < rows)
+    result = cube * (third * tl.load(weight).to(tl.float32))[:, None] + square * (second * tl.load(weight + 1).to(tl.float32))[:, None]
+    result += value * (first * tl.load(weight + 2).to(tl.float32))[:, None]
+    if bias is not None:
+        result += tl.load(bias).to(tl.float32)
+    tl.store(y + row[:, None] * width + column[None, :], result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(grad_y, x, weight, inverse, grad_x, part, grad_stride, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program p walks every programs-th group of ROWS rows; the sums of its rows go to row p of part.
+
+    With n the k-th power normalized and P = Σ grad_y · n of a row, the power's gradient is weight · inverse · (grad_y - n · P / width),
+    and that of x is k · x^(k-1) times as much.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    factor_3 = tl.load(weight).to(tl.float32)
+    factor_2 = tl.load(weight + 1).to(tl.float32)
+    factor_1 = tl.load(weight + 2).to(tl.float32)
+    sum_3 = tl.zeros((ROWS,), dtype=tl.float32)
+    sum_2 = tl.zeros((ROWS,), dtype=tl.float32)
+    sum_1 = tl.zeros((ROWS,), dtype=tl.float32)
+    sum_0 = tl.zeros((ROWS,), dtype=tl.float32)
+    for start in range(program * ROWS, rows, programs * ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        mask = (row < rows)[:, None] & (column < width)[None, :]
+        grad = read(grad_y + row[:, None] * grad_stride + column[None, :], mask)
+        value = read(x + row[:, None] * x_stride + column[None, :], mask)
+        third = tl.load(inverse + row * 3, mask=row < rows, other=0.0)
+        second = tl.load(inverse + row * 3 + 1, mask=row < rows, other=0.0)
+        first = tl.load(inverse + row * 3 + 2, mask=row < rows, other=0.0)
+        square = value * value
+        # Normalized before the product, which would overflow sooner.
+        normed_3 = square * value * third[:, None]
+        normed_2 = square * second[:, None]
+        normed_1 = value * first[:, None]
+        product_3 = tl.sum(grad * normed_3, 1)
+        product_2 = tl.sum(grad * normed_2, 1)
+        product_1 = tl.sum(grad * normed_1, 1)
+        sum_3 += product_3
+        sum_2 += product_2
+        sum_1 += product_1
+        sum_0 += tl.sum(grad, 1)
+        if grad_x is not None:
+            result = (grad - normed_3 * (product_3 / width)[:, None]) * (3.0 * factor_3 * third)[:, None] * square
+            result += (grad - normed_2 * (product_2 / width)[:, None]) * (2.0 * factor_2 * second)[:, None] * value
+            result += (grad - normed_1 * (product_1 / width)[:, None]) * (factor_1 * first)[:, None]
+            tl.store(grad_x + row[:, None] * width + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
+    if part is not None:
+        tl.store(part + program * 4, tl.sum(sum_3, 0))
+        tl.store(part + program * 4 + 1, tl.sum(sum_2, 0))
+        tl.store(part + program * 4 + 2, tl.sum(sum_1, 0))
+        tl.store(part + program * 4 + 3, tl.sum(sum_0, 0))
+
+
+forward_launch = Launcher(forward_kernel)
+backward_launch = Launcher(backward_kernel)

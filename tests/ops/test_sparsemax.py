@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about sparsemax that its samples do not say."""
+
+from __future__ import annotations
+
+import torch
+
+from liger_core import sparsemax
+
+
+def test_the_results_are_those_that_the_paper_names(device: torch.device) -> None:
+    x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 0.0], [5.0, 0.0]], device=device)
+    torch.testing.assert_close(sparsemax(x), torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.75, 0.25], [1.0, 0.0]], device=device))
+
+
+def test_rows_sum_to_one_and_the_rest_is_exactly_zero(device: torch.device) -> None:
+    y = sparsemax(torch.randn(50, 300, device=device, generator=torch.Generator(device).manual_seed(3)))
+    torch.testing.assert_close(y.sum(-1), torch.ones(50, device=device))
+    assert y.eq(0).float().mean() > 0.9
+
+
+def test_a_gradient_that_is_the_same_for_the_support_vanishes(device: torch.device) -> None:
+    x = torch.randn(4, 30, device=device, requires_grad=True)
+    y = sparsemax(x)
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.zeros_like(x))
+
+
+def test_a_column_at_the_threshold_is_not_in_the_support(device: torch.device) -> None:
+    x = torch.tensor([1.5, 0.5, -3.0], device=device, requires_grad=True)
+    y = sparsemax(x)
+    y.backward(torch.tensor([1.0, 5.0, 5.0], device=device))
+    assert x.grad is not None
+    assert (y.tolist(), x.grad.tolist()) == ([1.0, 0.0, 0.0], [0.0, 0.0, 0.0])
+
+
+def test_rows_without_a_finite_value_are_nan(device: torch.device) -> None:
+    assert sparsemax(torch.full((2, 5), -torch.inf, device=device)).isnan().all()
