@@ -32,6 +32,9 @@ FORMS = {
     "deepseek_v2": ("apply_rotary_emb", "complex"),
     "llama4": ("apply_rotary_emb", "complex"),
     "gemma4": ("apply_rotary_pos_emb", ""),
+    "deepseek_v4": ("apply_rotary_pos_emb", "interleaved=True, half a table, last columns"),
+    "qwen2_vl": ("apply_rotary_pos_emb_vision", ""),
+    "minimax_m3_vl": ("apply_rotary_pos_emb_vision", ""),
 }
 
 
@@ -87,9 +90,40 @@ def test_each_way_to_write_it_is_known(family: str) -> None:
     assert chosen.reason.removeprefix("outputs and gradients agree").removeprefix(", ") == form
 
 
-def test_columns_that_are_rotated_at_the_end_are_left_alone() -> None:
-    chosen, _ = decision(function_of("deepseek_v4"))
-    assert chosen.candidate is None
+# Family, name, whether it is given the axis of the heads, shapes of queries and keys, and columns of (tokens, columns) tables.
+WITHOUT_A_BATCH = {
+    "packed_images": ("qwen2_vl", "apply_rotary_pos_emb_vision", None, (5, 4, WIDTH), (5, 4, WIDTH), WIDTH),
+    "packed_sequences": ("llama", "apply_rotary_pos_emb", 1, (5, 4, WIDTH), (5, 2, WIDTH), WIDTH),
+    "images_that_share_tables": ("minimax_m3_vl", "apply_rotary_pos_emb_vision", None, (2, 5, 4, WIDTH), (2, 5, 4, WIDTH), WIDTH // 2),
+    "heads_first": ("pixtral", "apply_rotary_pos_emb", 0, (2, 4, 5, WIDTH), (2, 4, 5, WIDTH), WIDTH),
+}
+
+
+@pytest.mark.parametrize("call", WITHOUT_A_BATCH)
+def test_tables_without_a_batch_are_taken(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, name, axis, of_q, of_k, columns = WITHOUT_A_BATCH[call]
+    module, count = patched(function_of(family, name)), Counted(monkeypatch)
+    q, k, cos, sin = tensors(of_q, of_k, (5, columns), (5, columns))
+    options = {} if axis is None else {"unsqueeze_dim": axis}
+    expected = function_of(family, name)(q, k, cos, sin, **options)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(module(q, k, cos, sin, **options), expected, strict=True))
+    assert count.calls == 1
+
+
+def test_tables_without_a_batch_beside_heads_that_were_not_tried_go_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Heads before tokens, and no batch.
+    module, count = patched(function_of("llama")), Counted(monkeypatch)
+    q, k, cos, sin = tensors((4, 5, WIDTH), (4, 5, WIDTH), (5, WIDTH), (5, WIDTH))
+    expected = function_of("llama")(q, k, cos, sin, unsqueeze_dim=0)
+    assert all(torch.equal(a, b) for a, b in zip(module(q, k, cos, sin, unsqueeze_dim=0), expected, strict=True))
+    assert count.calls == 0
+
+
+def test_the_last_columns_are_rotated_where_the_function_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, count = patched(function_of("deepseek_v4")), Counted(monkeypatch)
+    x, cos, sin = tensors((1, 2, 5, WIDTH), (1, 5, 3), (1, 5, 3))
+    torch.testing.assert_close(module(x, cos, sin), function_of("deepseek_v4")(x, cos, sin))
+    assert count.calls == 1
 
 
 def test_a_function_of_other_arguments_is_left_alone() -> None:

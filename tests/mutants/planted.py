@@ -723,6 +723,14 @@ MUTANTS = (
         "2.0 * value * grad",
         f"relu_squared and {SMALL}",
     ),
+    Mutant(
+        "inductor: the ops share their programs",
+        "liger_inductor/compiled.py",
+        "torch.compile(_own(each)",
+        "torch.compile((each)",
+        ("tests/test_inductor.py", "-k", "programs_of_its_own"),
+        "test_every_op_has_programs_of_its_own",
+    ),
     kernel(
         "triton: rope backward turns forward",
         "rope.py",

@@ -318,3 +318,23 @@ def test_main_grad_is_refused_where_the_call_is_traced(device: torch.device) -> 
 
     with pytest.raises(Exception, match="main_grad must be given in an eager call, got one that is traced"):
         torch.compile(call, fullgraph=True, backend="eager")()
+
+
+@CHUNKS
+def test_stacked_depths_are_the_weighted_sum_of_their_means(chunk: int | Literal["report"] | None, device: torch.device) -> None:
+    """Multi-token prediction: several hidden states, targets and factors, and one weight."""
+    depths, factors = 3, (1.0, 0.3, 0.1)
+    given = head(device, rows=depths * 12)
+    hidden, weight = given["hidden"].reshape(depths, 2, 6, 20).detach().requires_grad_(), given["weight"].requires_grad_()
+    target = torch.randint(30, (depths, 2, 6), device=device)
+    for depth in range(depths):
+        target[depth, :, 6 - depth :] = -100
+    counted = (target != -100).sum((1, 2))
+    token_weight = (torch.tensor(factors, device=device) / counted)[:, None, None].expand(target.shape)
+    together = linear_cross_entropy(hidden, weight, target, token_weight=token_weight, reduction="sum", chunk=chunk)
+    alone = sum(f * F.cross_entropy((hidden[k] @ weight.t()).flatten(0, 1), target[k].flatten()) for k, f in enumerate(factors))
+    torch.testing.assert_close(together, alone)
+    for got, expected in zip(
+        torch.autograd.grad(together, (hidden, weight)), torch.autograd.grad(alone, (hidden, weight)), strict=True
+    ):  # fmt: skip
+        torch.testing.assert_close(got, expected)

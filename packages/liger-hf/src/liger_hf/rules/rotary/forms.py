@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class Form:
     interleaved  neighboring columns are a pair
     tables       makes of the function's tables the cos and sin of `rope`
     gathers      pairs are neighbors on the way in, and halves on the way out
+    trailing     the last columns are rotated, not the first
     heads        the axis of the heads if no argument gives it
     """
 
@@ -63,6 +64,7 @@ class Form:
     interleaved: bool
     tables: Callable[..., Tables]
     gathers: bool = False
+    trailing: bool = False
     heads: int = 1
 
 
@@ -77,6 +79,7 @@ def forms(found: Signature) -> Iterator[Form]:
         yield Form("interleaved=True", True, _as_they_are, heads=axis)
         yield Form("interleaved=True, first half of the tables", True, _first_half_repeated, heads=axis)
         yield Form("interleaved=True, half a table", True, _repeated, heads=axis)
+        yield Form("interleaved=True, half a table, last columns", True, _repeated, trailing=True, heads=axis)
         yield Form("half a table", False, _twice, heads=axis)
         yield Form("turned the other way", False, _other_way, heads=axis)
         yield Form("from pairs to halves", False, _first_half_twice, gathers=True, heads=axis)
@@ -88,18 +91,30 @@ class Tried:
 
     parts        widths of the tables, as parts of the rotated columns
     keeps_dtype  the result has the dtype of what is rotated even if the tables have another
+    flat         of calls whose tables are (tokens, columns): the dimensions of what is rotated, and the axis of the heads behind a batch
     """
 
     parts: frozenset[float]
     keeps_dtype: bool
+    flat: frozenset[tuple[int, int]] = frozenset()
 
     def covers(self, part: float) -> bool:
         """Of two widths that work, the lesser leaves columns as they are; then any number of columns may be left."""
         return part in self.parts or (len(self.parts) > 1 and part < max(self.parts))
 
 
-# What is rotated, (batch, heads, tokens, width), with cos and sin, as `rope` takes it; and whether the function has heads on axis 2.
-Call = tuple[list[Tensor], Tensor, Tensor, bool]
+class Call(NamedTuple):
+    """What is rotated, (batch, heads, tokens, width), with cos and sin, as `rope` takes it; and how the function has it.
+
+    transposed  heads are on axis 2
+    packed      there is no batch: sequences or images lie one after the other
+    """
+
+    states: list[Tensor]
+    cos: Tensor
+    sin: Tensor
+    transposed: bool
+    packed: bool
 
 
 def with_rope(found: Signature, form: Form, original: Callable[..., Any], tried: Tried) -> Callable[..., Any]:
@@ -109,8 +124,7 @@ def with_rope(found: Signature, form: Form, original: Callable[..., Any], tried:
         call = read(found, form, tried, args, options)
         if call is None:
             return original(*args, **options)
-        states, cos, sin, transposed = call
-        return returned(_rotated(states, cos, sin, form), transposed)
+        return returned(_rotated(call.states, call.cos, call.sin, form), call)
 
     return apply_rotary
 
@@ -118,26 +132,39 @@ def with_rope(found: Signature, form: Form, original: Callable[..., Any], tried:
 def read(found: Signature, form: Form, tried: Tried, args: tuple[Any, ...], options: dict[str, Any]) -> Call | None:
     """A call of the function; None if `rope` cannot take it."""
     given = dict(zip(found.names, args, strict=False)) | options
-    states = [given.get(name) for name in found.rotated]
-    tables = [given.get(name) for name in found.tables]
+    states: list[Any] = [given.get(name) for name in found.rotated]
+    tables: list[Any] = [given.get(name) for name in found.tables]
     axis = given.get("unsqueeze_dim", form.heads)
-    if given.get("position_ids") is not None or not _takes(states, tables, axis, tried, form):
+    if given.get("position_ids") is not None or any(value is None for value in (*states, *tables)):
         return None
-    return [s.transpose(1, 2) if axis == 2 else s for s in states], *form.tables(*tables), axis == 2  # type: ignore[misc, union-attr]
+    packed = False
+    if tables[0].dim() == 2:
+        # The axis that a function is given counts from there.
+        axis = axis if found.heads is None else axis + 1
+        if (states[0].dim(), axis) not in tried.flat:
+            return None
+        packed = states[0].dim() == 3
+    states = [s[None] if packed else s for s in states]
+    if not _takes(states, tables, axis, tried):
+        return None
+    return Call([s.transpose(1, 2) if axis == 2 else s for s in states], *form.tables(*tables), axis == 2, packed)
 
 
-def returned(rotated: Sequence[Tensor], transposed: bool) -> Any:
+def returned(rotated: Sequence[Tensor], call: Call) -> Any:
     """The results of `rope` as the function returns them."""
-    rotated = [r.transpose(1, 2) for r in rotated] if transposed else rotated
+    rotated = [r.transpose(1, 2) for r in rotated] if call.transposed else rotated
+    rotated = [r[0] for r in rotated] if call.packed else rotated
     return tuple(rotated) if len(rotated) == 2 else rotated[0]
 
 
-def _takes(states: list[Any], tables: list[Any], axis: Any, tried: Tried, form: Form) -> bool:
-    if axis not in (1, 2) or any(t is None or t.dim() != 3 or t.requires_grad for t in tables):
+def _takes(states: list[Any], tables: list[Any], axis: Any, tried: Tried) -> bool:
+    if axis not in (1, 2) or any(t.dim() not in (2, 3) or t.requires_grad for t in tables):
         return False
-    if any(s is None or s.dim() != 4 or s.dtype != states[0].dtype for s in states):
+    if any(s.dim() != 4 or s.dtype != states[0].dtype for s in states):
         return False
-    if any(s.shape[0] != states[0].shape[0] or s.shape[3] != states[0].shape[3] or s.shape[3 - axis] != tables[0].shape[1] for s in states):
+    if any(
+        s.shape[0] != states[0].shape[0] or s.shape[3] != states[0].shape[3] or s.shape[3 - axis] != tables[0].shape[-2] for s in states
+    ):
         return False
     if not tried.covers(tables[0].shape[-1] / states[0].shape[3]):
         return False
@@ -151,6 +178,10 @@ def _takes(states: list[Any], tables: list[Any], axis: Any, tried: Tried, form: 
 
 
 def _rotated(states: list[Any], cos: Tensor, sin: Tensor, form: Form) -> list[Any]:
+    if form.trailing and cos.shape[-1] < states[0].shape[-1]:
+        kept = [s[..., : -cos.shape[-1]] for s in states]
+        turned = _rotated([s[..., -cos.shape[-1] :] for s in states], cos, sin, form)
+        return [torch.cat(parts, dim=-1) for parts in zip(kept, turned, strict=True)]
     if form.gathers:
         states = [s.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for s in states]
     if len(states) == 2:

@@ -8,6 +8,7 @@ the modeling file after `apply` is therefore not seen by a patched instance.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice, product
 from typing import Any
 
@@ -25,6 +26,9 @@ from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
 
 NOTHING = "no attention module calls a function apply_rotary… of its modeling file"
 PREFIX = "apply_rotary"
+# Calls with tables of (tokens, columns): dimensions of what is rotated, and the axis of the heads behind a batch. Packed sequences and images,
+# and images or sequences that share their tables.
+FLAT = ((3, 2), (4, 2), (4, 1))
 
 
 def look(module: nn.Module) -> Found | None:
@@ -80,15 +84,21 @@ def fitting_forms(function: Callable[..., Any], found: Signature, width: int) ->
     device, fitting = torch.device("cpu"), []
     with undisturbed(device), torch.no_grad():
         trials = [(given, function(**given)) for given in calls(function, found, width, device)]
-        if not trials:
+        flat = [(layout, given, function(**given)) for layout, given in flat_calls(function, found, width, device)]
+        first = next((given for given, _ in [*trials, *((given, result) for _, given, result in flat)]), None)
+        if first is None:
             return []
-        parts = frozenset(given[found.tables[0]].shape[-1] / width for given, _ in trials)
-        tried = Tried(parts, keeps_dtype(function, trials[0][0]))
+        of_parts = [given for given, _ in trials] or [given for _, given, _ in flat]
+        parts = frozenset(given[found.tables[0]].shape[-1] / width for given in of_parts)
+        tried = Tried(parts, keeps_dtype(function, first), frozenset(FLAT))
         for form in forms(found):
             # Without the original behind it: a form that takes none of the calls would agree with it on all.
             alone = with_rope(found, form, _declined, tried)
             if all(_same(alone, given, result) for given, result in trials):
-                fitting.append((form, tried))
+                agreed = [(layout, _same(alone, given, result)) for layout, given, result in flat]
+                taken = {layout for layout, _ in agreed} - {layout for layout, same in agreed if not same}
+                if trials or taken:
+                    fitting.append((form, replace(tried, flat=frozenset(taken))))
     return fitting
 
 
@@ -155,6 +165,25 @@ def calls(function: Callable[..., Any], found: Signature, width: int, device: to
                 yield given
 
 
+def flat_calls(
+    function: Callable[..., Any], found: Signature, width: int, device: torch.device, length: int = 5
+) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    """Random arguments with tables of (tokens, columns) that the function takes, and the layout of each."""
+    draw = Draw(device)
+    for (dimensions, axis), rotary in product(FLAT, (width, width // 2, width // 4)):
+        tables = [draw.normal(length, rotary) for _ in found.tables]
+        if found.tables == ("freqs_cis",):
+            tables = [torch.complex(tables[0], draw.normal(length, rotary))]
+        states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(found.rotated)]]
+        states = [s.transpose(1, 2) if axis == 1 else s for s in states]
+        given: dict[str, Any] = dict(zip(found.rotated, (s[0] if dimensions == 3 else s for s in states), strict=True))
+        given |= dict(zip(found.tables, tables, strict=True))
+        if found.heads is not None:
+            given["unsqueeze_dim"] = axis - 1
+        if _runs(function, given):
+            yield (dimensions, axis), given
+
+
 def _runs(function: Callable[..., Any], given: dict[str, Any]) -> bool:
     try:
         results = results_of(function(**given))
@@ -182,6 +211,10 @@ def _cases(
                         words = f"{tables.shape[-1]} table columns for {width}, tables of batch {tables.shape[0]}"
                         label = f"{str(dtype).removeprefix('torch.')}, {name}, {words}{', float32 tables' if table_dtype != dtype else ''}"
                         yield Case(f"{label}, call {number + 1}", dtype, _run(name, chosen, readable[name]))
+        for number, (_, given) in enumerate(flat_calls(function, readable[name], width, device)):
+            for dtype in dtypes:
+                label = f"{str(dtype).removeprefix('torch.')}, {name}, tables without a batch, call {number + 1}"
+                yield Case(label, dtype, _run(name, cast_call(given, readable[name], dtype, dtype), readable[name]))
         for length in LENGTHS:
             for given in islice(calls(function, readable[name], width, device, length), 1):
                 yield Case(f"float32, {name}, length {length}", torch.float32, _run(name, given, readable[name]))

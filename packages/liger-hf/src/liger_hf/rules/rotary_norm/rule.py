@@ -9,7 +9,7 @@ that they are, and the rotary function computes `rope`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -112,7 +112,7 @@ def _candidates(original: Any, step: Step, child: nn.Module) -> Iterator[Candida
     width = child._parameters["weight"].shape[0]  # type: ignore[union-attr]
     for form, tried in fitting_forms(step.function, step.signature, width):
         # Columns that change their places would meet other weights.
-        if not form.gathers:
+        if not (form.gathers or form.trailing):
             for cast, offset in norms.CONVENTIONS:
                 yield _candidate(original, step, child, form, tried, {"weight_offset": offset, "cast": cast})
 
@@ -121,6 +121,8 @@ def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: T
     eps, forward = norms.eps_of(child), type(child).forward
     assert eps is not None
     rotated_alone = with_rope(step.signature, form, step.function, tried)
+    # Calls whose tables have no batch are verified for the function alone.
+    with_norms = replace(tried, flat=frozenset())
     made: list[Callable[..., Any]] = []
 
     def may(*children: Any) -> bool:
@@ -130,14 +132,14 @@ def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: T
         return x if held else child(x)
 
     def rotate(held: bool, children: tuple[Any, ...], *args: Any, **named: Any) -> Any:
-        call = read(step.signature, form, tried, args, named) if held else None
+        call = read(step.signature, form, with_norms, args, named) if held else None
         if call is not None and _fit(children, eps, call[0]):
-            states, cos, sin, transposed = call
+            states, cos, sin, *_ = call
             # The op has keys, too: none where a function takes one tensor.
             q, k = states if len(states) == 2 else (states[0], states[0][:, :0])
             weights = children[0].weight, children[-1].weight
             done = qk_norm_rope(q, k, *weights, cos, sin, getattr(children[0], eps), interleaved=form.interleaved, **options)
-            return returned(done[: len(states)], transposed)
+            return returned(done[: len(states)], call)
         if held:
             args = (*catch_up(held, children, *args[: len(children)]), *args[len(children) :])
         return rotated_alone(*args, **named)
