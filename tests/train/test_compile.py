@@ -298,6 +298,15 @@ def test_recomputed_layers_may_draw_no_random_numbers_in_a_graph(draws: bool, sm
     assert kept == [draws, draws]
 
 
+def test_layers_with_offloaded_inputs_run_without_graphs(small: Setup) -> None:
+    model = build(replace(small, checkpoint="full"), torch.device("cpu")).model
+    checkpointing.layers(model)[0]._gradient_checkpointing_func = lambda function, *args: function(*args)
+    notes: list[str] = []
+    graphs = Graphs(lambda inputs, tokens: model(**inputs).loss, model, lambda: True, notes.append, device=StandIn(model))
+    graphs({"input_ids": torch.zeros(2, 16, dtype=torch.int64), "labels": torch.zeros(2, 16, dtype=torch.int64)}, None)
+    assert ["offloaded inputs" in note for note in notes] == [True]
+
+
 @cuda
 @pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize(
