@@ -41,6 +41,15 @@ def test_torchao_trains_with_liger_to_the_losses_without(bits: int, folder: Path
     assert type(liger.trainer.optimizer.optimizer).__module__.startswith("torchao")
 
 
+def test_compiled_layers_train_to_the_losses_of_eager_mode(folder: Path, device: torch.device) -> None:
+    setup = setup_of(folder, device=device.type, liger="all")
+    expected = trained(setup).losses
+    assert trained(replace(setup, compile="default")).losses == pytest.approx(expected, rel=1e-5 if device.type == "cpu" else 1e-4)
+    # Forward and backward of both layers.
+    counters = torch._dynamo.utils.counters["inductor"]
+    assert counters["fxgraph_cache_hit"] + counters["fxgraph_cache_miss"] == 2
+
+
 def test_deepspeed_updates_on_the_host_by_its_own_adam(folder: Path, device: torch.device) -> None:
     pytest.importorskip("deepspeed")
     assert zero.adam_problem() == ""

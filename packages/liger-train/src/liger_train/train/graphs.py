@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from liger_bench.checkpointing import layers
 from liger_train.compiling import problem
@@ -137,7 +138,9 @@ class Graphs:
             self._drop_gradients()
             return self.step(inputs, tokens)
         checkpointed = [layer for layer in layers(self.model) if layer.gradient_checkpointing]
-        if drew and checkpointed:
+        if any(getattr(layer._gradient_checkpointing_func, "func", None) is not checkpoint for layer in checkpointed):
+            self._give_up("layers are recomputed by other means than torch.utils.checkpoint, such as from offloaded inputs")
+        elif drew and checkpointed:
             self._give_up("layers that are recomputed draw random numbers, as dropout does, and a graph cannot draw the same again")
         elif not drew:
             for layer in checkpointed:
