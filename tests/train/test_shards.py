@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "cp": {"cp": 2, "shard": "fsdp2", "checkpoint": "full"},
     "fsdp2-offload-parameters": {"shard": "fsdp2", "offload": "parameters"},
     "zero1": {"shard": "zero1", "checkpoint": "full", "mlp": "tiled"},
-    "zero2-offload-optimizer": {"shard": "zero2", "offload": "optimizer"},
+    "zero2-offload-optimizer": {"shard": "zero2", "offload": "optimizer", "mlp": "tiled"},
     "zero3-offload-parameters": {"shard": "zero3", "offload": "parameters", "checkpoint": "full"},
 }
 

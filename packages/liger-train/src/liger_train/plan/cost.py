@@ -9,19 +9,15 @@ from liger_train.plan.estimate import Rates, estimate
 from liger_train.plan.step import predict
 from liger_train.setup import Setup
 
-# A run with as many tokens per micro-batch gets the sentence: its first step may take minutes.
-LONG = 65_536
 # By a part of the GPU's name: matmuls and memory as `liger bench` measured them. A collective needs more than one GPU.
 RATES = {"H200": Rates(matmul=750e12, memory=4.2e12, attention=375e12, links=1, hosts=1)}
 
 
 def sentence(setup: Setup, name: str, has: int) -> str | None:
-    """Predicted peak, and time where the rates of this GPU are known; None for a run that is short, or whose model has no plan.
+    """Predicted peak, and time where the rates of this GPU are known; None for a model that has no plan.
 
     name, has  of the GPU and its memory in bytes
     """
-    if setup.device != "cuda" or setup.ranks > 1 or setup.batch * setup.sequence < LONG:
-        return None
     try:
         found = predict(setup)
     except OptionError:

@@ -34,6 +34,8 @@ from liger_train.train.sweep import sweep
 # The first batch size that --batch auto tries.
 LARGEST_BATCH = 128
 AUTO = "auto"
+# A run with as many tokens per micro-batch says first what it will cost: a step may take minutes.
+LONG = 65_536
 # The usual exit code after Ctrl-C.
 INTERRUPTED = 130
 
@@ -240,7 +242,7 @@ def _defaults(given: dict[str, str | None], device: str, found: torch.device) ->
 
 def _cost(setup: Setup, place: torch.device) -> list[str]:
     """What a run with long sequences on one GPU will cost."""
-    if place.type == "cpu" or setup.ranks > 1:
+    if place.type == "cpu" or setup.ranks > 1 or setup.batch * setup.sequence < LONG:
         return []
     from liger_train.plan.cost import sentence
 
