@@ -31,7 +31,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("small_width", (n(37, 24),), why="many rows per program, rows not a multiple of them")
     yield Sample("whole_row", (n(3, 4096),), why="one row a program, as wide as its block")
     yield Sample("wide", (n(2, 40000),), why="the row is longer than one block: two passes over its tiles")
-    yield Sample("wide_tiles", (n(2, 32768),), why="tiles that fill a row")
+    yield Sample("wide_tiles", (n(2, 36864),), why="tiles that fill a row")
     yield Sample("large_values", (n(4, 96, scale=30),), why="one probability is almost 1, and the others underflow")
     yield Sample("shifted", (n(4, 96) + 80,), why="the maximum is taken off before the exponential, which would overflow")
     yield Sample("impossible", (impossible,), why="the probability of minus infinity is zero, and so is its gradient")
