@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -86,6 +87,18 @@ def test_every_input_is_copied_once_out_and_once_back_and_at_most_two_are_on_the
     # Two micro-batches of four layers.
     assert (copies.out, copies.back) == (8, 8)
     assert max(copies.here) == 2
+
+
+def test_nothing_else_keeps_the_inputs_of_layers(device: torch.device) -> None:
+    model = model_on(device, "offload")
+    seen: list[Any] = []
+    for layer in model.model.layers[1:]:
+        layer.input_layernorm.register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
+    loss = model(input_ids=torch.arange(32, device=device)[None], labels=torch.arange(32, device=device)[None]).loss
+    gc.collect()
+    assert len(seen) == SIZES["num_hidden_layers"] - 1
+    assert [one() for one in seen] == [None] * len(seen)
+    loss.backward()
 
 
 def test_the_input_before_comes_back_while_a_layer_is_recomputed(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

@@ -26,11 +26,12 @@ class Offloading:
         self._last: Callable[[], _Input | None] = _nothing
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        hidden = args[0] if args else None
         copies: list[_Input] = []
+        # Not the tensor itself: the graph keeps `pack`, and that would keep the tensor on the device.
+        hidden = _place(args[0]) if args and isinstance(args[0], Tensor) else None
 
         def pack(tensor: Tensor) -> Tensor | _Input:
-            if not isinstance(hidden, Tensor) or not _is_same(tensor, hidden):
+            if type(tensor) is not Tensor or _place(tensor) != hidden:
                 return tensor
             copies.append(_Input(tensor, self._stream(tensor.device), self._last))
             self._last = weakref.ref(copies[-1])
@@ -104,9 +105,9 @@ def _unpack(packed: Tensor | _Input) -> Tensor:
     return packed.take() if isinstance(packed, _Input) else packed
 
 
-def _is_same(saved: Tensor, hidden: Tensor) -> bool:
-    """Whether a saved tensor is the one of this argument: autograd hands hooks a new Python object."""
-    return type(saved) is Tensor and saved.shape == hidden.shape and saved.data_ptr() == hidden.data_ptr()
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """What tells whether a saved tensor is an argument: autograd hands hooks a new Python object."""
+    return tensor.data_ptr(), tensor.shape
 
 
 def _nothing() -> None:
