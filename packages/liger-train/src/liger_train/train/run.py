@@ -322,6 +322,9 @@ class _Trainer(Trainer):
     ) -> None:
         held = None if data.held is None else Sequences(data.held)
         super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), eval_dataset=held, callbacks=callbacks)
+        if self.accelerator.ddp_handler is not None:
+            # Otherwise a gradient is held twice, in its bucket and beside it.
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
         # It prints a summary to standard output, which may have to be a single JSON object.
         self.remove_callback(PrinterCallback)
         self.compiled, self.micro, self.parts = compiled, compiled.recorder.micro, parts
