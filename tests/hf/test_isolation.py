@@ -37,6 +37,19 @@ def instance_state(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_default_device_changes_nothing(architecture: str) -> None:
+    expected = liger_hf.apply(make(architecture).train()).replaced
+    with torch.device("meta"):
+        found = liger_hf.apply(twin_on_the_cpu(architecture)).replaced
+    assert found == expected
+
+
+def twin_on_the_cpu(architecture: str) -> Any:
+    with torch.device("cpu"):
+        return make(architecture).train()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_class_and_no_module_global_changes(architecture: str) -> None:
     model = make(architecture).train()
     before = shared_state(model)

@@ -52,7 +52,8 @@ def _without_global_hooks() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Gradients are on, autocast is off, tensors are real, nobody's hooks run, and the random state afterwards is that of before."""
+    """Gradients are on, autocast is off, tensors are real and on the device that is asked for, nobody's hooks run, and the random state
+    afterwards is that of before."""
     devices = [] if device.type == "cpu" else [device]
     with (
         _without_global_hooks(),
@@ -60,6 +61,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         unset_fake_temporarily(),
         torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
         torch.autocast(device.type, enabled=False),
+        # Instead of the default device, of which the generators of a check are not.
+        torch.device("cpu"),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
