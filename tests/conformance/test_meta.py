@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors on the meta device: shapes and dtypes of outputs and gradients without any values."""
+"""Devices that hold no values: tensors on the meta device, and a default device that is not that of the tensors."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import Tensor
 
 from conformance.cases import Case
-from conformance.running import Trial, run
+from conformance.running import Trial, differences, run
 from liger_core.plugins import registry
 
 
@@ -22,3 +23,11 @@ def test_meta_tensors_give_the_shapes_and_dtypes_of_real_ones(form_case: Case) -
         assert {n: t is not None and (t.shape, t.dtype, t.device.type) for n, t in values.items()} == {
             n: t is not None and (t.shape, t.dtype, "meta") for n, t in real.items()
         }
+
+
+def test_the_default_device_is_not_used(form_case: Case) -> None:
+    trial = Trial(form_case)
+    expected = trial.run()
+    with torch.device("meta"):
+        found = trial.run()
+    trial.expect(differences(found, expected))

@@ -180,7 +180,7 @@ class DivergenceLoop:
         classes = vocab.mine(pair.weight.shape[0])
         return (
             *divergence_results(hidden),
-            torch.empty((), dtype=torch.int64),
+            torch.empty((), dtype=torch.int64, device="cpu"),
             torch.empty(hidden.shape[0], classes, dtype=hidden.dtype, device=hidden.device) if keeps else None,
         )
 

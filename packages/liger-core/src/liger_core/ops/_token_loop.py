@@ -184,7 +184,7 @@ class TokenLoop:
                 torch.empty(rows, dtype=torch.int64, device=device) if asked.with_prediction else None,
                 torch.empty(rows, MOMENTS, dtype=dtype, device=device),
                 torch.empty(head.chosen.shape, dtype=dtype, device=device),
-                torch.empty((), dtype=torch.int64),
+                torch.empty((), dtype=torch.int64, device="cpu"),
                 torch.empty(rows, kept, dtype=options.logits_dtype(head.hidden), device=device) if kept else None,
             )
         )

@@ -36,7 +36,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("no_bias", (n(6, 96), half, n(96)), why="weight without bias")
     yield Sample("bias_only", (n(6, 96), half, None, n(96)), why="bias without weight")
     yield Sample("plain", (n(6, 96), half), why="neither weight nor bias")
-    yield Sample("scalar_alpha", (n(6, 96), half[0], n(96), n(96)), why="alpha has no dimension, and neither has its gradient")
+    yield Sample("scalar_alpha", (n(12, 96), half[0], n(96), n(96)), why="alpha has no dimension, and neither has its gradient")
     yield Sample("negative_alpha", (n(6, 96), -3 * half, n(96), n(96)), why="the tanh is turned around")
     yield Sample("large_values", (n(6, 96, scale=30), half, n(96), n(96)), why="the tanh saturates on both sides")
     yield Sample("small_values", (n(6, 96, scale=1e-3), half, n(96)), why="near zero, where a tanh of exponentials cancels")
