@@ -6,6 +6,7 @@ Gradients come from autograd. Roundings that a definition names are written out;
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -498,10 +499,11 @@ def experts(
     down_bias: Tensor | None = None, *, activation: str = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
     interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Expert by expert, on all tokens; those that are routed elsewhere are zeros."""
+    """Expert by expert and slot by slot, on all tokens; those that are routed elsewhere are zeros."""
     y = torch.zeros_like(x, dtype=wide(x.dtype))
-    for e in range(gate_up.shape[0]):
-        rows = torch.where((index == e).any(1, keepdim=True), x, 0.0)
+    for e, k in itertools.product(range(gate_up.shape[0]), range(index.shape[1])):
+        own = index[:, k, None] == e
+        rows = torch.where(own, x, 0.0)
         joined = (rows @ gate_up[e].t()).to(y.dtype)
         if gate_up_bias is not None:
             joined = joined + gate_up_bias[e].to(y.dtype)
@@ -509,7 +511,7 @@ def experts(
         out = (active @ down[e].t()).to(y.dtype)
         if down_bias is not None:
             out = out + down_bias[e].to(y.dtype)
-        y = y + torch.where(index == e, weight, 0.0).to(y.dtype).sum(1, keepdim=True) * out
+        y = y + torch.where(own, weight[:, k, None], 0.0).to(y.dtype) * out
     return y.to(x.dtype)
 
 

@@ -5,7 +5,7 @@ The yardstick is the formula in the dtype of the call, which is plain PyTorch; i
 TRIES more, each with other roundings (see rounding.py), and fails if it is worse than all of them. A truth that is infinite must be met.
 Where plain PyTorch overflows although the truth is finite, anything goes; where it is off by more than LOST, any finite value does,
 and in float16, whose range such a round-off leaves, infinity. linear_cross_entropy sums gradients before they meet the upstream gradient
-and the normalizer, and linear_log_prob does so in float16, as their docstrings say: gradients whose sums are out of range are not judged. Neither are those
+and the normalizer, and linear_log_prob and linear_divergence do so in float16, as their docstrings say: gradients whose sums are out of range are not judged. Neither are those
 of the total variation where probabilities nearly tie.
 """
 
@@ -68,7 +68,7 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
     found += _odd_predictions(op, arguments, outputs, exact)
 
     summed = None
-    if op.name == "linear_cross_entropy" or (op.name == "linear_log_prob" and first == torch.float16):
+    if op.name == "linear_cross_entropy" or (op.name in ("linear_log_prob", "linear_divergence") and first == torch.float16):
         # What is summed before the upstream gradient is known: that of an upstream gradient whose largest element is 1.
         largest = max((float(c.abs().max()) for c in cotangents.values() if c.numel()), default=0.0)
         units = {n: c / largest if largest and math.isfinite(largest) else torch.ones_like(c) for n, c in cotangents.items()}
@@ -133,7 +133,8 @@ def _leaves_range(op: Op[..., Any], arguments: Mapping[str, Any], exact: Tensor 
     if exact is None or not exact.any():
         return False
     normalizer = arguments.get("normalizer")
-    tokens = arguments["target"].numel() if normalizer is None else float(normalizer)
+    counted = arguments["hidden"][..., 0] if arguments.get("target") is None else arguments["target"]
+    tokens = counted.numel() if normalizer is None else float(normalizer)
     largest = float(exact[exact.isfinite()].abs().max()) if exact.isfinite().any() else math.inf
     largest *= tokens if arguments.get("reduction") == "mean" else 1
     limits = torch.finfo(dtype)
