@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_core import linear_cross_entropy
+from liger_core.ops import _chunked_loss
 from liger_core.ops._chunked_loss import Chunking, chunking
 from ops.agreement import leaf
 from ops.allocations import allocations
@@ -148,3 +149,22 @@ def test_a_freed_graph_gives_its_sums_as_gradients(measured_device: torch.device
 
     assert backward(True) >= WEIGHT_BYTES
     assert backward(False) < WEIGHT_BYTES // 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_cuda_graph_keeps_ignored_rows_whose_number_the_host_would_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_chunked_loss, "PACK_FLOPS", 0)
+    hidden, weight = (torch.randn(size, 64, device="cuda", requires_grad=True) for size in (1024, 1000))
+    target = torch.randint(1000, (1024,), device="cuda")
+    target[::2] = -100
+
+    def step() -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(hidden, weight, target)
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    torch.testing.assert_close(captured, expected)

@@ -18,7 +18,7 @@ def test_poly_norm_weighs_normalized_powers(device: torch.device) -> None:
     assert disagreements(poly_norm, formula, **given) == []
 
 
-def test_the_module_begins_with_equal_shares() -> None:
-    x = torch.randn(3, 8)
+def test_the_module_begins_with_equal_shares(device: torch.device) -> None:
+    x = torch.randn(3, 8, device=device)
     expected = sum(rms_norm(x**k) for k in (1, 2, 3)) / 3
-    torch.testing.assert_close(nn.PolyNorm()(x), expected)
+    torch.testing.assert_close(nn.PolyNorm().to(device)(x), expected)

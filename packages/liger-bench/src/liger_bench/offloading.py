@@ -106,7 +106,7 @@ def _unpack(packed: Tensor | _Input) -> Tensor:
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:
-    """What tells whether a saved tensor is an argument: autograd hands hooks a new Python object."""
+    """Identifies an argument among saved tensors: autograd hands hooks a new Python object."""
     return tensor.data_ptr(), tensor.shape
 
 
