@@ -20,8 +20,8 @@ from liger_triton.launch import (
     contiguous,
     dense_like,
     fuses,
-    power_of_two,
     processors,
+    row_shape,
     shared_memory,
     strided_rows,
     supported,
@@ -106,11 +106,7 @@ def _launch_backward(
 
 
 def _shape(width: int) -> tuple[int, int, int]:
-    """Block of columns, rows of a program, warps."""
-    block = power_of_two(width)
-    if block <= 2048:
-        return block, max(1, min(64, 2048 // block)), 4
-    return block, 1, 8 if block <= 4096 else 16
+    return row_shape(width, 2048, lambda block: 8 if block <= 4096 else 16)
 
 
 _gated_rms_norm = differentiable(

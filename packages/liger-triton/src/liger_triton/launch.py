@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -202,6 +203,14 @@ def tiles_of(*tensors: Tensor) -> tuple[int, int, int, int]:
 def dense_like(x: Tensor) -> Tensor:
     """New memory for a result of the shape of x, in dense rows whatever the strides of x (1 µs; new_empty takes 1.8)."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def row_shape(width: int, most: int, warps: Callable[[int], int]) -> tuple[int, int, int]:
+    """Block of columns, rows of a program, warps: rows of up to `most` columns share a program, longer ones have `warps(block)`."""
+    block = power_of_two(width)
+    if block <= most:
+        return block, max(1, min(64, most // block)), 4
+    return block, 1, warps(block)
 
 
 def strided_rows(x: Tensor) -> tuple[Tensor, int]:

@@ -18,8 +18,8 @@ from liger_triton.launch import (
     contiguous,
     dense_like,
     fuses,
-    power_of_two,
     processors,
+    row_shape,
     strided_rows,
     supported,
 )
@@ -87,11 +87,7 @@ def _launch_backward(
 
 
 def _shape(width: int) -> tuple[int, int, int]:
-    """Block of columns, rows of a program, warps."""
-    block = power_of_two(width)
-    if block <= 2048:
-        return block, max(1, min(64, 2048 // block)), 4
-    return block, 1, 8 if block <= 8192 else 16
+    return row_shape(width, 2048, lambda block: 8 if block <= 8192 else 16)
 
 
 _poly_norm = differentiable(

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
-from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, fuses, power_of_two, strided_rows, supported
+from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, fuses, row_shape, strided_rows, supported
 
 # The longest rows that are held in registers, forward and backward (two tensors), and the tile of longer ones.
 WIDEST, WIDEST_BACKWARD, TILE = 32768, 16384, 4096
@@ -58,11 +58,7 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[b
 
 
 def _shape(width: int) -> tuple[int, int, int]:
-    """Block of columns, rows of a program, warps."""
-    block = power_of_two(width)
-    if block <= 2048:
-        return block, max(1, min(64, 2048 // block)), 4
-    return block, 1, min(32, block // 1024)
+    return row_shape(width, 2048, lambda block: min(32, block // 1024))
 
 
 _softmax = differentiable(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, strided_rows, supported
+from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, row_shape, strided_rows, supported
 
 WIDEST = 32768
 
@@ -51,11 +51,7 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[b
 
 
 def _shape(width: int) -> tuple[int, int, int]:
-    """Block of columns, rows of a program, warps."""
-    block = power_of_two(width)
-    if block <= 1024:
-        return block, max(1, min(64, 1024 // block)), 4
-    return block, 1, min(32, max(4, block // 1024))
+    return row_shape(width, 1024, lambda block: min(32, max(4, block // 1024)))
 
 
 _sparsemax = differentiable(
