@@ -31,6 +31,7 @@ SPREAD: dict[str, tuple[Tensor, ...]] = {
     "relu_squared": (X,),
     "lora_linear": (X, HEAD, A, B),
     "rope": (QUERY, QUERY, TABLE, TABLE),
+    "embedding": (TARGET, LOGITS),
     "qk_norm_rope": (QUERY, QUERY, WEIGHT, WEIGHT, TABLE, TABLE),
 }
 HEADS: dict[str, tuple[Tensor, ...]] = {
@@ -43,7 +44,6 @@ PLAIN: dict[str, tuple[Tensor, ...]] = {
     "kl_div": (LOGITS, LOGITS),
     "jsd": (LOGITS, LOGITS),
     "total_variation": (LOGITS, LOGITS),
-    "embedding": (TARGET, LOGITS),
 }
 
 MIXED = {op: args for op, args in (SPREAD | HEADS | PLAIN).items() if len(args) > 1}

@@ -23,7 +23,8 @@ _Names = tuple[str | None, ...]
 
 
 class Layout(NamedTuple):
-    """The dimensions of an op's tensor arguments by name, "… (width)", and for each result the argument that it has the dimensions of.
+    """The dimensions of an op's tensor arguments by name, "… (width)", and for each result the argument that it has the dimensions of,
+    or its own dimensions, likewise.
 
     …        any leading dimensions, the same in all tensors that have them
     (width)  must be whole on every rank; a dimension without parentheses may be sharded
@@ -56,13 +57,15 @@ def run_locally(op: str, layout: Layout, call: Callable[..., Any], arguments: Ma
     results = call(**{**arguments, **local})
 
     def spread(value: Tensor, like: str) -> Any:
+        if like in names:
+            own, shapes = names[like], dict(zip(names[like], tensors[like].shape, strict=True))
+        else:
+            own = _named(like, value.dim())
+            shapes = {named: size for name in tensors for named, size in zip(names[name], tensors[name].shape, strict=True)}
         # Of a dimension that is whole, an op may change the size.
-        sizes = [
-            whole if name is not None and name in split else here
-            for name, whole, here in zip(names[like], tensors[like].shape, value.shape, strict=True)
-        ]
+        sizes = [shapes[name] if name is not None and name in split else here for name, here in zip(own, value.shape, strict=True)]
         stride = _dense(value.stride(), sizes)
-        return DTensor.from_local(value, mesh, placements[like], run_check=False, shape=torch.Size(sizes), stride=stride)
+        return DTensor.from_local(value, mesh, _placements(own, split), run_check=False, shape=torch.Size(sizes), stride=stride)
 
     if isinstance(results, tuple):
         return tuple(map(spread, results, layout.results))

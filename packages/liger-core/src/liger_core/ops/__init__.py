@@ -3,6 +3,7 @@
 
 from liger_core.ops.add_layer_norm import add_layer_norm as add_layer_norm
 from liger_core.ops.add_rms_norm import add_rms_norm as add_rms_norm
+from liger_core.ops.attention_residual import attention_residual as attention_residual
 from liger_core.ops.cross_entropy import cross_entropy as cross_entropy
 from liger_core.ops.dyt import dyt as dyt
 from liger_core.ops.embedding import embedding as embedding
@@ -17,13 +18,17 @@ from liger_core.ops.linear_cross_entropy import linear_cross_entropy as linear_c
 from liger_core.ops.linear_divergence import linear_divergence as linear_divergence
 from liger_core.ops.linear_log_prob import linear_log_prob as linear_log_prob
 from liger_core.ops.lora_linear import lora_linear as lora_linear
+from liger_core.ops.merge_streams import merge_streams as merge_streams
+from liger_core.ops.mix_streams import mix_streams as mix_streams
 from liger_core.ops.modulated_layer_norm import modulated_layer_norm as modulated_layer_norm
 from liger_core.ops.modulated_rms_norm import modulated_rms_norm as modulated_rms_norm
 from liger_core.ops.poly_norm import poly_norm as poly_norm
+from liger_core.ops.project_streams import project_streams as project_streams
 from liger_core.ops.qk_norm_rope import qk_norm_rope as qk_norm_rope
 from liger_core.ops.relu_squared import relu_squared as relu_squared
 from liger_core.ops.rms_norm import rms_norm as rms_norm
 from liger_core.ops.rope import rope as rope
+from liger_core.ops.sinkhorn import sinkhorn as sinkhorn
 from liger_core.ops.softmax import softmax as softmax
 from liger_core.ops.sparsemax import sparsemax as sparsemax
 from liger_core.ops.swiglu import swiglu as swiglu

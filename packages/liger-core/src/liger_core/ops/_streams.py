@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by the ops of hyper-connections: residual streams (..., streams, width), with coefficients for each position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import ShapeError
+from liger_core.op import Workload
+from liger_core.ops._inputs import ROWS, WIDTHS, workload
+
+Maker = Callable[[torch.device, torch.dtype, int, int, int], tuple[Tensor, ...]]
+
+
+def check(name: str, x: Tensor) -> None:
+    if x.dim() < 2:
+        checks.fail(ShapeError, name, f"x must have the dimensions (..., streams, width), got {checks.shape(x)}")
+
+
+def check_shape(name: str, argument: str, value: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
+    """The argument must have this shape, which follows from that of x."""
+    if value is not None and value.shape != shape:
+        checks.fail(ShapeError, name, f"{argument} must have shape {tuple(shape)} to match x {checks.shape(x)}, got {checks.shape(value)}")
+
+
+def workloads(make: Maker) -> Iterator[Workload]:
+    """Tokens × streams × hidden size: those of DeepSeek V4, and series over tokens and the hidden size."""
+
+    def of_size(axis: str = "", quick: bool = False, **sizes: int) -> Workload:
+        return workload(lambda device, dtype: (make(device, dtype, *sizes.values()), {}), axis, quick, **sizes)
+
+    yield of_size(N=256, S=4, H=512, quick=True)
+    for tokens, hidden in ((16384, 4096), (8192, 7168)):
+        yield of_size(N=tokens, S=4, H=hidden)
+    for tokens in ROWS[:-1]:
+        yield of_size("N", tokens <= 1024, N=tokens, S=4, H=4096)
+    for hidden in WIDTHS[:-2]:
+        yield of_size("H", hidden <= 512, N=8192, S=4, H=hidden)

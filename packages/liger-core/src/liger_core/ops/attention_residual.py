@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attention_residual: the input of a layer as attention over the outputs of earlier layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DtypeError, OptionError, ShapeError
+from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._inputs import ROWS, WIDTHS, accumulator, misuses_of, normal, workload
+
+
+def check(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> None:
+    name = "attention_residual"
+    checks.floating(name, 2, layers=layers, query=query, weight=weight)
+    if layers.dim() < 2 or not layers.shape[0]:
+        checks.fail(ShapeError, name, f"layers must have the dimensions (depth ≥ 1, ..., width), got {checks.shape(layers)}")
+    checks.vector(name, "query", query, layers.shape[-1], "layers", layers)
+    checks.vector(name, "weight", weight, layers.shape[-1], "layers", layers)
+    checks.positive(name, "eps", eps)
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    def given(depth: int, rows: int, width: int) -> tuple[Tensor, ...]:
+        return n(depth, rows, width), n(width, scale=0.3), n(width)
+
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    yield Sample("one_block", (n(3, 2, 3, 64), n(64, scale=0.3), n(64)), why="the width is a power of two")
+    yield Sample("odd_width", given(4, 5, 100), why="masks on rows and columns")
+    yield Sample("many_rows", given(2, 150, 24), why="every program of the backward walks several rows")
+    yield Sample("whole_row", given(3, 3, 4096), why="one row a program")
+    yield Sample("one_layer", given(1, 5, 40), why="a softmax of one score: y is the layer, and the query has no gradient")
+    yield Sample("deep", given(17, 3, 40), why="many layers, one after the other")
+    yield Sample("weightless", given(3, 5, 72)[:2], why="keys are normalized without a weight")
+    yield Sample("zero_query", (n(3, 5, 72), torch.zeros_like(n(72)), n(72)), why="the initial query of the paper: a mean over layers")
+    yield Sample("sharp", (n(3, 5, 72), n(72, scale=6), n(72)), why="one layer gets nearly all attention")
+    yield Sample("large_eps", (n(3, 5, 72, scale=0.01), n(72), n(72), 0.1), why="eps dominates the mean square")
+    yield Sample("float32_weights", (n(3, 5, 72), normal(device, wide, 72, scale=0.3), normal(device, wide, 72)), why="float32 parameters")
+    yield Sample("frozen_query", given(3, 5, 72), frozen=("query",), why="the gradient of the weight alone")
+    yield Sample("frozen_weights", given(3, 5, 72), frozen=("query", "weight"), why="no work for weight gradients")
+    yield Sample("frozen_layers", given(3, 5, 72), frozen=("layers",), why="only weight gradients")
+    yield Sample("strided_rows", (n(3, 5, 160)[..., :72], *given(3, 5, 72)[1:]), why="a slice is read through its strides")
+    yield Sample("depth_inside", (n(5, 3, 72).transpose(0, 1), *given(3, 5, 72)[1:]), why="the layers of a row are neighbors")
+    yield Sample("transposed", (n(3, 72, 5).mT, *given(3, 5, 72)[1:]), why="the last dimension of layers is not contiguous")
+    yield Sample("one_row", (n(3, 40), n(40, scale=0.3), n(40)), why="no dimension between depth and width")
+    yield Sample("empty", (n(3, 0, 64), n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    misuse = misuses_of("attention_residual")
+    layers, query = torch.zeros(3, 2, 8, device=device), torch.zeros(8, device=device)
+    dimensions = "layers must have the dimensions (depth ≥ 1, ..., width), got"
+    yield misuse("integers", (layers.int(), query), DtypeError, "layers must have a floating dtype, got torch.int32")
+    yield misuse("vector", (query, query), ShapeError, f"{dimensions} (8,)")
+    yield misuse("no_layers", (layers[:0], query), ShapeError, f"{dimensions} (0, 2, 8)")
+    yield misuse("query_shape", (layers, query[1:]), ShapeError, "query must have shape (8,) to match layers (3, 2, 8), got (7,)")
+    yield misuse("weight_shape", (layers, query, query[1:]), ShapeError, "weight must have shape (8,) to match layers (3, 2, 8), got (7,)")
+    yield misuse("eps", (layers, query, query, 0.0), OptionError, "eps must be a finite number > 0, got 0.0")
+
+
+def workloads() -> Iterator[Workload]:
+    def of_size(axis: str = "", quick: bool = False, **sizes: int) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, object]]:
+            depth, rows, width = sizes.values()
+            vectors = normal(device, dtype, width, scale=width**-0.5), torch.ones(width, device=device, dtype=dtype)
+            return (normal(device, dtype, depth, rows, width), *vectors), {}
+
+        return workload(make, axis, quick, **sizes)
+
+    yield of_size(D=4, N=256, H=512, quick=True)
+    # The blocks of Kimi Linear, and all layers of a small model.
+    for depth, rows, width in ((9, 8192, 2304), (9, 8192, 4096), (25, 4096, 2048)):
+        yield of_size(D=depth, N=rows, H=width)
+    for rows in ROWS[:-2]:
+        yield of_size("N", rows <= 1024, D=9, N=rows, H=4096)
+    for width in WIDTHS[:-2]:
+        yield of_size("H", width <= 512, D=9, N=8192, H=width)
+
+
+def work(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Work:
+    size = layers.numel() * layers.element_size()
+    one = size // max(1, layers.shape[0])
+    return Work(size + one, 3 * size + 2 * one)
+
+
+@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """Attend over depth: the sum of the outputs of earlier layers, or of blocks of layers, weighted by a softmax of their scores.
+
+        y = Σ_k a_k · layers_k,   a = softmax(s)                        (over the layers, for each position)
+        s_k = Σ query · weight · layers_k / sqrt(mean(layers_k²) + eps)  (over the width)
+
+    layers   (depth, ..., width)   any floating dtype; the outputs of earlier layers, stacked
+    query    (width,)              any floating dtype; learned, one for each layer that attends
+    weight   (width,)              any floating dtype; of the RMSNorm of the keys; without it the factor is 1
+    eps      added to the mean square, in the units of layers²; > 0
+    returns  (..., width), dtype of layers; computed in float32 (float64 for float64) and rounded once
+
+    Raises ShapeError if query or weight is not (width,) or there are no layers, DtypeError for integers, OptionError for eps ≤ 0.
+    Kimi Team 2026, arXiv:2603.15031.
+    """
+    wide = accumulator(layers.dtype)
+    value = layers.to(wide)
+    key = value / torch.sqrt(value.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        key = key * weight.to(wide)
+    attention = torch.softmax((key * query.to(wide)).sum(-1), 0)
+    return (attention.unsqueeze(-1) * value).sum(0).to(layers.dtype)

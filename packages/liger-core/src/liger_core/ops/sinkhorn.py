@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sinkhorn: square matrices become doubly stochastic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from liger_core import checks
+from liger_core.errors import DtypeError, OptionError, ShapeError
+from liger_core.layout import Layout
+from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.ops._inputs import ROWS, accumulator, misuses_of, normal, workload
+
+
+def check(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> None:
+    name = "sinkhorn"
+    checks.floating(name, x=x)
+    if x.dim() < 2 or x.shape[-1] != x.shape[-2]:
+        checks.fail(ShapeError, name, f"x must hold square matrices (..., n, n), got {checks.shape(x)}")
+    checks.integer(name, "iterations", iterations)
+    if iterations < 1:
+        checks.fail(OptionError, name, f"iterations must be at least 1, got {iterations}")
+    checks.positive(name, "eps", eps)
+
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def n(*shape: int, scale: float = 1.0) -> Tensor:
+        return normal(device, dtype, *shape, scale=scale)
+
+    # With a smaller eps columns sum to 1, so that of a constant upstream gradient, which is tried too, nothing but rounding is left.
+    usual = (20, 0.01)
+    yield Sample("one_block", (n(2, 3, 4, 4), *usual), why="n is a power of two")
+    yield Sample("odd_size", (n(5, 3, 3), *usual), why="masks on rows and columns")
+    yield Sample("many", (n(300, 2, 2), 3), why="several programs, the last with masked lanes")
+    yield Sample("one_iteration", (n(5, 4, 4), 1), why="a softmax and one division of the columns")
+    yield Sample("two_iterations", (n(5, 4, 4), 2), why="rows and columns once more")
+    yield Sample("scalars", (n(5, 1, 1), *usual), why="every matrix is a 1")
+    yield Sample("eight", (n(3, 8, 8), 5), why="the largest in registers")
+    yield Sample("large_eps", (n(5, 4, 4), 4, 0.1), why="sums stay below 1, and the gradient knows it")
+    yield Sample("far_apart", (n(5, 4, 4, scale=6), *usual), why="near a permutation, what is small counts on")
+    yield Sample("transposed", (n(5, 4, 4).mT, *usual), why="read through its strides")
+    yield Sample("slice", (n(5, 24)[:, 8:].unflatten(-1, (4, 4)), *usual), why="the last columns of a projection")
+    yield Sample("one_matrix", (n(4, 4), *usual), why="no leading dimension")
+    yield Sample("empty", (n(0, 4, 4), *usual), why="nothing is launched")
+
+
+def misuses(device: torch.device) -> Iterator[Misuse]:
+    misuse = misuses_of("sinkhorn")
+    x = torch.zeros(2, 4, 4, device=device)
+    yield misuse("integers", (x.int(),), DtypeError, "x must have a floating dtype, got torch.int32")
+    yield misuse("not_square", (x[:, 1:],), ShapeError, "x must hold square matrices (..., n, n), got (2, 3, 4)")
+    yield misuse("iterations", (x, 0), OptionError, "iterations must be at least 1, got 0")
+    yield misuse("fraction", (x, 1.5), OptionError, "iterations must be an integer, got 1.5")
+    yield misuse("eps", (x, 20, 0.0), OptionError, "eps must be a finite number > 0, got 0.0")
+
+
+def workloads() -> Iterator[Workload]:
+    def of_size(axis: str = "", quick: bool = False, **sizes: int) -> Workload:
+        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Tensor], dict[str, object]]:
+            return (normal(device, dtype, sizes["N"], sizes["S"], sizes["S"]),), {}
+
+        return workload(make, axis, quick, **sizes)
+
+    yield of_size(N=512, S=4, quick=True)
+    yield of_size(N=16384, S=4)
+    yield of_size(N=16384, S=8)
+    for tokens in ROWS:
+        yield of_size("N", tokens <= 1024, N=tokens, S=4)
+
+
+def work(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Work:
+    size = x.numel() * x.element_size()
+    return Work(2 * size, 5 * size)
+
+
+@op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=Layout({"x": "… (rows) (columns)"}, ("x",)),
+)  # fmt: skip
+def sinkhorn(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
+    """Make matrices of logits doubly stochastic by Sinkhorn-Knopp: rows and columns are divided by their sums, again and again.
+
+        P = softmax(x) + eps                                            (over each row)
+        P ← P / (column sums + eps)
+        P ← P / (row sums + eps), P ← P / (column sums + eps)           (iterations - 1 times)
+
+    With exp(x) = P · (row sums) the softmax is the first division of the rows. The gradient is that of these iterations, not of their limit.
+
+    x           (..., n, n)   any floating dtype
+    iterations  ≥ 1
+    eps         added to what is divided by and to the softmax; > 0
+    returns     (..., n, n), dtype of x; computed in float32 (float64 for float64) and rounded once
+
+    Raises ShapeError for matrices that are not square, DtypeError for integers, OptionError for iterations < 1 and eps ≤ 0.
+    Sinkhorn & Knopp 1967; in hyper-connections: Xie et al. 2025, arXiv:2512.24880.
+    """
+    p = torch.softmax(x.to(accumulator(x.dtype)), -1) + eps
+    p = p / (p.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        p = p / (p.sum(-1, keepdim=True) + eps)
+        p = p / (p.sum(-2, keepdim=True) + eps)
+    return p.to(x.dtype)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about sinkhorn, mix_streams and merge_streams that their samples do not say: hyper-connections are those of Transformers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_core import merge_streams, nn, sinkhorn
+from ops.agreement import disagreements, leaf
+
+CONFIG = SimpleNamespace(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-5, hidden_size=24)
+MODELS = {"deepseek_v4.modeling_deepseek_v4": "DeepseekV4HyperConnection", "glm5_next.modeling_glm5_next": "Glm5NextTextHyperConnection"}
+
+
+@pytest.mark.parametrize("file", MODELS)
+def test_hyper_connections_are_those_of_transformers(file: str, device: torch.device) -> None:
+    theirs: Any = getattr(pytest.importorskip(f"transformers.models.{file}"), MODELS[file])(CONFIG)
+    ours = nn.HyperConnection(24, norm_eps=1e-5, device=device)
+    torch.nn.init.normal_(ours.base)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+
+    # As their decoder layers call it.
+    def formula(x: Tensor, y: Tensor, **weights: Tensor) -> tuple[Tensor, ...]:
+        post, comb, mixed = torch.func.functional_call(theirs, weights, (x,))
+        merged = post.to(x.dtype).unsqueeze(-1) * y.unsqueeze(-2) + torch.matmul(comb.to(x.dtype).transpose(-1, -2), x)
+        return mixed, merged
+
+    def call(x: Tensor, y: Tensor, **weights: Tensor) -> tuple[Tensor, ...]:
+        mixed, post, res = torch.func.functional_call(ours, weights, (x,))
+        return mixed, merge_streams(x, y, post, res)
+
+    weights = {name: value.detach().to(device).requires_grad_() for name, value in ours.named_parameters()}
+    given = {"x": leaf(2, 5, 4, 24, device=device), "y": leaf(2, 5, 24, device=device), **weights}
+    assert disagreements(call, formula, **given) == []
+
+
+def test_rows_and_columns_sum_to_one(device: torch.device) -> None:
+    p = sinkhorn(torch.randn(50, 4, 4, device=device, generator=torch.Generator(device).manual_seed(3)), 40)
+    ones = torch.ones(50, 4, device=device)
+    torch.testing.assert_close(p.sum(-1), ones, atol=2e-4, rtol=0)
+    torch.testing.assert_close(p.sum(-2), ones, atol=1e-5, rtol=0)
+
+
+def test_eps_is_added_to_every_divisor(device: torch.device) -> None:
+    # Of equal logits: (1/2 + 1) / (3 + 1), then divided by twice itself + 1 each time.
+    x = torch.zeros(2, 2, device=device)
+    for iterations, expected in ((1, 3 / 8), (2, 3 / 8 / 1.75 / (2 * 3 / 8 / 1.75 + 1))):
+        torch.testing.assert_close(sinkhorn(x, iterations, 1.0), torch.full((2, 2), expected, device=device))
+
+
+def test_streams_mixed_by_a_doubly_stochastic_matrix_keep_their_sum(device: torch.device) -> None:
+    x, nothing = torch.randn(6, 4, 16, device=device), torch.zeros(6, 16, device=device)
+    merged = merge_streams(x, nothing, torch.ones(6, 4, device=device), sinkhorn(torch.randn(6, 4, 4, device=device), 40))
+    torch.testing.assert_close(merged.sum(1), x.sum(1), atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_matrix_streams_are_kept(device: torch.device) -> None:
+    x, y, post = torch.randn(6, 3, 16, device=device), torch.randn(6, 16, device=device), torch.randn(6, 3, device=device)
+    identity = torch.eye(3, device=device).expand(6, 3, 3)
+    torch.testing.assert_close(merge_streams(x, y, post), merge_streams(x, y, post, identity))
