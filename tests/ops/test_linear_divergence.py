@@ -322,6 +322,7 @@ def wide_heads(device: torch.device) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.matrix
 @REDUCTION
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "recomputed"])
 def test_what_is_held_beyond_gradients_fits_the_budget(reduction: Any, kept: bool, measured_device: torch.device) -> None:

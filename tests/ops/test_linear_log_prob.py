@@ -380,6 +380,7 @@ def test_a_budget_keeps_logits_then_recomputes_them_then_cuts_rows(rows: int, cl
     assert tiling(rows, 4096, classes, torch.bfloat16, "cuda", False, budget=budget << 20) == expected
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rows", [ROWS, 8 * ROWS])
 @pytest.mark.parametrize("share", [2, 3, 8])
 def test_a_call_stays_within_its_budget(rows: int, share: int, measured_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ programs, whose statistics a second kernel merges. The backward pass sums every 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,18 @@ from liger_core.kernels import Outputs, differentiable
 from liger_triton._norm_sum import column_sum_launch
 from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported
 
-TILE, NEIGHBORS = 4096, 8
+NEIGHBORS = 8
+
+
+class Shape(NamedTuple):
+    """Columns of a tile, its warps, and for the backward pass the elements of several channels that share a program."""
+
+    tile: int
+    warps: int
+    several: int = 0
+
+
+FORWARD, BACKWARD = Shape(4096, 8), Shape(4096, 8, 1024)
 
 
 def group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -39,13 +52,16 @@ def _launch(
     rows, channels = mean.numel(), x.shape[1] // num_groups
     space = x.shape[2:].numel()
     size = channels * space
-    tile = max(NEIGHBORS, min(TILE, power_of_two(size)))
+    tile = max(NEIGHBORS, min(FORWARD.tile, power_of_two(size)))
+    warps = warps_of(tile, FORWARD.warps)
     parts = min(64, cdiv(size, tile), cdiv(4 * processors(x.device), rows)) if rows < processors(x.device) else 1
     # Parts are whole tiles.
     part = cdiv(cdiv(size, tile), parts) * tile
     parts = cdiv(size, part)
     found = None if parts == 1 else x.new_empty((3, rows, parts), dtype=torch.float32)
-    options = {"PARTS": power_of_two(parts), "BLOCK": tile, "NEAR": NEIGHBORS, "num_warps": 8 if tile >= 2048 else 4}
+    options = {
+        "PARTS": max(power_of_two(parts), 32 * warps), "TOGETHER": space % NEIGHBORS == 0, "BLOCK": tile, "NEAR": NEIGHBORS, "num_warps": warps,
+    }  # fmt: skip
     args = (x, contiguous(weight), contiguous(bias), y, mean, inverse, found, num_groups, channels, space, part, eps)
     if found is not None:
         forward_launch((rows, parts), *args, FIRST=True, **options)
@@ -72,9 +88,9 @@ def _launch_backward(
     samples, channels = x.shape[:2]
     space, per_group = x.shape[2:].numel(), channels // num_groups
     sums = x.new_empty((2, samples, channels), dtype=torch.float32)
-    columns = min(TILE, power_of_two(space))
-    several = max(1, min(64, 2048 // columns))
-    warps = 8 if columns >= 4096 else 4
+    columns = min(BACKWARD.tile, power_of_two(space))
+    several = max(1, min(64, BACKWARD.several // columns))
+    warps = warps_of(several * columns, BACKWARD.warps)
     sum_launch(
         (cdiv(samples * channels, several),), grad_y, x, mean, inverse, sums, samples * channels, per_group, space,
         ROWS=several, BLOCK=columns, num_warps=warps,
@@ -83,11 +99,16 @@ def _launch_backward(
         backward_launch(
             (cdiv(samples * channels, several), cdiv(space, columns)), grad_y, x, weight, mean, inverse, sums, grad_x,
             samples * channels, channels, per_group, space,
-            ROWS=several, BLOCK=columns, GROUP=power_of_two(per_group), num_warps=warps,
+            ROWS=several, BLOCK=columns, GROUP=max(power_of_two(per_group), 32 * warps // several), num_warps=warps,
         )  # fmt: skip
     for number, gradient in enumerate((grad_weight, grad_bias)):
         if gradient is not None:
             column_sum_launch((cdiv(channels, 16), 1), sums[number : number + 1], gradient, None, samples, channels, ROWS=128, BLOCK=16)
+
+
+def warps_of(elements: int, most: int) -> int:
+    """At most one for so many elements that each thread has NEIGHBORS: of fewer, several threads would write one and the same sum."""
+    return max(1, min(most, elements // (32 * NEIGHBORS)))
 
 
 _group_norm = differentiable(
@@ -131,7 +152,7 @@ def merged(count, average, squares):
 @triton.jit
 def forward_kernel(
     x, weight, bias, y, mean, inverse, found, groups, channels, space, part, eps,
-    FIRST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
+    FIRST: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """Program (r, p) takes part p of group r. FIRST: it writes the moments of its part; else it normalizes it, by the moments of all."""
     row = tl.program_id(0).to(tl.int64)
@@ -164,13 +185,21 @@ def forward_kernel(
             tl.store(inverse + row, scale)
         channel = (row % groups) * channels
         for first in range(start, stop, BLOCK):
-            place = first + tl.arange(0, BLOCK)
+            begin = first + tl.arange(0, BLOCK // NEAR) * NEAR
+            place = begin[:, None] + tl.arange(0, NEAR)[None, :]
             mask = place < stop
             value = (tl.load(x + place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) - average) * scale
+            # TOGETHER: neighbors have one channel, so that one division serves them.
             if weight is not None:
-                value = value * tl.load(weight + channel + place // space, mask=mask, other=0.0).to(tl.float32)
+                if TOGETHER:
+                    value = value * tl.load(weight + channel + begin // space, mask=begin < stop, other=0.0).to(tl.float32)[:, None]
+                else:
+                    value = value * tl.load(weight + channel + place // space, mask=mask, other=0.0).to(tl.float32)
             if bias is not None:
-                value = value + tl.load(bias + channel + place // space, mask=mask, other=0.0).to(tl.float32)
+                if TOGETHER:
+                    value = value + tl.load(bias + channel + begin // space, mask=begin < stop, other=0.0).to(tl.float32)[:, None]
+                else:
+                    value = value + tl.load(bias + channel + place // space, mask=mask, other=0.0).to(tl.float32)
             tl.store(y + row * size + place, value.to(y.dtype.element_ty), mask=mask)
 
 

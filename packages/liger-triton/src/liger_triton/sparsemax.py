@@ -32,7 +32,7 @@ def _launch(y: Tensor, /, x: Tensor) -> None:
     width = x.shape[-1]
     rows = x.numel() // width
     x, x_stride = strided_rows(x)
-    block, several, warps = _shape(width)
+    block, several, warps = forward_shape(width)
     forward_launch((cdiv(rows, several),), x, y, x_stride, rows, width, ROWS=several, BLOCK=block, num_warps=warps)
 
 
@@ -46,11 +46,17 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[b
     width = y.shape[-1]
     rows = y.numel() // width
     grad_y, grad_stride = strided_rows(grad_y)
-    block, several, warps = _shape(width)
+    block, several, warps = backward_shape(width)
     backward_launch((cdiv(rows, several),), grad_y, y, grad_x, grad_stride, rows, width, ROWS=several, BLOCK=block, num_warps=warps)
 
 
-def _shape(width: int) -> tuple[int, int, int]:
+def forward_shape(width: int) -> tuple[int, int, int]:
+    """Block of columns, rows of a program, warps."""
+    return row_shape(width, 1024, lambda block: min(16, max(4, block // 1024)))
+
+
+def backward_shape(width: int) -> tuple[int, int, int]:
+    """Block of columns, rows of a program, warps."""
     return row_shape(width, 1024, lambda block: min(32, max(4, block // 1024)))
 
 

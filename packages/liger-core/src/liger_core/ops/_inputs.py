@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_core.errors import LigerError
-from liger_core.op import Misuse, Workload
+from liger_core.op import Misuse, Sample, Workload
 
 LONG = torch.int64
 # The sizes over which the cost of an op is drawn: rows, widths, classes.
@@ -22,6 +22,26 @@ CLASSES = (8192, 32000, 65536, 128256, 262144)
 def normal(device: torch.device, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
     """Normally distributed values, drawn in float32 so that every dtype sees the same ones."""
     return (torch.randn(shape, device=device) * scale).to(dtype)
+
+
+def row_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """For an op that maps every row of one tensor by itself: the shapes, strides and values that its kernels treat alike."""
+
+    def n(*shape: int) -> Tensor:
+        return normal(device, dtype, *shape)
+
+    impossible = n(5, 64)
+    impossible[:, ::3] = -torch.inf
+    yield Sample("one_block", (n(2, 3, 64),), why="the width is a power of two: no mask")
+    yield Sample("odd_width", (n(5, 100),), why="masked lanes must change nothing")
+    yield Sample("small_width", (n(37, 24),), why="many rows per program, rows not a multiple of them")
+    yield Sample("whole_row", (n(3, 4096),), why="one row a program, as wide as its block")
+    yield Sample("impossible", (impossible,), why="the probability of minus infinity is zero, and so is its gradient")
+    yield Sample("strided_rows", (n(5, 160)[:, :80],), why="rows are read through their stride")
+    yield Sample("transposed", (n(40, 6).t(),), why="the last dimension is not contiguous")
+    yield Sample("one_column", (n(9, 1),), why="a probability that is 1 whatever x is")
+    yield Sample("vector", (n(33),), why="no leading dimension")
+    yield Sample("empty", (n(0, 16),), why="nothing is launched")
 
 
 def integers(device: torch.device, high: int, *shape: int) -> Tensor:

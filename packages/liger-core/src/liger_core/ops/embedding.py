@@ -12,6 +12,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Outputs, differentiable, reference_kernel
+from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal, workload
 
@@ -137,7 +138,10 @@ _embedding = differentiable(
 )
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
+@op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=Layout({"index": "…", "weight": "(rows) width"}, ("… width",)),
+)  # fmt: skip
 def embedding(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
     """Look up rows of a table; the gradient of the table is summed in float32, in the same order in every run.
 

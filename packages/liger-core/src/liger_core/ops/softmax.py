@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import misuses_of, normal, row_workloads
+from liger_core.ops._inputs import misuses_of, normal, row_samples, row_workloads
 
 
 def check(x: Tensor) -> None:
@@ -24,22 +24,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def n(*shape: int, scale: float = 1.0) -> Tensor:
         return normal(device, dtype, *shape, scale=scale)
 
-    impossible = n(5, 64)
-    impossible[:, ::3] = -torch.inf
-    yield Sample("one_block", (n(2, 3, 64),), why="the width is a power of two: no mask")
-    yield Sample("odd_width", (n(5, 100),), why="masked lanes must not enter the sum")
-    yield Sample("small_width", (n(37, 24),), why="many rows per program, rows not a multiple of them")
-    yield Sample("whole_row", (n(3, 4096),), why="one row a program, as wide as its block")
+    yield from row_samples(device, dtype)
     yield Sample("wide", (n(2, 40000),), why="the row is longer than one block: two passes over its tiles")
     yield Sample("wide_tiles", (n(2, 36864),), why="tiles that fill a row")
     yield Sample("large_values", (n(4, 96, scale=30),), why="one probability is almost 1, and the others underflow")
     yield Sample("shifted", (n(4, 96) + 80,), why="the maximum is taken off before the exponential, which would overflow")
-    yield Sample("impossible", (impossible,), why="the probability of minus infinity is zero, and so is its gradient")
-    yield Sample("strided_rows", (n(5, 160)[:, :80],), why="rows are read through their stride")
-    yield Sample("transposed", (n(40, 6).t(),), why="the last dimension is not contiguous")
-    yield Sample("one_column", (n(9, 1),), why="a probability that is 1 whatever x is")
-    yield Sample("vector", (n(33),), why="no leading dimension")
-    yield Sample("empty", (n(0, 16),), why="nothing is launched")
     yield Sample("no_columns", (n(3, 0),), why="rows without columns")
 
 

@@ -13,7 +13,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import accumulator, misuses_of, normal, row_workloads
+from liger_core.ops._inputs import accumulator, misuses_of, normal, row_samples, row_workloads
 
 
 def check(x: Tensor) -> None:
@@ -26,21 +26,10 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def n(*shape: int, scale: float = 1.0) -> Tensor:
         return normal(device, dtype, *shape, scale=scale)
 
-    impossible = n(5, 64)
-    impossible[:, ::3] = -torch.inf
-    yield Sample("one_block", (n(2, 3, 64),), why="the width is a power of two")
-    yield Sample("odd_width", (n(5, 100),), why="masked lanes must not enter the support")
-    yield Sample("small_width", (n(37, 24),), why="many rows per program, rows not a multiple of them")
-    yield Sample("whole_row", (n(3, 4096),), why="one row a program, as wide as its block")
+    yield from row_samples(device, dtype)
     yield Sample("dense", (n(4, 48, scale=1e-3),), why="every element is in the support")
     yield Sample("sparse", (n(4, 96, scale=30),), why="one element is the support")
     yield Sample("shifted", (n(4, 96) + 50,), why="the threshold is relative to the maximum")
-    yield Sample("impossible", (impossible,), why="minus infinity is never in the support")
-    yield Sample("strided_rows", (n(5, 160)[:, :80],), why="rows are read through their stride")
-    yield Sample("transposed", (n(40, 6).t(),), why="the last dimension is not contiguous")
-    yield Sample("one_column", (n(9, 1),), why="a probability that is 1 whatever x is")
-    yield Sample("vector", (n(33),), why="no leading dimension")
-    yield Sample("empty", (n(0, 16),), why="nothing is launched")
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
