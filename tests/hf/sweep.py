@@ -37,8 +37,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / ".sweep" / "results.jsonl"
 PAGE = ROOT / "docs" / "models.md"
 COLUMNS = {
-    "norm": ("rms_norm", "layer_norm", "gated_rms_norm"),
-    "residual": ("add_rms_norm",),
+    "norm": ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm"),
+    "residual": ("add_rms_norm", "add_layer_norm", "sinkhorn"),
     "MLP": ("swiglu", "geglu", "relu_squared"),
     "experts": ("experts",),
     "rope": ("rope",),
@@ -47,6 +47,8 @@ COLUMNS = {
 }
 # What Transformers' models do not have until PEFT wraps them (tests/hf/test_lora.py).
 ADDED = ("lora_linear",)
+# What `apply` replaces only where only= names it (tests/hf/test_embedding.py).
+ON_REQUEST = ("embedding",)
 # What people call the models, and their model types.
 FAMILIES = {
     "Llama 1 to 4, and models of their architecture": ("llama", "llama4_text"),

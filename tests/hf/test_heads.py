@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import liger_hf
 import liger_hf.rules.head.causal_loss
+from hf.sweep import build
 from hf.tiny_models import VOCABULARY, LargestResult, disagreements, exact_step, make, step, tokens, twin
 
 # All but add_rms_norm: nothing passes over a norm on which accelerate has a hook.
@@ -58,6 +59,7 @@ def adapted(model: Any, target: str, **options: Any) -> Any:
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", ["q_proj", "down_proj", "gate_proj", "lm_head"])
@@ -274,3 +276,16 @@ def test_a_quantized_head_is_computed_in_chunks(place: torch.device, monkeypatch
         step(patched, **tokens(batch=4, length=50))
     # The rows of the head's own dequantized weight are 64 wide.
     assert largest.elements < 200 * VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "reason"),
+    [
+        ("blt", "BltPatcher", "its forward has neither labels nor a loss"),
+        ("prophetnet", "ProphetNetForCausalLM", "it works on output 1 of its base model, its head must take the last hidden states"),
+    ],
+)
+def test_the_report_says_what_a_model_has_instead_of_a_head_with_a_loss(model_type: str, kind: str, reason: str) -> None:
+    report = liger_hf.apply(build(model_type), only=["linear_cross_entropy"])
+    (row,) = [row for row in report.rows if row.module == kind]
+    assert (row.verdict, row.reason) == ("left", reason)

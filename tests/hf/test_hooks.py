@@ -169,6 +169,7 @@ def assert_like_plain(plain: Any, patched: Any, path: str, watch: Watch, change:
     torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.matrix
 @ORDERS
 @EACH_MODULE
 @pytest.mark.parametrize("watch", SEEING.values(), ids=SEEING.keys())
@@ -176,6 +177,7 @@ def test_a_hook_sees_what_it_does_in_the_unpatched_model(plain: Any, patched: An
     assert_like_plain(plain, patched, path, watch, False, first)
 
 
+@pytest.mark.matrix
 @ORDERS
 @EACH_MODULE
 @pytest.mark.parametrize("watch", CHANGING.values(), ids=CHANGING.keys())

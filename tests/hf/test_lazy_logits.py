@@ -82,6 +82,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 TARGET = torch.arange(22) % 9
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_use_of_logits_gives_the_plain_values(pair: tuple[Any, Any], use: Callable[[Any], Any]) -> None:
     plain, patched = pair

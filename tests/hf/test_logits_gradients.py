@@ -96,6 +96,7 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
     return patched, plain, twin(plain).double()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
 def test_a_look_at_the_logits_takes_no_gradient_from_a_later_loss(

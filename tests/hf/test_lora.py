@@ -86,6 +86,7 @@ def test_in_bfloat16_gradients_are_on_average_as_close_to_float64_as_those_of_pe
     assert ours <= 1.1 * theirs
 
 
+@pytest.mark.matrix
 @pytest.mark.cpu
 @pytest.mark.parametrize("model_type", ADAPTABLE)
 def test_a_type_with_adapters_computes_what_it_does_without_liger(model_type: str) -> None:

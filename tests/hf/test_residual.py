@@ -26,7 +26,7 @@ OFFSETS = {"llama": 0, "mistral": 0, "qwen2": 0, "qwen3": 0, "gemma": 1, "gemma2
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """(weight, residual, branch) of every call in which a patched layer adds and norms in one step."""
+    """(weight, residual, branch, whether it is a layer norm) of every call in which a patched layer adds and norms in one step."""
     seen: list[tuple[Any, ...]] = []
     fit = residual._fit
 
@@ -57,6 +57,37 @@ def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_unpatched_mo
     inputs = tokens()
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
     assert len(calls) == LAYERS
+
+
+# Modules, and calls of the op: the sum in BERT's embeddings broadcasts the positions.
+LAYER_NORMS = {"starcoder2": (2, 2, ""), "nemotron": (2, 2, "weight + 1"), "persimmon": (2, 2, ""), "bert": (5, 4, "")}
+
+
+@pytest.mark.parametrize(("architecture", "found"), LAYER_NORMS.items(), ids=LAYER_NORMS)
+def test_layer_norms_are_added_and_normed_in_one_step_too(architecture: str, found: tuple[int, int, str], calls: Any) -> None:
+    modules, sums, detail = found
+    plain = make(architecture, **({"is_decoder": True} if architecture == "bert" else {})).eval()
+    patched = twin(plain)
+    report = applied(patched, calls)
+    rows = [row for row in report.rows if row.op == "add_layer_norm"]
+    assert (sum(row.count for row in rows), {row.verdict for row in rows}) == (modules, {"replaced"})
+    assert all(row.reason == f"outputs and gradients agree{', ' * bool(detail)}{detail}" for row in rows)
+    inputs = tokens()
+    wrong = disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs))
+    # A softmax does not depend on a bias of the keys: its gradient is rounding alone.
+    assert [name for name in wrong if not name.endswith("key.bias")] == []
+    assert len(calls) == sums
+    report.undo()
+    assert all(torch.equal(a, b) for a, b in zip(step(patched, **inputs).values(), step(plain, **inputs).values(), strict=True))
+
+
+def test_under_autocast_a_layer_norm_is_called_as_the_module_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make("starcoder2").eval()
+    patched = twin(plain)
+    liger_hf.apply(patched, only=["add_layer_norm"])
+    monkeypatch.setattr(residual, "add_layer_norm", lambda *args: pytest.fail("added and normed in one step"))
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert torch.equal(patched(**tokens()).logits, plain(**tokens()).logits)
 
 
 def test_without_rms_norm_and_without_add_rms_norm_the_bits_are_the_same(calls: Any) -> None:
@@ -366,6 +397,13 @@ class Twice(Layer):
         return x * y
 
 
+class SumInTheCall(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.work(x) + x)
+        x = self.second(x + y)
+        return x * y
+
+
 class KeywordOfTheNorm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.work(x)
@@ -432,6 +470,7 @@ TAKEN: dict[type[Layer], int] = {
     SumThatNobodyKeeps: 1,
     SumOfSeveralNames: 1,
     Twice: 3,
+    SumInTheCall: 2,
     KeywordOfTheNorm: 0,
     SomethingBetween: 0,
     InPlace: 0,
@@ -573,7 +612,7 @@ def test_the_norm_gets_the_stream_and_the_branch_themselves(calls: Any) -> None:
     model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: seen.append(output[0]))
     with torch.no_grad():
         model(**tokens())
-    ((weight, stream, branch),) = calls
+    ((weight, stream, branch, _),) = calls
     assert branch is seen[0]
     torch.testing.assert_close(stream, model.model.embed_tokens(tokens()["input_ids"]))
     assert weight is model.model.layers[0].post_attention_layernorm.weight

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import liger_hf
 from hf import sweep
-from hf.sweep import ADDED, COLUMNS, COMPOSITES, PAGE, SAME, TYPES, UNBUILT, WRONG
+from hf.sweep import ADDED, COLUMNS, COMPOSITES, ON_REQUEST, PAGE, SAME, TYPES, UNBUILT, WRONG
 from liger_hf.rules.head import causal_loss
 
 pytestmark = pytest.mark.cpu
@@ -134,4 +134,4 @@ def test_an_interrupted_sweep_resumes_where_it_stopped(monkeypatch: pytest.Monke
 def test_columns_cover_every_op_that_is_put_into_models() -> None:
     from liger_hf.discovery import replaceable_ops
 
-    assert {op for ops in COLUMNS.values() for op in ops} | {*ADDED} == set(replaceable_ops())
+    assert {op for ops in COLUMNS.values() for op in ops} | {*ADDED, *ON_REQUEST} == set(replaceable_ops())

@@ -166,15 +166,15 @@ def test_a_short_call_after_a_long_one_under_autocast_has_gradients() -> None:
 
 
 def test_tiles_train_under_autocast() -> None:
+    """Each gradient is off by what bfloat16 rounds, and by chance one more than the other; all of them together are off as much as without tiles."""
     model = make().train()
-    ours = tiled(model, only=())
+    exact = exact_step(model, **tokens())
     with torch.autocast(tiny_models.DEVICE.type, torch.bfloat16):
-        plain, found = (each(**tokens()).loss for each in (model, ours))
-    plain.backward()
-    found.backward()
-    torch.testing.assert_close(found, plain)
-    for one, other in zip(ours.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=0.05, atol=2e-3)
+        plain, found = (step(each, **tokens()) for each in (model, tiled(model, only=())))
+    errors = [
+        sum(float((result[name].double() - value).norm() / value.norm()) for name, value in exact.items()) for result in (plain, found)
+    ]
+    assert 0 < errors[1] < 1.1 * errors[0] < 0.1 * len(exact)
 
 
 def test_frozen_weights_get_no_gradient_and_adapters_do() -> None:

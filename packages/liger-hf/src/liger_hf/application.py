@@ -38,7 +38,7 @@ def apply(
 ) -> Report:
     """Replace what Liger's ops can compute in a model, in place, and return the report, which can undo it.
 
-    only, exclude  ops or their names; all that have a rule by default. Without rope there is no qk_norm_rope
+    only, exclude  ops or their names; by default all that have a rule, but for embedding. Without rope there is no qk_norm_rope
     verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients are as
                    accurate as the module's own. Without it candidates are compared by their outputs on the CPU only
     mlp_rows       gated MLPs compute at most so many rows at once, and recompute them in the backward pass: for long sequences
@@ -87,12 +87,13 @@ def survey(
     # At the caller of `apply` or `inspect`.
     warn_if_untested("liger-hf", stacklevel=3)
     excluded = _names(caller, "exclude", exclude, ())
-    wanted = _names(caller, "only", only, replaceable_ops()) - excluded
+    wanted = _names(caller, "only", only, replaceable_ops(on_request=False)) - excluded
     report = Report(type(model).__name__, notes=_notes(model))
     looked = [
         (name, module, rule, found)
         for name, module in model.named_modules()
         for rule in rules()
+        if not rule.on_request or wanted & {*rule.ops}
         if (found := rule.look(module)) is not None
     ]
     _absent(report, looked, wanted)

@@ -21,9 +21,9 @@ def rules() -> tuple[Rule, ...]:
     return _rules_of(registry())
 
 
-def replaceable_ops() -> tuple[str, ...]:
-    """The names of the ops that rules can insert into models."""
-    return tuple(dict.fromkeys(op for rule in rules() for op in rule.ops))
+def replaceable_ops(on_request: bool = True) -> tuple[str, ...]:
+    """The names of the ops that rules can insert into models; with or without those that have to be asked for."""
+    return tuple(dict.fromkeys(op for rule in rules() if on_request or not rule.on_request for op in rule.ops))
 
 
 @lru_cache(maxsize=1)

@@ -57,15 +57,17 @@ class Found:
 class Rule:
     """What `liger_rules()` of a plugin returns.
 
-    look     returns its findings on a module, or None if the rule does not apply to it
-    ops      the names of the ops that it can put in
-    nothing  what the report says if the rule applied to no module
+    look        returns its findings on a module, or None if the rule does not apply to it
+    ops         the names of the ops that it can put in
+    nothing     what the report says if the rule applied to no module
+    on_request  it is used only where only= names one of its ops
     """
 
     name: str
     look: Callable[[nn.Module], Found | None]
     ops: tuple[str, ...]
     nothing: str
+    on_request: bool = False
 
     def check(self, known: Iterable[str]) -> None:
         """Raise PluginError for an unknown op."""

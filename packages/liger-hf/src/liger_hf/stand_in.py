@@ -24,6 +24,11 @@ LENGTHS = (1, 300)
 SCALES = {"moderate": 2.0, "large": 150.0}
 SCALES_IN_FLOAT16 = SCALES | {"large": 40.0}
 
+
+class Unfit(Exception):
+    """A module turned out to be of another kind than its rule is for; the text says how, as the reason in the report."""
+
+
 Results = dict[str, Tensor]
 Run = Callable[[Callable[..., Any], bool], Results]
 

@@ -13,7 +13,7 @@ from liger_core import BackendError
 from liger_core.accuracy import error, judge
 from liger_hf.isolation import DoublePrecision, undisturbed
 from liger_hf.rule import Candidate, Found
-from liger_hf.stand_in import Case, Results
+from liger_hf.stand_in import Case, Results, Unfit
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ def decide(found: Found, verify: bool) -> Decision:
             known = [(case, *_original(found.original, case)) for case in found.cases(device, dtypes)]
         except BackendError:
             raise
+        except Unfit as reason:
+            return Decision(None, str(reason))
         except Exception as problem:
             return Decision(None, f"it could not be checked, since the module did not run on a small input: {_short(problem)}")
         doubtful = [f"{case.name}, {name}" for case, plain, exact in known for name in _doubtful(case.dtype, plain, exact)]

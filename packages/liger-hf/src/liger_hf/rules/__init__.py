@@ -2,12 +2,15 @@
 """How one kind of module becomes an op: one folder per rule; none knows a model by its name."""
 
 from liger_hf.rules.activation.rule import RULE as ACTIVATION
+from liger_hf.rules.embedding.rule import RULE as EMBEDDING
 from liger_hf.rules.experts.rule import RULE as EXPERTS
 from liger_hf.rules.gated_mlp.experts import RULE as GATE
 from liger_hf.rules.gated_mlp.rule import RULE as GATED_MLP
 from liger_hf.rules.head.rule import RULE as HEAD
+from liger_hf.rules.hyper_connection.rule import RULE as HYPER_CONNECTION
 from liger_hf.rules.lora.rule import RULE as LORA
 from liger_hf.rules.norm.rule import RULE as NORM
+from liger_hf.rules.residual.rule import LAYER_NORM as RESIDUAL_LAYER_NORM
 from liger_hf.rules.residual.rule import RULE as RESIDUAL
 from liger_hf.rules.rotary.rule import RULE as ROTARY
 from liger_hf.rules.rotary_norm.rule import RULE as ROTARY_NORM
@@ -18,10 +21,13 @@ RULES = (
     EXPERTS,
     GATE,
     ACTIVATION,
+    HYPER_CONNECTION,
     # Before the rule for the rotary embedding alone.
     ROTARY_NORM,
     LORA,
     ROTARY,
     RESIDUAL,
+    RESIDUAL_LAYER_NORM,
     HEAD,
+    EMBEDDING,
 )

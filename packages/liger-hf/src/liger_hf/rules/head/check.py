@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from liger_hf.errors import LogitsError
 from liger_hf.patch import Patch, own_forward
 from liger_hf.rules.head.lazy_logits import LazyLogits
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, of_length, replica, trial
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, Unfit, of_length, replica, trial
 
 CLASSES = 97
 # Between the base model and the head only small modules are expected; larger ones are not copied to be run in another dtype.
@@ -150,6 +150,8 @@ class _BaseOutput:
             raise AttributeError(name)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and index > 0:
+            raise Unfit(f"it works on output {index} of its base model, its head must take the last hidden states")
         return (self.last_hidden_state,)[index]
 
 

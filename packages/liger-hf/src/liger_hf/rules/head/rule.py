@@ -7,6 +7,7 @@ Three attributes of instances change: the head's forward (returns lazy logits wh
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,8 @@ def look(module: nn.Module) -> Found | None:
     projection = forward_of(head) if sharded is None else sharded
     if isinstance(original, str) or isinstance(projection, str):
         return Found(OP, refusal=original if isinstance(original, str) else f"the head: {projection}")
+    if not _has_loss(original):
+        return Found(OP, refusal="its forward has neither labels nor a loss")
     # Some forwards compute their loss themselves; for those the check finds whether the logits were read.
     if _loss_of(module) not in MODEL_LOSSES:
         name = getattr(module.loss_function, "__name__", type(module.loss_function).__name__)
@@ -72,6 +75,18 @@ def _head_of(model: Any) -> tuple[nn.Module | None, str]:
     except (NotImplementedError, AttributeError):
         return None, ""
     return next(((module, name) for name, module in model.named_modules() if module is head and name), (None, ""))
+
+
+def _has_loss(forward: Callable[..., Any]) -> bool:
+    """Whether labels or a loss are anywhere in the code of a forward, as arguments, attributes or keys."""
+    inner: Any = inspect.unwrap(forward)
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        return True
+    # Not its docstring.
+    keys = (value for value in code.co_consts if isinstance(value, str) and "\n" not in value)
+    words = (*code.co_varnames, *code.co_names, *keys)
+    return any("label" in word or "loss" in word for word in words)
 
 
 def _owns(module: nn.Module, head: nn.Module) -> bool:

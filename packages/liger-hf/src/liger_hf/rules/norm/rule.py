@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms: a module without children, with an eps, at most one weight and one bias as wide as its rows; perhaps gated or in groups."""
+"""Norms: a module without children, with an eps, at most one weight and one bias as wide as its rows; perhaps gated, in groups, or of other shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from liger_core import Op, layer_norm, rms_norm
 from liger_hf.patch import forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm.gated import Form, fits, forms
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, trial
+from liger_hf.rules.norm.shaped import cases, form_of
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, Unfit, configuration, device_of, of_length, replica, trial
 
 Cast = Literal["input", "float32"]
 NOTHING = "no module is a norm: none without children has an eps"
@@ -31,7 +32,8 @@ def look(module: nn.Module) -> Found | None:
     if eps is None:
         return None
     weights = _weights(module)
-    op = "layer_norm" if len(weights) == 2 or isinstance(module, nn.LayerNorm) else "rms_norm"
+    form = form_of(module, weights, eps)
+    op = form.name if form is not None else "layer_norm" if len(weights) == 2 or isinstance(module, nn.LayerNorm) else "rms_norm"
     if not weights.keys() <= {"weight", "bias"} or any(p.dim() != 1 for p in weights.values()):
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in weights.items())
         return Found(op, refusal=f"a norm must have at most a weight and a bias of one dimension, it has {shapes}")
@@ -44,9 +46,20 @@ def look(module: nn.Module) -> Found | None:
     special = len(arguments) == 2 or _grouped(module, weights)
     dtype = next((p.dtype for p in weights.values()), torch.float32)
     shape = tuple((name, tuple(p.shape), p.dtype, p.device.type) for name, p in weights.items())
+    kind = (type(module), configuration(module), shape)
+    if form is not None and len(arguments) == 1:
+        return Found(
+            op,
+            kind=kind,
+            original=original,
+            candidates=lambda: (_shaped_candidate(*way, original, arguments[0]) for way in form.ways),
+            cases=lambda device, dtypes: cases(module, form, weights, device, dtypes),
+            device=lambda: device_of(module),
+            dtype=dtype,
+        )
     return Found(
         op,
-        kind=(type(module), configuration(module), shape),
+        kind=kind,
         original=original,
         candidates=lambda: (
             _special(original, arguments, eps, _grouped(module, weights))
@@ -87,6 +100,17 @@ def _special_candidate(op: Op[..., Any], detail: str, form: Form, original: Call
         if not fits(self.weight, x, gate, len(arguments) == 2):  # type: ignore[arg-type]
             return original(self, *inputs, **named)
         return form(self, x, gate)
+
+    return Candidate(op, detail, forward, lambda module: [replacement(module, forward, original)])
+
+
+def _shaped_candidate(op: Op[..., Any], detail: str, way: Callable[..., Tensor], original: Callable[..., Any], argument: str) -> Candidate:
+    def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
+        (x,) = inputs or (named.pop(argument),)
+        weight = getattr(self, "weight", None)
+        if (weight is not None and x.dtype != weight.dtype) or torch.is_autocast_enabled(x.device.type):
+            return original(self, x)
+        return way(self, x)
 
     return Candidate(op, detail, forward, lambda module: [replacement(module, forward, original)])
 
@@ -163,9 +187,12 @@ def inputs(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype
 
 def _run(module: nn.Module, drawn: Drawn) -> Run:
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        return {"output": function(replica(module, parameters=weights), *inputs.values())}
+        y = function(replica(module, parameters=weights), *inputs.values())
+        if isinstance(y, Tensor) and y.shape != drawn.x.shape:
+            raise Unfit(f"it is not a norm: rows of shape {tuple(drawn.x.shape)} become {tuple(y.shape)}")
+        return {"output": y}
 
     return trial(call, dict(zip(("x", "gate"), (drawn.x, *drawn.gates), strict=False)), {"output": drawn.upstream}, drawn.values)
 
 
-RULE = Rule("norm", look, ("rms_norm", "layer_norm", "gated_rms_norm"), NOTHING)
+RULE = Rule("norm", look, ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm"), NOTHING)

@@ -15,12 +15,12 @@ from liger_hf.rules.norm import rule as norms
 from liger_hf.stand_in import replica
 
 
-def norm_in(child: nn.Module) -> Found | None:
-    """What the rule for norms finds for a child that is an RMSNorm, if it were unchanged from its class."""
+def norm_in(child: nn.Module, op: str = "rms_norm") -> Found | None:
+    """What the rule for norms finds for a child that is a norm of this op, if it were unchanged from its class."""
     if norms.eps_of(child) is None:
         return None
     found = norms.look(replica(child))
-    return found if found is not None and found.op == "rms_norm" else None
+    return found if found is not None and found.op == op else None
 
 
 def refusal(child: nn.Module) -> str | None:

@@ -8,12 +8,13 @@ that somebody watches by hooks, has wrapped or replaced, as ZeRO-3, accelerate a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_core import add_rms_norm
+from liger_core import Op, add_layer_norm, add_rms_norm
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rebinding import unwrapped
 from liger_hf.rule import Candidate, Found, Rule
@@ -22,34 +23,34 @@ from liger_hf.rules.norm.within import norm_in, refusal, untouched
 from liger_hf.rules.residual.source import norms_of_sums, with_one_call
 from liger_hf.stand_in import Case, Run, device_of, replica, trial
 
-NOTHING = (
-    "no forward adds two tensors and passes the sum straight to an RMSNorm (only undecorated forwards whose source is available are read)"
-)
+NOTHING = "no forward adds two tensors and passes the sum straight to {} (only undecorated forwards whose source is available are read)"
 
 
-def look(module: nn.Module) -> Found | None:
-    children = {name: found for name, child in module._modules.items() if child is not None and (found := norm_in(child)) is not None}
-    if not children:
-        return None
-    original = forward_of(module)
-    names = tuple(name for name in norms_of_sums(unwrapped(type(module).forward)) if name in children)
+def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
+    """norm: what the rule for norms finds in the child."""
+    with_eps = [name for name, child in module._modules.items() if child is not None and norms.eps_of(child) is not None]
+    summed = [name for name in norms_of_sums(unwrapped(type(module).forward)) if name in with_eps] if with_eps else []
+    children = {name: found for name in summed if (found := norm_in(getattr(module, name), norm)) is not None}
+    names = tuple(children)
     if not names:
         return None
+    op = f"add_{norm}"
+    original = forward_of(module)
     if isinstance(original, str):
-        return Found("add_rms_norm", refusal=original)
+        return Found(op, refusal=original)
     after = {name: getattr(module, name) for name in names}
     refusals = [reason for name, child in after.items() if (reason := children[name].refusal or refusal(child)) is not None]
     if refusals:
-        return Found("add_rms_norm", refusal=f"the norm after its sum must be one that it may pass over: {refusals[0]}")
+        return Found(op, refusal=f"the norm after its sum must be one that it may pass over: {refusals[0]}")
     if len({type(child) for child in after.values()}) > 1:
-        return Found("add_rms_norm", refusal=f"the norms after its sums must be of one class, {', '.join(names)} are not")
+        return Found(op, refusal=f"the norms after its sums must be of one class, {', '.join(names)} are not")
     kinds = {children[name].kind: child for name, child in after.items()}
     first = after[names[0]]
     return Found(
-        "add_rms_norm",
+        op,
         kind=(type(module), original, names, tuple(kinds)),
         original=lambda child, left, right: _plain(type(child).forward, child, left, right),
-        candidates=lambda: _candidates(original, names, first),
+        candidates=lambda: _candidates(original, names, first, op),
         cases=lambda device, dtypes: (case for child in kinds.values() for case in _cases(child, device, dtypes)),
         device=lambda: device_of(first),
         dtype=children[names[0]].dtype,
@@ -63,24 +64,47 @@ def _plain(forward: Callable[..., Any], child: nn.Module, left: Any, right: Any)
 
 # -- candidates
 
+# A norm of the sum of two tensors: (the norm's module, left, right) → (normed, sum).
+Step = Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-def _candidates(original: Any, names: tuple[str, ...], child: nn.Module) -> Iterator[Candidate]:
+
+def _candidates(original: Any, names: tuple[str, ...], child: nn.Module, op: str) -> Iterator[Candidate]:
     eps = norms.eps_of(child)
     assert eps is not None
-    for cast, offset in norms.CONVENTIONS:
-        yield _candidate(original, names, type(child).forward, eps, cast, offset)
+    forward = type(child).forward
+    if op == "add_rms_norm":
+        for cast, offset in norms.CONVENTIONS:
+            yield _candidate(add_rms_norm, f"weight_offset={offset:g}, cast={cast!r}", original, names, forward, _rms(eps, cast, offset))
+    else:
+        for words, offset in (("", 0.0), ("weight + 1", 1.0)):
+            yield _candidate(add_layer_norm, words, original, names, forward, _layer(eps, offset))
 
 
-def _candidate(original: Any, names: tuple[str, ...], forward: Callable[..., Any], eps: str, cast: Any, offset: float) -> Candidate:
-    made: list[Callable[..., Any]] = []
-
+def _rms(eps: str, cast: Any, offset: float) -> Step:
     def step(child: Any, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         weight = getattr(child, "weight", None)
         # In the order of the sum: its results are laid out in memory like its first part, and Inkling takes views of them.
         return add_rms_norm(left, right, weight, getattr(child, eps), weight_offset=0.0 if weight is None else offset, cast=cast)
 
+    return step
+
+
+def _layer(eps: str, offset: float) -> Step:
+    def step(child: Any, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        weight = getattr(child, "weight", None)
+        if offset and weight is not None:
+            weight = weight + offset
+        return add_layer_norm(left, right, weight, getattr(child, "bias", None), getattr(child, eps))
+
+    return step
+
+
+def _candidate(op: Op[..., Any], words: str, original: Any, names: tuple[str, ...], forward: Callable[..., Any], step: Step) -> Candidate:
+    made: list[Callable[..., Any]] = []
+    layer = op is add_layer_norm
+
     def add_norm(child: Any, left: Any, right: Any) -> tuple[Any, Any]:
-        if untouched(child, forward) and _fit(getattr(child, "weight", None), left, right):
+        if untouched(child, forward) and _fit(getattr(child, "weight", None), left, right, layer):
             return step(child, left, right)
         return _plain(nn.Module.__call__, child, left, right)
 
@@ -90,12 +114,14 @@ def _candidate(original: Any, names: tuple[str, ...], forward: Callable[..., Any
             made.append(with_one_call(original, names, add_norm))
         return [replacement(module, made[0], original)]
 
-    return Candidate(add_rms_norm, f"weight_offset={offset:g}, cast={cast!r}", step, install)
+    return Candidate(op, words, step, install)
 
 
-def _fit(weight: Any, left: Any, right: Any) -> bool:
-    """Neither broadcast nor promoted: the treatment of mixed dtypes differs between classes."""
+def _fit(weight: Any, left: Any, right: Any, layer: bool) -> bool:
+    """Neither broadcast nor promoted: the treatment of mixed dtypes differs between classes, and autocast promotes a layer norm."""
     if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
+        return False
+    if layer and torch.is_autocast_enabled(left.device.type):
         return False
     return left.shape == right.shape and left.dtype == right.dtype and (weight is None or weight.dtype == left.dtype)
 
@@ -118,4 +144,5 @@ def _run(child: nn.Module, drawn: norms.Drawn) -> Run:
     return trial(call, {"left": drawn.x, "right": drawn.upstream}, upstream, drawn.values)
 
 
-RULE = Rule("residual", look, ("add_rms_norm",), NOTHING)
+RULE = Rule("residual", look, ("add_rms_norm",), NOTHING.format("an RMSNorm"))
+LAYER_NORM = Rule("residual layer norm", partial(look, norm="layer_norm"), ("add_layer_norm",), NOTHING.format("a layer norm"))

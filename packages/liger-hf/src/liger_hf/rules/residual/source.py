@@ -5,6 +5,8 @@
     r = x                     (or nothing)      →          r = x
     y = self.norm(x)
 
+    y = self.norm(a + b)                        →          y = one_call(self.norm, a, b)[0]
+
 Only these statements, one behind the other, of plain names. Whatever the pair is called and whatever a and b are, the new
 statements leave every name what the old ones do, if one_call returns (self.norm(a + b), a + b).
 """
@@ -16,15 +18,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from liger_hf.source import assignment, copy_of, definition_of, rebuilt
 
 HELPER = "__liger_add_norm__"
+_names: WeakKeyDictionary[ast.FunctionDef, tuple[str, ...]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Step:
-    """Statements `first` to `last` of a block: the sum, its copies, and the norm of it."""
+    """Statements `first` to `last` of a block: the sum, the names it has, and the norm of it."""
 
     block: list[ast.stmt]
     first: int
@@ -32,15 +36,18 @@ class Step:
     norm: ast.Attribute
     left: ast.expr
     right: ast.expr
-    total: str
-    copies: tuple[str, ...]
+    names: tuple[str, ...]
     result: str
 
 
 def norms_of_sums(function: Any) -> tuple[str, ...]:
     """The attributes of self that a forward calls with a sum right after it was added."""
     definition = definition_of(function)
-    return () if definition is None else tuple(dict.fromkeys(step.norm.attr for step in _steps(definition)))
+    if definition is None:
+        return ()
+    if definition not in _names:
+        _names[definition] = tuple(dict.fromkeys(step.norm.attr for step in _steps(definition)))
+    return _names[definition]
 
 
 def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Callable[..., Any]) -> FunctionType:
@@ -67,6 +74,15 @@ def _steps(definition: ast.FunctionDef) -> Iterator[Step]:
 def _steps_of(block: list[ast.stmt], module: str) -> Iterator[Step]:
     for first, statement in enumerate(block):
         match assignment(statement):
+            case (
+                result,
+                ast.Call(
+                    func=ast.Attribute(value=ast.Name(id=of)) as norm,
+                    args=[ast.BinOp(op=ast.Add(), left=left, right=right)],
+                    keywords=[],
+                ),
+            ) if of == module:
+                yield Step(block, first, first, norm, left, right, (), result)
             case (total, ast.BinOp(op=ast.Add(), left=left, right=right)):
                 copies: list[str] = []
                 for last, later in enumerate(block[first + 1 :], first + 1):
@@ -78,14 +94,14 @@ def _steps_of(block: list[ast.stmt], module: str) -> Iterator[Step]:
                             result,
                             ast.Call(func=ast.Attribute(value=ast.Name(id=of)) as norm, args=[ast.Name(id=source)], keywords=[]),
                         ) if (of, source) == (module, total) and result not in copies:
-                            yield Step(block, first, last, norm, left, right, total, tuple(copies), result)
+                            yield Step(block, first, last, norm, left, right, (total, *copies), result)
                     break
 
 
 def _one_step(step: Step) -> list[ast.stmt]:
     """No name holds the normed rows or the sum longer than before."""
     # The norm's result may take the name of the sum, which then lives in its copies, or nowhere.
-    holders = [name for name in dict.fromkeys((step.total, *step.copies)) if name != step.result]
+    holders = [name for name in dict.fromkeys(step.names) if name != step.result]
     call = ast.Call(ast.Name(HELPER, ast.Load()), [step.norm, step.left, step.right], [])
     if not holders:
         value = ast.Subscript(call, ast.Constant(0), ast.Load())

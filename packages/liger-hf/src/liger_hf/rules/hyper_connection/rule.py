@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyper-connections (mHC): a module that projects normalized streams to coefficients, of which a matrix is made doubly stochastic.
+
+Its iterations, 40 launches each of which keeps its result for the backward pass, become one; norm and projection read the streams once and
+make no float32 copy of them. What the decoder layer does with the coefficients afterwards stays as it is. The norm is passed over: once
+something watches it or another one takes its place, the module runs its own forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import mix_streams, project_streams, sinkhorn
+from liger_hf.passing import PASSED, hooked, may_pass, passed_over
+from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.norm.rule import eps_of
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
+
+NOTHING = "no module has hyper-connections with a doubly stochastic matrix: none has fn, base, scale and a number of Sinkhorn iterations"
+WEIGHTS = {"fn", "base", "scale"}
+# Hidden size of the stand-in.
+WIDTH = 16
+
+
+def look(module: nn.Module) -> Found | None:
+    weights, iterations = dict(module._parameters), _attribute(module, "sinkhorn_iters", int)
+    eps, streams = _attribute(module, "eps", float), _streams(weights)
+    if weights.keys() != WEIGHTS or iterations is None or eps is None or streams is None or len(module._modules) != 1:
+        return None
+    original = forward_of(module)
+    if isinstance(original, str):
+        return Found("sinkhorn", refusal=original)
+    arguments = tuple(inspect.signature(original).parameters)[1:]
+    if len(arguments) != 1:
+        return Found("sinkhorn", refusal=f"hyper-connections must take the streams alone, their forward takes ({', '.join(arguments)})")
+    fn: Any = weights["fn"]
+    ((name, norm),) = module._modules.items()
+    if norm is None or eps_of(norm) is None or next(norm.parameters(), None) is not None:
+        return Found("sinkhorn", refusal=f"{name} must be a norm without weights, it is {type(norm).__name__}")
+    if hooked(norm):
+        return Found("sinkhorn", refusal=f"it would pass over {name}, and the hooks on that have to run")
+    return Found(
+        "sinkhorn",
+        kind=(type(module), configuration(module), type(norm), configuration(norm), streams, fn.dtype, fn.device.type),
+        original=original,
+        candidates=lambda: [_candidate(original, arguments[0], name, iterations, eps)],
+        cases=lambda device, dtypes: _cases(module, streams, device, dtypes),
+        device=lambda: device_of(module),
+        dtype=fn.dtype,
+    )
+
+
+def _attribute(module: nn.Module, suffix: str, kind: type) -> str | None:
+    """The attribute that ends so, if there is one."""
+    found = [name for name, value in vars(module).items() if name.endswith(suffix) and type(value) is kind]
+    return found[0] if len(found) == 1 else None
+
+
+def _streams(weights: dict[str, Any]) -> int | None:
+    """n of (2 + n) · n coefficients; None for weights of other shapes."""
+    shapes = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, Tensor)}
+    if shapes.keys() != WEIGHTS or shapes["scale"] != (3,) or len(shapes["fn"]) != 2 or shapes["base"] != shapes["fn"][:1]:
+        return None
+    n = next((n for n in range(1, 65) if (2 + n) * n == shapes["base"][0]), None)
+    return n if n is not None and shapes["fn"][1] % n == 0 else None
+
+
+def _candidate(original: Callable[..., Any], argument: str, norm: str, iterations: str, eps: str) -> Candidate:
+    def forward(self: Any, *inputs: Tensor, **named: Tensor) -> Any:
+        (x,) = inputs or (named.pop(argument),)
+        n = _streams(self._parameters)
+        if n is None or x.dim() != 4 or x.shape[2] != n or not may_pass(self):
+            return original(self, x)
+        sizes, least = [n, n, n * n], getattr(self, eps)
+        child = getattr(self, norm)
+        parts = project_streams(x, self.fn, getattr(child, str(eps_of(child)))).split(sizes, dim=-1)
+        pre, post, matrix = (p * s + b for p, s, b in zip(parts, self.scale.unbind(), self.base.split(sizes), strict=True))
+        matrix = sinkhorn(matrix.unflatten(-1, (n, n)), getattr(self, iterations), least)
+        return 2 * torch.sigmoid(post), matrix, mix_streams(x, torch.sigmoid(pre) + least)
+
+    def installed(module: nn.Module) -> list[Patch]:
+        return [Patch(module, PASSED, passed_over(module, ())), replacement(module, forward, original)]
+
+    return Candidate(sinkhorn, "with project_streams and mix_streams", forward, installed)
+
+
+def _cases(module: nn.Module, n: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    draw, count = Draw(device), (2 + n) * n
+    weights = {"fn": draw.normal(count, n * WIDTH, scale=(n * WIDTH) ** -0.5), "base": draw.normal(count), "scale": draw.positive(3)}
+
+    def drawn(*leading: int) -> tuple[Tensor, dict[str, Tensor]]:
+        upstream = {"post": draw.normal(*leading, n), "matrix": draw.normal(*leading, n, n), "mixed": draw.normal(*leading, WIDTH)}
+        return draw.normal(*leading, n, WIDTH), upstream
+
+    x, upstream = drawn(2, 9)
+    for name, dtype, scale in sized(dtypes):
+        own = {key: value.to(dtype) for key, value in weights.items()}
+        yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream, own))
+    for length in LENGTHS:
+        yield of_length(length, torch.float32, _run(module, *drawn(1, length), weights))
+
+
+def _run(module: nn.Module, x: Tensor, upstream: dict[str, Tensor], weights: dict[str, Tensor]) -> Run:
+    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        return dict(zip(("post", "matrix", "mixed"), function(replica(module, parameters=weights), inputs["x"]), strict=True))
+
+    return trial(call, {"x": x}, upstream, weights)
+
+
+RULE = Rule("hyper_connection", look, ("sinkhorn",), NOTHING)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings are replaced where they are asked for, and differ in the gradient of a trained table alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import liger_hf
+from hf.sweep import build
+from hf.tiny_models import disagreements, exact_step, make, step, tokens, twin
+from liger_hf.rules.embedding import rule
+
+pytestmark = pytest.mark.cpu
+
+# Tied and scaled, one of each: what is replaced, and how.
+MODELS: dict[str, tuple[int, set[str]]] = {
+    "llama": (1, {""}),
+    "gemma3_text": (1, {", times embed_scale"}),
+    "bart": (1, {", times embed_scale", ""}),
+    "bert": (3, {""}),
+}
+
+
+def rows(report: liger_hf.Report) -> list[Any]:
+    return [row for row in report.rows if row.op == "embedding"]
+
+
+@pytest.mark.parametrize(("model_type", "expected"), MODELS.items(), ids=MODELS)
+def test_a_model_trains_like_the_unpatched_one(model_type: str, expected: tuple[int, set[str]]) -> None:
+    count, details = expected
+    plain = build(model_type).eval()
+    patched = twin(plain)
+    report = liger_hf.apply(patched, only=["embedding"])
+    assert report.replaced == {"embedding": count}
+    found = {row.reason.removeprefix("outputs and gradients agree") for row in rows(report) if row.verdict == "replaced"}
+    assert found <= details
+    inputs = tokens()
+    wrong = disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs))
+    # A softmax does not depend on a bias of the keys: its gradient is rounding alone.
+    assert [name for name in wrong if not name.endswith(("key.bias", "k_proj.bias"))] == []
+    report.undo()
+    assert all(torch.equal(a, b) for a, b in zip(step(patched, **inputs).values(), step(plain, **inputs).values(), strict=True))
+
+
+def test_they_are_replaced_on_request_alone_also_after_another_apply() -> None:
+    model = make()
+    first = liger_hf.apply(model)
+    assert rows(first) == []
+    assert "embedding" not in first.absent
+    assert liger_hf.apply(model, only=["embedding"]).replaced == {"embedding": 1}
+    (row,) = rows(liger_hf.apply(model, only=["embedding"]))
+    assert row.reason == "already replaced by an earlier apply"
+
+
+def test_the_gradient_of_a_frequent_token_is_summed_in_float32() -> None:
+    index = torch.zeros(1, 500, dtype=torch.int64)
+    upstream = torch.rand(1, 500, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = upstream.double().sum((0, 1))
+
+    def off(module: nn.Embedding) -> float:
+        module(index).backward(upstream)
+        assert module.weight.grad is not None
+        return float((module.weight.grad[0].double() - expected).abs().max() / expected.max())
+
+    plain = nn.Embedding(4, 8).bfloat16()
+    patched = twin(plain)
+    assert liger_hf.apply(patched, only=["embedding"]).replaced == {"embedding": 1}
+    # PyTorch rounds after each of the 500 on the CPU.
+    assert off(patched) < 2**-8 < off(plain)
+
+
+def test_the_padding_row_gets_no_gradient() -> None:
+    module = nn.Embedding(5, 8, padding_idx=3)
+    liger_hf.apply(module, only=["embedding"])
+    module(torch.tensor([3, 1, 3])).sum().backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.sum(1).tolist() == [0, 8, 0, 0, 0]
+
+
+def frozen() -> nn.Embedding:
+    return nn.Embedding(5, 8).requires_grad_(False)
+
+
+def positions() -> Any:
+    return build("opt").model.decoder.embed_positions
+
+
+def normed() -> nn.Embedding:
+    module = nn.Embedding(5, 8)
+    module.norm = nn.LayerNorm(8)
+    return module
+
+
+LEFT: dict[str, tuple[Any, str]] = {
+    "sparse": (lambda: nn.Embedding(5, 8, sparse=True), "the op has no sparse"),
+    "renormalized": (lambda: nn.Embedding(5, 8, max_norm=1.0, scale_grad_by_freq=True), "the op has no max_norm and no scale_grad_by_freq"),
+    "frozen": (frozen, "its table is frozen, and the op differs in the gradient alone"),
+    "positions": (
+        positions,
+        "an embedding must take indices alone, its forward takes (attention_mask, past_key_values_length, position_ids)",
+    ),
+    "children": (normed, "it must have no children, it has norm"),
+}
+
+
+@pytest.mark.parametrize(("make_one", "reason"), LEFT.values(), ids=LEFT)
+def test_the_report_says_why_an_embedding_is_left(make_one: Any, reason: str) -> None:
+    (row,) = rows(liger_hf.apply(make_one(), only=["embedding"]))
+    assert (row.verdict, row.reason) == ("left", reason)
+
+
+class Shifted(nn.Embedding):
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return super().forward(index) + 1
+
+
+def test_an_embedding_that_computes_something_else_is_left() -> None:
+    (row,) = rows(liger_hf.apply(Shifted(5, 8), only=["embedding"]))
+    assert "no op computes what the module does" in row.reason
+
+
+def test_calls_without_a_gradient_run_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Embedding(5, 8)
+    liger_hf.apply(module, only=["embedding"])
+    monkeypatch.setattr(rule, "embedding", lambda *args, **options: pytest.fail("the op ran"))
+    index = torch.tensor([[1, 4]])
+    with torch.no_grad():
+        assert torch.equal(module(index), module.weight[index])
+    module.requires_grad_(False)
+    assert torch.equal(module(index), module.weight[index])
+
+
+def test_hooks_see_what_they_saw() -> None:
+    module, seen = nn.Embedding(5, 8), []
+    module.register_forward_hook(lambda module, args, output: seen.append(output.shape) or output * 2)
+    liger_hf.apply(module, only=["embedding"])
+    index = torch.tensor([[1, 4]])
+    assert torch.equal(module(index), module.weight[index] * 2)
+    assert seen == [(1, 2, 8)]
+
+
+def test_a_table_under_an_adapter_is_frozen_and_left() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make(), peft.LoraConfig(target_modules=["embed_tokens"], r=2, task_type="CAUSAL_LM"))
+    assert {row.verdict for row in rows(liger_hf.apply(model, only=["embedding"]))} == {"left"}
+
+
+def test_a_compiled_embedding_has_no_graph_break() -> None:
+    module = nn.Embedding(5, 8, padding_idx=0)
+    liger_hf.apply(module, only=["embedding"])
+    index = torch.tensor([[1, 4, 0, 1]])
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    compiled(index).sum().backward()
+    assert module.weight.grad is not None
+    assert module.weight.grad.sum(1).tolist() == [0, 16, 0, 0, 8]
+
+
+def test_a_sharded_table_is_looked_up_by_the_rules_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed = pytest.importorskip("torch.distributed.tensor", reason="torch was built without torch.distributed")
+    module, index = nn.Embedding(6, 8), torch.tensor([[1, 4, 1]])
+    expected = module(index)
+    liger_hf.apply(module, only=["embedding"])
+    monkeypatch.setattr(rule, "embedding", lambda *args, **options: pytest.fail("the op ran"))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        module.weight = nn.Parameter(distributed.distribute_tensor(module.weight.detach(), mesh, [distributed.Shard(0)]))
+        result = module(distributed.distribute_tensor(index, mesh, [distributed.Replicate()]))
+        assert torch.equal(result.full_tensor(), expected)
+    finally:
+        torch.distributed.destroy_process_group()

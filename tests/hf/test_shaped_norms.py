@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms whose rows are not the last dimension: groups of channels, channels before the space, heads side by side."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import liger_hf
+from hf.tiny_models import disagreements
+from liger_hf.isolation import DoublePrecision
+
+pytestmark = pytest.mark.cpu
+
+
+class ChannelsFirst(nn.LayerNorm):
+    data_format = "channels_first"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Heads(nn.Module):
+    def __init__(self, centered: bool, bias: bool) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.eps, self.centered = 4, 8, 1e-6, centered
+        self.weight = nn.Parameter(torch.ones(32))
+        self.bias = nn.Parameter(torch.zeros(32)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = x.float()
+        row = row - row.mean(-1, keepdim=True) if self.centered else row
+        row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + self.eps)
+        y = row.to(x.dtype).reshape(*x.shape[:2], -1) * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class Inverse(nn.Module):
+    eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
+
+
+# The op, a module, and the shapes of inputs that it takes.
+NORMS: dict[str, tuple[str, Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {
+    "groups": ("group_norm", lambda: nn.GroupNorm(4, 32), ((3, 32, 5, 6), (2, 32, 9), (7, 32))),
+    "groups_without_weights": ("group_norm", lambda: nn.GroupNorm(2, 6, eps=1e-3, affine=False), ((3, 6, 20),)),
+    "one_group": ("group_norm", lambda: nn.GroupNorm(1, 12), ((2, 12, 30),)),
+    "channels_first": ("layer_norm", lambda: ChannelsFirst(24, eps=1e-6), ((2, 24, 3, 5),)),
+    "centered_heads": ("layer_norm", lambda: Heads(True, True), ((2, 5, 4, 8),)),
+    "heads": ("rms_norm", lambda: Heads(False, False), ((2, 5, 4, 8),)),
+}
+
+
+def outcome(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    module.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = module(leaf)
+    y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y))
+    gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return {"output": y.detach(), "x": leaf.grad, **gradients}  # type: ignore[dict-item]
+
+
+def drawn(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    module = make().to(dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_they_become_ops_and_are_what_they_were_after_undo(
+    norm: tuple[str, Callable[[], nn.Module], tuple[tuple[int, ...], ...]], dtype: torch.dtype
+) -> None:
+    op, make, shapes = norm
+    plain = drawn(make, dtype)
+    patched = copy.deepcopy(plain)
+    report = liger_hf.apply(patched)
+    assert report.replaced == {op: 1}
+    for shape in shapes:
+        x = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) * 3 + 1).to(dtype)
+        with DoublePrecision():
+            exact = outcome(copy.deepcopy(plain).double(), x.double())
+        assert disagreements(outcome(patched, x), outcome(plain, x), exact) == {}
+    report.undo()
+    assert all(torch.equal(a, b) for a, b in zip(outcome(patched, x).values(), outcome(plain, x).values(), strict=True))
+
+
+def test_under_autocast_they_run_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = nn.GroupNorm(4, 32)
+    patched = copy.deepcopy(plain)
+    liger_hf.apply(patched)
+    monkeypatch.setattr("liger_hf.rules.norm.shaped.group_norm", lambda *args: pytest.fail("the op ran"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = torch.randn(2, 32, 5)
+        assert torch.equal(patched(x), plain(x))
+
+
+def test_a_module_that_returns_the_inverse_scale_alone_is_not_a_norm() -> None:
+    (row,) = liger_hf.apply(nn.Sequential(Inverse())).rows
+    assert (row.verdict, row.reason) == ("left", "it is not a norm: rows of shape (3, 7, 64) become (3, 7, 1)")
+
+
+def test_a_group_norm_without_eps_is_left() -> None:
+    (row,) = liger_hf.apply(nn.GroupNorm(4, 32, eps=0.0)).rows
+    assert row.verdict == "left"
+    assert "eps must be a finite number > 0" in row.reason
