@@ -39,12 +39,24 @@ def on_the_cpu(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> Trained:
     return trained(setup)
 
 
+def multiplies_by_rows() -> bool:
+    """Whether PyTorch multiplies float8 matrices with one scale per row on the CPU."""
+    one, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("precision", ["fp8-pure", "fp8-rowwise-pure"])
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "full", "liger": "all"}], ids=["plain", "checkpointed with Liger"])
 def test_losses_are_close_to_those_of_bfloat16(
     precision: str, options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torchao")
+    if "rowwise" in precision and not multiplies_by_rows():
+        pytest.skip("this PyTorch multiplies on the CPU with one scale per tensor alone")
     setup = {"steps": STEPS, **options}
     expected = trained(setup_of(folder, precision="bf16-pure", **setup)).losses
     found = on_the_cpu(setup_of(folder, precision=precision, **setup), monkeypatch)

@@ -18,12 +18,13 @@ import typer
 
 from bench.commands import InProcess
 from liger_bench.process import DONE, READY, Process
+from liger_bench.row import Measured
 from liger_core.errors import OptionError
 from liger_train.row import NOT_RUN, Row, row_of
 from liger_train.setup import Setup
 from liger_train.train import places, sweep
 from liger_train.train.cells import cells, hopeless, strategies_of, swept
-from liger_train.train.places import Measured, variables
+from liger_train.train.places import Extras, variables
 from train.answers import BROKEN, KILLED, LATE, OUT_OF_MEMORY, WHERE, answer
 
 TINY = Setup("tiny", device="cpu", precision="fp32", checkpoint="none")
@@ -34,7 +35,7 @@ def setups(*batches: int) -> list[Setup]:
 
 
 @pytest.fixture(scope="module")
-def one_place() -> dict[int, Measured]:
+def one_place() -> dict[int, Measured[Row]]:
     """By batch, what happens to runs one after the other, most of which fail."""
     wanted = setups(1, KILLED, BROKEN, OUT_OF_MEMORY)
     return {found.row.batch: found for found in sweep.measured(wanted, WHERE, answer=answer)}
@@ -46,23 +47,23 @@ def two_places() -> list[Row]:
     return [found.row for found in sweep.measured(on_gpus, WHERE, gpus=[0, 1], answer=answer)]
 
 
-def test_a_run_returns_its_row(one_place: dict[int, Measured]) -> None:
+def test_a_run_returns_its_row(one_place: dict[int, Measured[Row]]) -> None:
     assert one_place[1].row.tokens_per_second == 10.0
 
 
-def test_memory_that_runs_out_is_a_result(one_place: dict[int, Measured]) -> None:
+def test_memory_that_runs_out_is_a_result(one_place: dict[int, Measured[Row]]) -> None:
     row = one_place[OUT_OF_MEMORY].row
     assert (row.out_of_memory, row.failed, row.reason) == (True, False, "out of memory: Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB.")
 
 
-def test_a_killed_run_is_a_failure_and_the_others_continue(one_place: dict[int, Measured]) -> None:
+def test_a_killed_run_is_a_failure_and_the_others_continue(one_place: dict[int, Measured[Row]]) -> None:
     row = one_place[KILLED].row
     assert row.failed
     assert "SIGKILL" in row.reason
     assert len(one_place) == 4
 
 
-def test_a_failure_is_reported_with_the_output_of_its_process(one_place: dict[int, Measured]) -> None:
+def test_a_failure_is_reported_with_the_output_of_its_process(one_place: dict[int, Measured[Row]]) -> None:
     assert one_place[BROKEN].row.reason == "ValueError: no such layer"
     assert "Traceback" in one_place[BROKEN].written
 
@@ -180,9 +181,9 @@ def test_a_resumed_sweep_runs_what_is_missing(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(sweep, "measured", measured)
     with pytest.raises(KeyboardInterrupt):
-        sweep.sweep(TINY, ["batch=1,2"], "all", out=tmp_path)
+        sweep.sweep(TINY, ["batch=1,2"], "all", extras=Extras(tmp_path))
     assert "1/2 · tiny 2 × 1024 all · " in capsys.readouterr().err
-    rows = sweep.sweep(TINY, ["batch=1,2,3"], "all", out=tmp_path, resume=True)
+    rows = sweep.sweep(TINY, ["batch=1,2,3"], "all", extras=Extras(tmp_path), resume=True)
     assert asked == [1, 2, 2, 3]
     assert [row.batch for row in rows] == [1, 2, 3]
     assert [row["batch"] for row in json.loads((tmp_path / "train.json").read_text())] == [1, 2, 3]
@@ -217,8 +218,8 @@ def test_a_run_without_results_is_tried_again(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(sweep, "measured", measured)
     with contextlib.suppress(typer.Exit):
-        sweep.sweep(TINY, ["batch=1"], "all", out=tmp_path)
-    sweep.sweep(TINY, ["batch=1"], "all", out=tmp_path, resume=True)
+        sweep.sweep(TINY, ["batch=1"], "all", extras=Extras(tmp_path))
+    sweep.sweep(TINY, ["batch=1"], "all", extras=Extras(tmp_path), resume=True)
     assert asked == [1, 1]
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_bench import checkpointing
 from liger_hf.presets import PRESETS
+from liger_train import merging, tied
 from liger_train.compiling import compile_layers
 from liger_train.configs import config_of, loading_options, not_found
 from liger_train.float8 import RECIPES, convert
@@ -56,6 +57,8 @@ def build(setup: Setup, device: torch.device) -> Built:
     checkpointing.enable(model, setup.checkpoint)
     # After adapters, which wrap the modules that Liger replaces.
     replaced = _patched(model, setup, notes)
+    if setup.compile == "graphs":
+        notes.extend(filter(None, (tied.tie(model), "" if setup.mixed else merging.merge(model))))
     if setup.compile != "none":
         notes.append(compile_layers(model))
     return Built(model, replaced, notes)

@@ -56,7 +56,7 @@ ALL = (
     Technique(
         "liger",
         LIST,
-        "Only these ops of Liger, separated by commas.",
+        "Only these ops of Liger.",
         "depends on the ops",
         "nothing",
         "liger-hf",
