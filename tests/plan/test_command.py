@@ -137,5 +137,5 @@ def test_the_committed_comparison_is_of_all_committed_rows() -> None:
     measured = ["out of memory" if row["out_of_memory"] else f"{row['peak_bytes'] / 2**30:.2f}" for row in rows]
     assert [line[2] for line in cells] == measured
     # See the limitations in docs/planning.md.
-    known = ["| torchrun --nproc-per-node 2 -m liger_core train --model llama-3.2-1b --batch 8 --steps 6"]
+    known = ["| torchrun --nproc-per-node 2 -m liger_core train --model llama-3.2-1b --batch 8 --liger none --steps 6"]
     assert [line[0] for line in cells if "wrong" in line[-1]] == known

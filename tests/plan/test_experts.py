@@ -30,6 +30,7 @@ def has_experts(model_type: str) -> bool:
     return source.exists() and "@use_experts_implementation" in source.read_text()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model_type", [t for t in TYPES if has_experts(t) and t not in READS_VALUES + NOT_BUILT])
 def test_mixed_precision_can_be_planned_for_every_model_with_experts(model_type: str, tmp_path: Path) -> None:
     tiny_config(model_type).save_pretrained(tmp_path)

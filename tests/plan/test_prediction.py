@@ -57,6 +57,7 @@ SETUPS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("changes", SETUPS.values(), ids=SETUPS)
 def test_a_prediction_is_the_peak_of_the_trainer(changes: dict[str, Any]) -> None:
     if "adapter" in changes:
@@ -169,11 +170,22 @@ def test_sharding_over_ranks_takes_less_memory_of_each() -> None:
     assert sizes[0] > sizes[2]
 
 
-def test_data_parallelism_has_buckets_besides_the_gradients() -> None:
-    # As measured on the CPU: DistributedDataParallel copies gradients into buckets and back.
-    alone, two = (predict(Setup("tiny", 1, 32, ranks=ranks, precision="fp32")) for ranks in (1, 2))
-    assert alone.held["gradients"] > 0
-    assert two.peak_bytes - alone.peak_bytes == pytest.approx(alone.held["gradients"], rel=0.01)
+def test_data_parallelism_has_one_set_of_buckets_on_the_cpu() -> None:
+    alone, two = (predict(Setup("tiny", 1, 32, ranks=ranks, precision="fp32", device="cpu")) for ranks in (1, 2))
+    assert two.peak_bytes - alone.peak_bytes == pytest.approx(4 * two.trainable_parameters, rel=0.01)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_data_parallelism_takes_what_was_measured_on_two_h200s_at_most() -> None:
+    rows = json.loads((RESULTS / "2026-11-22-two-h200s-training" / "train.json").read_text())
+    replicated = [row for row in rows if (row["ranks"], row["tp"], row["cp"], row["shard"]) == (2, 1, 1, "none")]
+    excess = []
+    for row, found in zip(replicated, compared(replicated), strict=True):
+        buckets = 4 * row["trainable_parameters"]
+        # In some runs NCCL had released the buckets of the first step before the peak.
+        excess.append(round((found.predicted_bytes - row["peak_bytes"]) / buckets, 2))
+    assert set(excess) <= {0.0, 1.0}
+    assert excess.count(0.0) >= 3
 
 
 def test_a_plan_allocates_none_of_the_weights() -> None:

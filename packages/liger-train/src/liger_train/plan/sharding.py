@@ -21,10 +21,13 @@ BITS_OF_NF4 = 4 + 8 / 64 + 32 / (64 * 256)
 
 
 class Sharding:
-    """No sharding. With several ranks, DistributedDataParallel also has buckets for all gradients, from the first step on."""
+    """No sharding. With several ranks, DistributedDataParallel has buckets for all gradients from the first step on; gradients are their views."""
 
     # Whether weights are gathered, and whether the second step differs from the first.
     gathers = learns = False
+    # Bytes of the first step's buckets. The second step replaces them, but NCCL releases them only when its watchdog thread next looks at
+    # finished work, which can be after the peak.
+    first_buckets = 0
 
     def __init__(self, setup: Setup, model: Any) -> None:
         self.setup = setup
@@ -35,15 +38,18 @@ class Sharding:
         """Record the memory before a step; hooks record what changes within it."""
         self.ledger = ledger
         if self.setup.sharing_ranks > 1:
-            ledger.hold(sum(w.elements * w.itemsize for w in self.trained), GRADIENTS)
+            buckets = sum(w.elements * w.itemsize for w in self.trained)
+            ledger.hold(buckets, GRADIENTS)
+            if self.setup.device == "cuda":
+                self.first_buckets = buckets
 
     def after_a_step(self) -> Sharding:
         """The sharding of later steps, when the order of modules is known."""
         return self
 
     def accumulated(self, weight: Any) -> None:
-        """Called when a gradient is complete. With several ranks it was copied into its bucket and is reduced there."""
-        if self.drops_gradients:
+        """Called when a gradient is complete. With several ranks it was copied into its bucket, and the bucket's view replaces it."""
+        if self.drops_gradients or self.setup.sharing_ranks > 1:
             weight.grad = None
 
     def completed(self) -> None:

@@ -237,6 +237,7 @@ def step(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> None:
     sharding.enter(model, ledger)
     ledger.begin()
     ledger.hold(devices.WORKSPACES[setup.device], OTHER)
+    ledger.hold(sharding.first_buckets, GRADIENTS)
     with _watched(setup, model, ledger, sharding):
         for _ in range(min(2, setup.accumulation)):
             tokens = torch.zeros(setup.batch, setup.sequence // setup.cp, dtype=torch.long)
