@@ -357,3 +357,44 @@ def test_the_page_names_what_each_package_is_built_on() -> None:
 def test_the_page_counts_its_nouns() -> None:
     nouns = re.findall(r"^\| \*\*(\w+)\*\* \|", page("ARCHITECTURE.md"), re.MULTILINE)
     assert f"Liger is {NUMBERS[len(nouns)]} nouns" in page("ARCHITECTURE.md")
+
+
+# A function of so many parameters is hard to call: so many by position, and so many by name alone.
+MOST_PARAMETERS = 8
+# Whose parameters are those of an op or a kernel, which torch and Triton pass one by one.
+FLAT = ("liger_core/ops/", "liger_triton/", "liger_bench/peers/", "liger_train/merging.py")
+# It stands in for a function of TRL, with that one's parameters.
+OF_TRL = "liger_hf/trl.py: apply"
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[list[str], list[str]]:
+    """The names of a function's parameters by position, and by name alone."""
+    given = function.args
+    return [arg.arg for arg in (*given.posonlyargs, *given.args) if arg.arg not in ("self", "cls")], [arg.arg for arg in given.kwonlyargs]
+
+
+def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef, module: ast.Module) -> bool:
+    """Whether its parameters are options of a command: annotated for typer, in place or by an alias in the module."""
+    aliases = {
+        ast.unparse(node.targets[0]) for node in module.body if isinstance(node, ast.Assign) and "Annotated[" in ast.unparse(node.value)
+    }
+    annotations = [ast.unparse(arg.annotation) for arg in (*function.args.args, *function.args.kwonlyargs) if arg.annotation is not None]
+    return any("Annotated[" in annotation or annotation in aliases for annotation in annotations)
+
+
+def test_no_function_has_many_parameters() -> None:
+    found = []
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        place, module = path.relative_to(ROOT).as_posix().split("/src/")[1], ast.parse(path.read_text())
+        for node in ast.walk(module):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or place.startswith(FLAT):
+                continue
+            if max(map(len, parameters_of(node))) > MOST_PARAMETERS and not is_command(node, module):
+                found.append(f"{place}: {node.name}")
+    assert found == [OF_TRL], "\n".join(found)
+
+
+def test_a_function_with_many_parameters_is_found() -> None:
+    (function,) = ast.parse("def f(self, a, b, c, *, d, e): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    assert parameters_of(function) == (["a", "b", "c"], ["d", "e"])

@@ -57,6 +57,7 @@ def measured(case: Case, implementations: list[Implementation], show: Callable[[
     return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations, show)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("variant", "op"), PLAIN, ids=[f"{variant.name}-{op.name}" for variant, op in PLAIN])
 def test_a_peer_agrees_with_float64(variant: Peer, op: Op[..., Any]) -> None:
     case = quick_case(op)
@@ -112,6 +113,7 @@ DIVERGENCES += [(jsd, {"beta": 0.3, "temperature": 2.0}), (linear_divergence, {"
 DIVERGENCES += [(linear_divergence, {"kind": kind}) for kind in ("forward_kl", "reverse_kl", "jsd")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("op", "options"), DIVERGENCES, ids=[f"{op.name} {options}" for op, options in DIVERGENCES])
 def test_liger_kernel_is_asked_for_the_divergence_of_the_op(op: Op[..., Any], options: dict[str, Any]) -> None:
     case = quick_case(op)
@@ -127,6 +129,7 @@ OF_TRL: list[tuple[Op[..., Any], dict[str, Any]]] = [(linear_log_prob, {}), (lin
 OF_TRL += [(linear_divergence, {"kind": kind, "temperature": 2.0}) for kind in ("forward_kl", "reverse_kl", "jsd")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("op", "options"), OF_TRL, ids=[f"{op.name} {options}" for op, options in OF_TRL])
 def test_trl_is_asked_for_what_the_op_computes(op: Op[..., Any], options: dict[str, Any]) -> None:
     pytest.importorskip("trl")

@@ -23,6 +23,7 @@ from liger_bench.records import MODEL_IDENTITY, OP_IDENTITY, SHARDED_IDENTITY, r
 from liger_bench.report.page import page
 from liger_bench.report.pictures import COLORS, LABEL_GAP, _spread, styles
 from liger_bench.sharded.job import Row
+from liger_bench.step.cases import CASES
 from liger_bench.targets import Target, Verdict, judged, read_reasons, read_targets
 from liger_core import OptionError
 from liger_core.builtin import CATALOGUE
@@ -350,6 +351,8 @@ def test_the_committed_targets_are_about_things_that_exist(targets: Path) -> Non
         row = each.row
         if "op" in row:
             fine = row["op"] in known and ("workload" not in row or sizes_of(row["workload"]) in known[row["op"]])
+        elif "case" in row:
+            fine = row["case"] in CASES and row["implementation"] in CASES[row["case"]].implementations
         else:
             fine = row["model"] in PRESETS and row["implementation"] in IMPLEMENTATIONS
         if not fine or not {each.metric, (each.against or {}).get("metric", each.metric)} <= columns:

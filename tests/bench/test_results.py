@@ -7,14 +7,21 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 from liger_bench import results
+from liger_bench.distributed import job as distributed
+from liger_bench.model import job as model
 from liger_bench.results import LOCK, append_csv, append_json, check_csv, read_json
+from liger_bench.row import Recorded
+from liger_bench.sharded import job as sharded
+from liger_bench.step import job as step
 from liger_core.errors import OptionError
+from liger_train import row as train
 
 HEADER = ["name", "losses", "note"]
 ROWS = [{"name": f"row {index}", "losses": [1.5, 1.25], "note": "4 × 1024,\nkept"} for index in range(3)]
@@ -36,6 +43,27 @@ def table(tmp_path: Path) -> Path:
 def test_rows_are_appended_under_one_header(table: Path) -> None:
     append_csv(ROWS[2:], table, HEADER)
     assert lines(table) == LINES
+
+
+def test_rows_are_appended_in_the_order_of_the_columns_in_the_file(table: Path) -> None:
+    moved = [HEADER[2], *HEADER[:2]]
+    check_csv(table, moved)
+    append_csv(ROWS[2:], table, moved)
+    assert lines(table) == LINES
+
+
+@pytest.mark.parametrize("kind", [distributed.Row, model.Row, sharded.Row, step.Row, train.Row], ids=lambda kind: kind.__module__)
+def test_a_row_ends_with_where_and_when_it_was_measured(kind: type[Recorded]) -> None:
+    assert kind.header()[-4:] == ["machine", "versions", "commit", "date"]
+    assert sorted(kind.header()) == sorted(field.name for field in fields(kind))
+
+
+def test_a_row_without_figures_says_why_and_what_was_asked_for() -> None:
+    job = step.Job("lora", "liger", True, "cpu", "float32")
+    row = step.row_of(job, dict.fromkeys(("machine", "versions", "commit", "date"), "here"), {"reason": "no PEFT"})
+    assert (row.case, row.implementation, row.reason, row.failed, row.date) == ("lora", "liger", "no PEFT", False, "here")
+    assert row.step_seconds is None
+    assert list(row.columns()) == step.COLUMNS
 
 
 @pytest.mark.parametrize("cut", range(1, 30))
@@ -105,6 +133,7 @@ def test_a_device_without_room_raises_a_clear_error() -> None:
 
 APPENDING = """
 import sys
+from dataclasses import fields
 from pathlib import Path
 from liger_bench.results import LOCK, append_csv, append_json
 

@@ -25,6 +25,7 @@ SETUPS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
 def test_a_right_setup_passes(setup: dict[str, Any]) -> None:
     training = Training(**setup)
@@ -69,6 +70,7 @@ BUGS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
 def test_a_planted_bug_is_named(bug: tuple[Any, dict[str, Any], list[str]]) -> None:
     step, options, sentences = bug

@@ -117,7 +117,7 @@ class Matmuls:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             if op in ATTENTION and _is_long(args[0]):
                 return CheckpointPolicy.MUST_SAVE
-            if op not in MATMULS and not _is_adapted(op):
+            if op not in MATMULS and not _multiplies(op):
                 return CheckpointPolicy.PREFER_RECOMPUTE
             index = seen[context.is_recompute]
             seen[context.is_recompute] += 1
@@ -129,9 +129,9 @@ class Matmuls:
         return create_selective_checkpoint_contexts(policy)
 
 
-def _is_adapted(op: Any) -> bool:
-    """Whether an op is a linear layer with its adapter, whichever backend runs it."""
-    return op in KERNELS and KERNELS[op].name.endswith("::lora_linear")
+def _multiplies(op: Any) -> bool:
+    """Whether an op is a linear layer with its adapter, whichever backend runs it, or several layers with one input."""
+    return op in KERNELS and KERNELS[op].name.endswith(("::lora_linear", "::merged_linear"))
 
 
 def _is_long(query: Tensor) -> bool:

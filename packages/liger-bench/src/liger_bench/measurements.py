@@ -13,6 +13,7 @@ from rich.console import Console
 
 from liger_bench.progress import progress_bar
 from liger_bench.results import Columns, append_csv, append_json, check_csv, read_json
+from liger_bench.row import Measured
 from liger_bench.writable import check_file, check_folder
 from liger_core.errors import OptionError, nearest
 
@@ -26,19 +27,11 @@ class Row(Protocol):
     def columns(self) -> Columns: ...
 
 
-class Measured(Protocol):
-    """A row, and the output of the processes that measured it."""
-
-    @property
-    def row(self) -> Any: ...
-
-    @property
-    def written(self) -> str: ...
-
-
 Job = TypeVar("Job")
 R = TypeVar("R", bound=Row)
-M = TypeVar("M", bound=Measured)
+
+
+M = TypeVar("M", bound=Measured[Any])
 Show = Callable[[str], object]
 
 
@@ -119,7 +112,7 @@ def all_measured(count: int, begin: Callable[[Show], Generator[M, None, None]], 
     return found
 
 
-def print_failures(found: Sequence[Measured]) -> None:
+def print_failures(found: Sequence[Measured[Any]]) -> None:
     """Print the last output of failed processes to standard error."""
     for result in found:
         if result.row.failed:

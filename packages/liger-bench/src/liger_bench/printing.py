@@ -3,11 +3,45 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
+
+from liger_bench.row import Recorded
+from liger_core.tables import Cell, Column, print_table
 
 AllColumns = Annotated[bool, typer.Option("--all-columns", help="Print every column, even if the table gets wider than 100 characters.")]
+
+
+def print_implementations(
+    console: Console,
+    rows: Sequence[Any],
+    titles: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    figures: Sequence[Column],
+    all_columns: bool,
+) -> None:
+    """A table of implementations, below a title wherever it changes, then the reasons of the rows that have no figures."""
+    lines: list[list[Cell]] = []
+    before = ""
+    for row, title, of_row in zip(rows, titles, cells, strict=True):
+        if title != before:
+            lines.append([Text(title, "bold"), *[""] * len(figures)])
+            before = title
+        lines.append([f"  {row.implementation}", *of_row])
+    print_table(console, [Column("implementation"), *figures], lines, all_columns=all_columns)
+    for row, title in zip(rows, titles, strict=True):
+        if row.reason:
+            console.print(f"{title} {row.implementation}: {row.reason}", markup=False)
+
+
+def print_source(console: Console, what: str, row: Recorded) -> None:
+    """Where, with which versions and when this was measured."""
+    what = f"{what} on " if what else ""
+    console.print(f"{what}{row.machine}\n{row.versions}; commit {row.commit}; {row.date}", markup=False)
 
 
 def change(value: float, base: float) -> str:

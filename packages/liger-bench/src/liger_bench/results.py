@@ -75,13 +75,15 @@ def check_csv(path: Path, header: list[str]) -> None:
 def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
     """Append rows to a file, with a header if it is new; lists are written with blanks between their items.
 
+    A file whose columns are the same in another order, as an older version wrote them, keeps its order.
+
     Raises OptionError if they cannot be written; the rows before are then as they were.
     """
-    text = io.StringIO()
-    writer = csv.DictWriter(text, header)
     with _alone(path), _writable(path):
-        _mended(path, header)
+        header = _mended(path, header)
         before = path.stat().st_size if path.is_file() else 0
+        text = io.StringIO()
+        writer = csv.DictWriter(text, header)
         if before == 0:
             writer.writeheader()
         writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
@@ -134,14 +136,18 @@ def _writable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _mended(path: Path, header: list[str]) -> None:
+def _mended(path: Path, header: list[str]) -> list[str]:
+    """The columns of the file in its order, after a last line that was cut off is repaired."""
     text = _text(path)
     if not text:
-        return
+        return header
+    found = next(csv.reader(io.StringIO(text, newline="")))
+    header = found if sorted(found) == sorted(header) else header
     with _writable(path):
         mended = _mend(path, text, header)
     if mended:
         Console(stderr=True).print(mended, markup=False, highlight=False, soft_wrap=True)
+    return header
 
 
 def _cut(path: Path, size: int) -> None:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+from liger_bench.row import Recorded, row_from
 from liger_train.setup import Setup
 
 # In the first steps kernels are compiled and the optimizer state is allocated.
@@ -14,7 +15,7 @@ WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Setup):
+class Row(Recorded, Setup):
     """A setup and the results of its run.
 
     *tokens_per_second   summed over ranks; median, 20th and 80th percentile of the steps after the first two
@@ -27,7 +28,6 @@ class Row(Setup):
     checkpointed_layers  the number of layers that were recomputed
     replaced             the ops that Liger inserted, and how often
     notes                decisions made for the user, one sentence each
-    out_of_memory        the run ran out of memory, which is a result; failed: any other failure; reason says which
     interrupted          ended by the user; the figures cover the steps up to then
     """
 
@@ -48,20 +48,10 @@ class Row(Setup):
     checkpointed_layers: int | None
     replaced: str | None
     notes: list[str] | None
-    out_of_memory: bool
-    failed: bool
-    interrupted: bool
-    reason: str
-    machine: str
-    versions: str
-    commit: str
-    date: str
-
-    def columns(self) -> dict[str, Any]:
-        return asdict(self)
+    interrupted: bool = False
 
 
-COLUMNS = [field.name for field in fields(Row)]
+COLUMNS = Row.header()
 SETUP = tuple(field.name for field in fields(Setup))
 # What `--checkpoint auto` notes: the number of layers that recompute everything, everything but their matmuls, and nothing.
 AUTO_NOTE = "layers with full recompute: {}, with selective recompute: {}, without recompute: {}"
@@ -89,5 +79,4 @@ def where_of(row: Row) -> str:
 
 def row_of(setup: Setup, where: dict[str, str], results: dict[str, Any]) -> Row:
     """A row of these results; all other columns are empty."""
-    empty: dict[str, Any] = dict.fromkeys(COLUMNS) | {"out_of_memory": False, "failed": False, "interrupted": False, "reason": ""}
-    return Row(**(empty | asdict(setup) | where | results))
+    return row_from(Row, setup, where, results)

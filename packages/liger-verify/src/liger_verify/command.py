@@ -59,21 +59,21 @@ def verify(
     model: Annotated[str, typer.Option(help="Model type of Transformers, made tiny, or a folder with a checkpoint.")] = "llama",
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share each layer, by Transformers' tp_plan='auto'.")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="Ranks that share each sequence.")] = 1,
-    shard: Annotated[str, typer.Option(help=f"Of the other ranks: {', '.join(SHARDS)}.")] = "fsdp2",
-    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches a step.")] = 1,
+    shard: Annotated[str, typer.Option(help=f"How the remaining ranks share the model: {', '.join(SHARDS)}.")] = "fsdp2",
+    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
     ranks: Annotated[int | None, typer.Option(min=2, help="Processes; tp × cp by default, at least 2.")] = None,
     liger: Annotated[bool, typer.Option("--liger/--plain", help="Patch the model with Liger, or leave it as it is.")] = True,
     step: Annotated[str | None, typer.Option(help="FILE.py:FUNCTION, a step of your own instead of a model.")] = None,
-    length: Annotated[int, typer.Option(min=8, help="Tokens a sequence.")] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and tokens.")] = 0,
+    length: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and tokens.")] = 0,
     tolerance: Annotated[float, typer.Option(help="Relative error that passes.")] = 1e-4,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds that a process waits for another one.")] = 600.0,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds that a process waits for the others.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="Show every gradient.")] = False,
 ) -> None:
     """Compare a parallel training step on CPU processes with one process in float64: loss, gradient norm, every gradient.
 
-    Tokens that count differ from rank to rank, some ranks have none, sequences are packed and padded. Exit code 1 if anything differs.
+    The number of tokens in the loss differs between ranks, some ranks have none, and sequences are packed and padded. Exit code 1 if anything differs.
     """
     start = time.perf_counter()
     count = ranks or max(2, tp * cp)

@@ -47,7 +47,7 @@ Resume = Annotated[
     bool,
     typer.Option("--resume", help="Skip what --out already has of this commit, machine and dtype, for instance after an interruption."),
 ]
-# With this, nine ops and the other libraries take about six minutes on a GPU.
+# Enough for stable medians on a GPU; all ops and other libraries then take minutes.
 SECONDS = 0.1
 DISPATCH = "dispatch"
 

@@ -23,7 +23,7 @@ class _OpsByDefault(TyperGroup):
 def bench_group() -> typer.Typer:
     """The group without commands; `liger_bench/plugin.py` registers them."""
     help = (
-        f"Measurements. Without the name of a command: `{DEFAULT}`, the benchmark of every op, for instance `liger bench rms_norm --quick`, "
+        f"Measure ops, models and training steps. Without a command, `{DEFAULT}`: every op, for instance `liger bench rms_norm --quick`, "
         f"`liger bench --peers --out results`. `liger bench {DEFAULT} --help` lists its options."
     )
     return typer.Typer(cls=_OpsByDefault, help=help, subcommand_metavar="[COMMAND] [ARGS]...")

@@ -46,16 +46,16 @@ def run(settings: Settings, bar: Progress) -> dict[str, Any]:
     data = Sequences(text.sequences)
     advance()
     losses: dict[str, list[float]] = {}
-    losses["plain"] = _train(settings, data, phase("training, plain"))
+    losses["plain"] = _train(settings, data, phase("training without Liger"))
     model = build(settings)
     report = str(liger_hf.apply(model))
-    losses["liger"] = train(model, data, settings, phase("training, with Liger"))
+    losses["liger"] = train(model, data, settings, phase("training with Liger"))
     del model
     _release()
     if low:
         # The same sums in another order, twice over: attention written out, and the batch in two halves.
         pieces = 2 if settings.batch % 2 == 0 else 1
-        losses["noise"] = _train(settings, data, phase("training, reordered sums"), attention="eager", pieces=pieces)
+        losses["noise"] = _train(settings, data, phase("training without Liger, sums reordered"), attention="eager", pieces=pieces)
     return {**_judged(losses), **_measured(settings, text, rounds, phase), **_described(settings, text, losses, report)}
 
 

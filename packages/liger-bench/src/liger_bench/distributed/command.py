@@ -11,16 +11,15 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.text import Text
 
 from liger_bench import machine
 from liger_bench.distributed.job import COLUMNS, IDENTITY, IMPLEMENTATIONS, PLAIN, WARM_UP, Job, Row, row_of
 from liger_bench.distributed.run import measured
 from liger_bench.distributed.strategies import STRATEGIES
 from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
-from liger_bench.printing import AllColumns, ratio
+from liger_bench.printing import AllColumns, print_implementations, print_source, ratio
 from liger_core.errors import DeviceError, DtypeError, OptionError
-from liger_core.tables import Cell, Column, output, print_table
+from liger_core.tables import Column, output
 from liger_hf.presets import LARGE, NAMES, checked_preset
 
 FIGURES = (
@@ -112,19 +111,11 @@ def _deepspeed() -> str:
 def _print(rows: list[Row], all_columns: bool) -> None:
     console = output()
     plain = {row.strategy: row for row in rows if row.implementation == PLAIN}
-    lines: list[list[Cell]] = []
-    for row in rows:
-        if row.implementation == IMPLEMENTATIONS[0]:
-            lines.append([Text(row.strategy, "bold"), *[""] * len(FIGURES)])
-        lines.append([f"  {row.implementation}", *_cells(row, plain.get(row.strategy))])
-    print_table(console, [Column("implementation"), *FIGURES], lines, all_columns=all_columns)
-    for row in rows:
-        if row.reason:
-            console.print(f"{row.strategy} {row.implementation}: {row.reason}", markup=False)
-    if rows:
-        last = rows[-1]
+    titles, figures = [row.strategy for row in rows], [_cells(row, plain.get(row.strategy)) for row in rows]
+    print_implementations(console, rows, titles, figures, FIGURES, all_columns)
+    for last in rows[-1:]:
         tokens = f"{last.model}, {last.ranks} ranks × {last.batch} × {last.sequence} tokens, {last.steps} steps, {last.dtype}"
-        console.print(f"{tokens} on {last.machine}\n{last.versions}; commit {last.commit}; {last.date}", markup=False)
+        print_source(console, tokens, last)
 
 
 def _cells(row: Row, plain: Row | None) -> list[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from liger_bench.agreement import bound, largest_difference
+from liger_bench.row import Recorded, row_from
 
 PLAIN, REORDERED, LIGER = "hf", "hf-reordered", "liger"
 IMPLEMENTATIONS = (PLAIN, REORDERED, LIGER)
@@ -34,7 +35,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Row(Job):
+class Row(Recorded, Job):
     """A run of one implementation under one strategy, with where and how it was measured.
 
     backend             what runs Liger's ops
@@ -44,7 +45,6 @@ class Row(Job):
     loss_difference     the largest one to the losses of hf under the same strategy
     loss_bound          what that may be for Liger: in float32 1e-3, else three times that of hf-reordered
     agrees              whether it is within the bound
-    reason              why there are no figures, else empty; no memory left is a result and not a failure
     """
 
     backend: str | None
@@ -57,27 +57,16 @@ class Row(Job):
     loss_bound: float | None
     agrees: bool | None
     parameters: int | None
-    out_of_memory: bool
-    failed: bool
-    reason: str
-    machine: str
-    versions: str
-    commit: str
-    date: str
-
-    def columns(self) -> dict[str, Any]:
-        return asdict(self)
 
 
-COLUMNS = [field.name for field in fields(Row)]
+COLUMNS = Row.header()
 JOB = tuple(field.name for field in fields(Job))
 # The columns that identify a measurement.
 IDENTITY = (*JOB, "machine", "versions", "commit")
 
 
-def row_of(job: Job, where: dict[str, str], results: dict[str, Any]) -> Row:
-    empty: dict[str, Any] = dict.fromkeys(COLUMNS) | {"out_of_memory": False, "failed": False, "reason": ""}
-    return Row(**(empty | asdict(job) | where | results))
+def row_of(job: Job, where: Mapping[str, str], results: Mapping[str, Any]) -> Row:
+    return row_from(Row, job, where, results)
 
 
 def together(job: Job, of_ranks: Sequence[dict[str, Any]], before: Sequence[Row]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import tempfile
 import uuid
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -15,21 +14,14 @@ from liger_bench.distributed.rank import Share, answer
 from liger_bench.distributed.strategies import STRATEGIES
 from liger_bench.process import FAILED, Process
 from liger_bench.ranks import answers_of
+from liger_bench.row import Measured
 
 Phase = Callable[[Job], object]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A row, and the output of the ranks."""
-
-    row: Row
-    written: str = ""
-
-
 def measured(
     jobs: Sequence[Job], where: dict[str, str], patience: float, before: Sequence[Row] = (), phase: Phase = lambda job: None
-) -> Generator[Measured, None, None]:
+) -> Generator[Measured[Row], None, None]:
     """Each job's row; one that takes longer than `patience` has failed. `before` are rows to compare losses with."""
     rows = list(before)
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:
@@ -49,7 +41,7 @@ def measured(
 
 def _until_one_fails(
     jobs: Sequence[Job], where: dict[str, str], patience: float, before: list[Row], folder: Path, phase: Phase
-) -> Generator[Measured, None, None]:
+) -> Generator[Measured[Row], None, None]:
     name = uuid.uuid4().hex
     ranks: list[Process] = []
     try:

@@ -11,20 +11,19 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from liger_bench import machine
 from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
 from liger_bench.memory import bytes_of
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import COLUMNS, IDENTITY, Job, Row, row_of
-from liger_bench.model.run import Measured, measured
+from liger_bench.model.run import Profiled, measured
 from liger_bench.model.table import FIGURES, cells, title
-from liger_bench.printing import AllColumns
+from liger_bench.printing import AllColumns, print_implementations, print_source
 from liger_bench.records import with_derived
 from liger_bench.targets import TARGETS, Target, Verdict, judged, read_targets
 from liger_core.errors import DeviceError, OptionError
-from liger_core.tables import Cell, Column, output, print_table
+from liger_core.tables import Column, output, print_table
 from liger_hf.presets import NAMES, checked_preset
 
 # (batch, sequence) of each model, small to large. The capped ones are sized for --memory-limit 24GiB.
@@ -115,7 +114,7 @@ def _verdicts(rows: list[Row], targets: list[Target]) -> list[Verdict]:
     return [verdict for verdict in found if verdict.value is not None]
 
 
-def _object(rows: list[Row], found: list[Measured], verdicts: list[Verdict]) -> dict[str, Any]:
+def _object(rows: list[Row], found: list[Profiled], verdicts: list[Verdict]) -> dict[str, Any]:
     kernels = [
         {"model": r.row.model, "shape": r.row.shape, "implementation": r.row.implementation, "kernels": r.kernels}
         for r in found
@@ -147,20 +146,11 @@ def _doing(job: Job, doing: str) -> str:
     return f"{doing} {job.model} {job.shape} {job.implementation}"
 
 
-def _print(rows: list[Row], found: list[Measured], verdicts: list[Verdict], all_columns: bool) -> None:
+def _print(rows: list[Row], found: list[Profiled], verdicts: list[Verdict], all_columns: bool) -> None:
     console = output()
     columns = [row.columns() for row in rows]
-    lines: list[list[Cell]] = []
-    before = ""
-    for row in columns:
-        if title(row) != before:
-            before = title(row)
-            lines.append([Text(before, "bold"), *[""] * len(FIGURES)])
-        lines.append([f"  {row['implementation']}", *cells(row, columns)])
-    print_table(console, [Column("implementation"), *FIGURES], lines, all_columns=all_columns)
-    for row in columns:
-        if row["reason"]:
-            console.print(f"{title(row)} {row['implementation']}: {row['reason']}", markup=False)
+    titles, figures = [title(row) for row in columns], [cells(row, columns) for row in columns]
+    print_implementations(console, rows, titles, figures, FIGURES, all_columns)
     for verdict in verdicts:
         target, value = verdict.target, verdict.value
         if value is not None:
@@ -168,12 +158,11 @@ def _print(rows: list[Row], found: list[Measured], verdicts: list[Verdict], all_
     for result in found:
         if result.kernels:
             _print_kernels(console, result)
-    if rows:
-        first = rows[-1]
-        console.print(f"{first.dtype} on {first.machine}\n{first.versions}; commit {first.commit}; {first.date}", markup=False)
+    for last in rows[-1:]:
+        print_source(console, last.dtype, last)
 
 
-def _print_kernels(console: Console, result: Measured) -> None:
+def _print_kernels(console: Console, result: Profiled) -> None:
     row = result.row
     step = f"{row.step_seconds * 1e3:.2f} ms" if row.step_seconds else "–"
     title = f"{row.model} {row.shape} {row.implementation}: the longest kernels of a step of {step}"

@@ -16,6 +16,7 @@ from typing import Any
 from liger_bench.model.implementations import IMPLEMENTATIONS
 from liger_bench.model.job import Job, Row, row_of
 from liger_bench.process import DONE, FAILED, READY, Answer, Process, failure
+from liger_bench.row import Measured
 
 # Compiling a large model takes minutes; nothing takes this long.
 PATIENCE = 900.0
@@ -24,17 +25,15 @@ Phase = Callable[[Job, str], object]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A row, the longest kernels if requested, and the output of the process."""
+class Profiled(Measured[Row]):
+    """A row, the output of its process, and the longest kernels if requested."""
 
-    row: Row
-    kernels: list[dict[str, Any]]
-    written: str = ""
+    kernels: Sequence[dict[str, Any]] = ()
 
 
 def measured(
     jobs: Sequence[Job], where: dict[str, str], together: int, phase: Phase = lambda job, doing: None
-) -> Generator[Measured, None, None]:
+) -> Generator[Profiled, None, None]:
     """Each job's row. `together` processes load and compile at once; then each in turn has the device for itself.
 
     Running out of memory while other processes hold some is not a result: such a job is repeated alone.
@@ -48,7 +47,7 @@ def measured(
                 if missing is None:
                     able.append(job)
                 else:
-                    yield Measured(row_of(job, where, {"reason": missing}), [])
+                    yield Profiled(row_of(job, where, {"reason": missing}))
             for process in _in_turn(able, Path(folder), phase):
                 if process.ran_out_of_memory and len(able) > 1:
                     groups.append([process.job])
@@ -93,11 +92,11 @@ def _in_turn(jobs: list[Job], folder: Path, phase: Phase) -> Iterator[Process]:
             process.kill()
 
 
-def _result(process: Process, where: dict[str, str]) -> Measured:
+def _result(process: Process, where: dict[str, str]) -> Profiled:
     state, results = process.answered
     if state == FAILED:
-        return Measured(row_of(process.job, where, results), [], process.written())
-    return Measured(row_of(process.job, where, results["figures"]), results["kernels"])
+        return Profiled(row_of(process.job, where, results), process.written())
+    return Profiled(row_of(process.job, where, results["figures"]), kernels=results["kernels"])
 
 
 def _groups(jobs: Sequence[Job], size: int) -> Iterator[list[Job]]:

@@ -52,6 +52,17 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def mix_streams(x: Tensor, pre: Tensor) -> Tensor:
+    return (pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
+
+
+def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> Tensor:
+    # As DeepSeek V4 does; without a matrix as HY V4, in float32.
+    if res is None:
+        return (post.float().unsqueeze(-1) * y.float().unsqueeze(-2) + x.float()).to(x.dtype)
+    return post.to(x.dtype).unsqueeze(-1) * y.unsqueeze(-2) + torch.matmul(res.to(x.dtype), x)
+
+
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     if cos.shape[-1] != q.shape[-1]:
         raise Unsupported("it rotates whole heads only")
@@ -264,5 +275,5 @@ def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
 # Where Transformers writes an op otherwise than its reference does.
 CALLS = by_name(
     *(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob),
-    *(lora_linear, linear_divergence, kl_div, jsd, total_variation, embedding, experts),
+    *(lora_linear, linear_divergence, kl_div, jsd, total_variation, embedding, experts, mix_streams, merge_streams),
 )

@@ -103,6 +103,16 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
     def modulated_rms_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> Any:
         return package.liger_modulated_rms_norm(x, weight, scale, shift, eps, in_place=False)
 
+    def mix_streams(x: Tensor, pre: Tensor) -> Any:
+        return package.liger_mhc_pre(x, pre)
+
+    def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor) -> Any:
+        return package.liger_mhc_post_res(x, y, post, res)
+
+    def attention_residual(layers: Tensor, query: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
+        # It wants a batch and a sequence.
+        return package.liger_attn_res(layers.unsqueeze(1), query, weight, eps).squeeze(0)
+
     def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Any:
         if approximate != "tanh":
             raise Unsupported("it has the tanh approximation only")
@@ -120,7 +130,7 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
 
     losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear}
     rows = by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, relu_squared, dyt, softmax, sparsemax, experts)
-    rows |= by_name(poly_norm, group_norm, modulated_rms_norm, embedding)
+    rows |= by_name(poly_norm, group_norm, modulated_rms_norm, embedding, mix_streams, merge_streams, attention_residual)
     return rows | losses | _divergences(package)
 
 

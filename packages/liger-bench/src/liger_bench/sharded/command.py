@@ -13,7 +13,7 @@ import typer
 
 from liger_bench import machine
 from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
-from liger_bench.printing import AllColumns
+from liger_bench.printing import AllColumns, print_source
 from liger_bench.sharded.heads import GATHERED, IMPLEMENTATIONS, LIGER, OPS
 from liger_bench.sharded.job import COLUMNS, IDENTITY, Job, Row, row_of
 from liger_bench.sharded.run import measured
@@ -39,7 +39,7 @@ def sharded(
     repetitions: Annotated[int, typer.Option(min=1, help="Of each implementation, in turn.")] = 11,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on GPUs) or float16.")] = None,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds after which a run has failed.")] = 300.0,
+    patience: Annotated[float, typer.Option(min=1, help="Timeout of a run, in seconds.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_columns: AllColumns = False,
     out: Annotated[Path | None, typer.Option(help="Folder whose sharded.csv and sharded.json the rows are appended to.")] = None,
@@ -120,6 +120,5 @@ def _print(rows: list[Row], all_columns: bool) -> None:
         ]
         title = f"{op}: {rows[0].rows} × {rows[0].width} × {classes}, {rows[0].dtype}"
         print_table(console, FIGURES, lines, title=title, all_columns=all_columns)
-    if rows:
-        last = rows[-1]
-        console.print(f"{last.machine}\n{last.versions}; commit {last.commit}; {last.date}", markup=False)
+    for last in rows[-1:]:
+        print_source(console, "", last)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
+
+from liger_bench.row import Recorded, row_from
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Row(Job):
+class Row(Recorded, Job):
     """What it took, with where and how it was measured.
 
     seconds     median over repetitions, of each the slowest rank's
@@ -40,27 +42,16 @@ class Row(Job):
     efficiency: float | None
     peak_bytes: int | None
     loss: float | None
-    out_of_memory: bool
-    failed: bool
-    reason: str
-    machine: str
-    versions: str
-    commit: str
-    date: str
-
-    def columns(self) -> dict[str, Any]:
-        return asdict(self)
 
 
-COLUMNS = [field.name for field in fields(Row)]
+COLUMNS = Row.header()
 JOB = tuple(field.name for field in fields(Job))
 # What distinguishes a measurement.
 IDENTITY = (*JOB, "machine", "versions", "commit")
 
 
 def row_of(job: Job, where: Mapping[str, str], results: Mapping[str, Any]) -> Row:
-    empty: dict[str, Any] = dict.fromkeys(COLUMNS) | {"out_of_memory": False, "failed": False, "reason": ""}
-    return Row(**(empty | asdict(job) | dict(where) | dict(results)))
+    return row_from(Row, job, where, results)
 
 
 def together(job: Job, of_ranks: Sequence[Mapping[str, Any]], alone: float | None) -> dict[str, Any]:

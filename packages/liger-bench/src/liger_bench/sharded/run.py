@@ -19,19 +19,12 @@ from torch import Tensor
 
 from liger_bench.process import DONE, FAILED, Answer, Process, failure
 from liger_bench.ranks import answers_of, joined
+from liger_bench.row import Measured
 from liger_bench.sharded.heads import LIGER, Loss, loss_of
 from liger_bench.sharded.job import Job, Row, row_of, together
 
 # Calls before the first that counts: kernels are compiled, and NCCL connects the ranks.
 WARM_UP = 2
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A row, and what the ranks wrote."""
-
-    row: Row
-    written: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class Share:
 
 def measured(
     jobs: Sequence[Job], where: Mapping[str, str], repetitions: int, patience: float, phase: Callable[[Job], object] = lambda job: None
-) -> Generator[Measured, None, None]:
+) -> Generator[Measured[Row], None, None]:
     """Each job's row, those of one rank first."""
     alone: dict[tuple[Any, ...], float] = {}
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:

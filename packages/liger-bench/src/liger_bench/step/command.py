@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from liger_bench import machine
 from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
-from liger_bench.printing import AllColumns
+from liger_bench.printing import AllColumns, print_implementations, print_source
 from liger_bench.step.cases import CASES, HF, LIGER, LIGER_KERNEL
 from liger_bench.step.job import COLUMNS, IDENTITY, Job, Row, row_of
 from liger_bench.step.run import Timing, measured
 from liger_bench.step.table import FIGURES, cells, title
 from liger_core.errors import DeviceError, OptionError
-from liger_core.tables import Cell, Column, output, print_table
+from liger_core.tables import output
 
 IMPLEMENTATIONS = (HF, LIGER_KERNEL, LIGER)
 
@@ -29,13 +28,11 @@ def step(
     implementations: Annotated[
         list[str] | None, typer.Option("--implementation", help=f"{', '.join(IMPLEMENTATIONS)}; repeatable; all by default.")
     ] = None,
-    tiny: Annotated[
-        bool, typer.Option("--tiny", help="The same steps with models of two layers and 64 tokens, which run on the CPU.")
-    ] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="The same steps with two layers and 64 tokens, which run on the CPU.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a process, if they fit into the seconds.")] = 10,
     seconds: Annotated[float, typer.Option(min=0, help="Seconds of timed steps; three are taken even if they take longer.")] = 8.0,
     rounds: Annotated[int, typer.Option(min=1, help="Processes of each implementation; the implementations alternate.")] = 2,
-    patience: Annotated[float, typer.Option(min=1, help="Seconds after which a process has failed.")] = 600.0,
+    patience: Annotated[float, typer.Option(min=1, help="Timeout of a process, in seconds.")] = 600.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
@@ -46,9 +43,9 @@ def step(
         bool, typer.Option("--resume", help="Skip what --out already has of this commit, machine, versions and dtype.")
     ] = False,
 ) -> None:
-    """Measure training steps as users run them (LoRA, experts, CUDA graphs, the optimizer, long sequences) beside the arithmetic limit.
+    """Measure training steps as users run them (LoRA, experts, compiled, long sequences, …), and the time that their arithmetic takes at least.
 
-    Random weights and tokens. Each implementation has processes of its own, and its limits are measured in them. Exit code 1 if one fails.
+    Random weights and tokens. Each implementation runs in its own processes, which also measure the limits. Exit code 1 if one fails.
     """
     place = machine.measurable_device("bench step", device)
     precision = machine.dtype_name(machine.named_dtype("bench step", dtype, place))
@@ -85,19 +82,10 @@ def step(
 def _print(rows: list[Row], all_columns: bool) -> None:
     console = output()
     columns = [row.columns() for row in rows]
-    lines: list[list[Cell]] = []
-    before = ""
-    for row in columns:
-        if title(row) != before:
-            before = title(row)
-            lines.append([Text(before, "bold"), *[""] * len(FIGURES)])
-        lines.append([f"  {row['implementation']}", *cells(row, columns)])
-    print_table(console, [Column("implementation"), *FIGURES], lines, all_columns=all_columns)
-    for row in columns:
-        if row["reason"]:
-            console.print(f"{title(row)} {row['implementation']}: {row['reason']}", markup=False)
+    titles, figures = [title(row) for row in columns], [cells(row, columns) for row in columns]
+    print_implementations(console, rows, titles, figures, FIGURES, all_columns)
     for known in [row for row in rows if row.product_flops_per_second][-1:]:
         rate, copy = (known.product_flops_per_second or 0) / 1e12, (known.copy_bytes_per_second or 0) / 1e12
         console.print(f"measured peaks: matmul {rate:,.3g} TFLOP/s, copy {copy:.3g} TB/s", markup=False)
     for last in rows[-1:]:
-        console.print(f"{last.dtype} on {last.machine}\n{last.versions}; commit {last.commit}; {last.date}", markup=False)
+        print_source(console, last.dtype, last)

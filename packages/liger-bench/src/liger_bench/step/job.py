@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
+
+from liger_bench.row import Recorded, row_from
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Row(Job):
+class Row(Recorded, Job):
     """What a step took, with where and how it was measured.
 
     step_seconds  median over the steps of all rounds; low and high: 0.2 and 0.8 quantile
@@ -46,23 +48,12 @@ class Row(Job):
     replaced: str | None
     product_flops_per_second: float | None
     copy_bytes_per_second: float | None
-    out_of_memory: bool
-    failed: bool
-    reason: str
-    machine: str
-    versions: str
-    commit: str
-    date: str
-
-    def columns(self) -> dict[str, Any]:
-        return asdict(self)
 
 
-COLUMNS = [field.name for field in fields(Row)]
+COLUMNS = Row.header()
 # What distinguishes a measurement.
 IDENTITY = (*(field.name for field in fields(Job)), "machine", "versions", "commit")
 
 
 def row_of(job: Job, where: Mapping[str, str], results: Mapping[str, Any]) -> Row:
-    empty: dict[str, Any] = dict.fromkeys(COLUMNS) | {"out_of_memory": False, "failed": False, "reason": ""}
-    return Row(**(empty | asdict(job) | dict(where) | dict(results)))
+    return row_from(Row, job, where, results)

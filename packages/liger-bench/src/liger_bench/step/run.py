@@ -16,19 +16,12 @@ from typing import Any
 import torch
 
 from liger_bench.process import DONE, Answer, Process, failure
+from liger_bench.row import Measured
 from liger_bench.step.cases import CASES
 from liger_bench.step.job import Job, Row, row_of
 
 QUANTILES = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
 LIMITS = ("product_flops_per_second", "copy_bytes_per_second", "limit_seconds", "limit_without_recompute_seconds")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A row, and the output of its processes."""
-
-    row: Row
-    written: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class Turn:
 
 def measured(
     jobs: Sequence[Job], where: Mapping[str, str], timing: Timing, phase: Callable[[Job], object] = lambda job: None
-) -> Generator[Measured, None, None]:
+) -> Generator[Measured[Row], None, None]:
     """Each job's row; the implementations of a case alternate, so that what changes on the machine changes for all of them."""
     from liger_bench.step.training import missing
 

@@ -39,7 +39,7 @@ def report(
         Path | None, typer.Option(help="Also write the report as Markdown, with its images in images/training-results beside it.")
     ] = None,
 ) -> None:
-    """Report the throughput and peak memory of training runs: charts and tables on one page, from the results of liger train alone."""
+    """Report the throughput and peak memory of training runs: charts and tables on one page, from the results of liger train."""
     rows, html = read(results), html or results[0] / "report.html"
     for option, path in (("--html", html), ("--docs", docs)):
         if path is not None:

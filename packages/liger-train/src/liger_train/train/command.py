@@ -181,17 +181,17 @@ def train(
             raise OptionError("train: --sweep, --snapshot and --profile need a number as --batch, got auto, which trains several times")
         if export is not None:
             raise OptionError("train: --export needs a number as --batch, got auto, which trains several times")
+    extras = Extras(out, snapshot, profile)
     if sweeping:
         _check_sweep(liger, output, deterministic)
         if export is not None:
             raise OptionError("train: --export cannot be combined with --sweep; train once with the values to export")
         _print_sentences(notes)
-        results: dict[str, Any] = {"out": out, "csv": csv, "resume": resume, "snapshot": snapshot, "profile": profile, "as_json": as_json}
+        results: dict[str, Any] = {"extras": extras, "csv": csv, "resume": resume, "as_json": as_json}
         sweep(setup, sweeps or [], strategies, gpus=gpus, skip=skip_larger, settle=steps is None, **results)
         return
     if gpus or skip_larger:
         raise OptionError("train: --gpus and --skip-larger are for --sweep; without it give CUDA_VISIBLE_DEVICES")
-    extras = Extras(out, snapshot, profile)
     check(setup, extras)
     techniques.check(setup)
     files = Files("train", COLUMNS, out, csv)

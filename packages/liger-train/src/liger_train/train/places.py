@@ -21,6 +21,7 @@ from typing import Any
 from liger_bench.measurements import rows_as
 from liger_bench.process import DONE, FAILED, READY, Answer, Process, failure
 from liger_bench.results import read_json
+from liger_bench.row import Measured
 from liger_core.errors import OptionError
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
@@ -36,14 +37,6 @@ class Extras:
     folder: Path | None = None
     snapshot: bool = False
     profile: bool = False
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A row, and the output of the process."""
-
-    row: Row
-    written: str = ""
 
 
 class Place:
@@ -87,7 +80,7 @@ class Place:
     def connection(self) -> Connection:
         return self._process.connection
 
-    def end(self, where: dict[str, str]) -> Measured:
+    def end(self, where: dict[str, str]) -> Measured[Row]:
         """The row of the run, once it has answered or timed out."""
         process, setup = self._process, self.setup
         if setup is None:
@@ -128,7 +121,7 @@ def finished(busy: Sequence[Place]) -> list[Place]:
     return [by_connection[each] for each in ready] or [place for place in busy if time.monotonic() >= place.deadline]
 
 
-def launched(setup: Setup, where: dict[str, str], gpus: Sequence[int], extras: Extras, folder: Path, patience: float) -> Measured:
+def launched(setup: Setup, where: dict[str, str], gpus: Sequence[int], extras: Extras, folder: Path, patience: float) -> Measured[Row]:
     """A run of several ranks: the command that a user would run, with this Python and its own port."""
     out, log = folder / uuid.uuid4().hex, folder / f"{uuid.uuid4().hex}.log"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(setup.command())[1:], "--out", str(out)]

@@ -21,6 +21,7 @@ from liger_bench import machine
 from liger_bench.measurements import Files, all_measured, print_failures, remaining, rows_as
 from liger_bench.printing import ratio, unit_of
 from liger_bench.process import Answer
+from liger_bench.row import Measured
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Column, output, print_table
 from liger_train import techniques
@@ -28,7 +29,7 @@ from liger_train.row import COLUMNS, IDENTITY, SETUP, WITHIN_SPREAD, Row, overla
 from liger_train.setup import Setup
 from liger_train.train.cells import STRATEGIES, cells, hopeless, strategies_of, swept
 from liger_train.train.data import check_source
-from liger_train.train.places import Extras, Measured, Place, check, finished, launched, threads, train
+from liger_train.train.places import Extras, Place, check, finished, launched, threads, train
 
 # Two warm-up steps and four timed ones.
 STEPS = 6
@@ -51,7 +52,7 @@ def measured(
     patience: float = PATIENCE,
     phase: Phase = lambda setup: None,
     answer: Callable[[Any, Connection], Answer] = train,
-) -> Generator[Measured, None, None]:
+) -> Generator[Measured[Row], None, None]:
     """Yield the row of each run as soon as it ends.
 
     gpus    one run at a time on each of these; runs of several ranks use all of them, after the others
@@ -99,24 +100,22 @@ def sweep(
     *,
     gpus: str | None = None,
     skip: bool = False,
-    out: Path | None = None,
+    extras: Extras | None = None,
     csv: Path | None = None,
     resume: bool = False,
-    snapshot: bool = False,
-    profile: bool = False,
     settle: bool = False,
     as_json: bool = False,
 ) -> list[Row]:
     """Run every cell, write each row at once, and print them all. The exit code is 1 if any run failed other than by running out of memory.
 
-    With resume, cells whose rows of this machine, commit and versions are in `out` are skipped. With settle, runs with
+    Rows go to the folder of `extras`. With resume, cells whose rows of this machine, commit and versions are there are skipped. With settle, runs with
     `--checkpoint auto` take more steps, in which it settles.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise OptionError("train: --sweep starts its own ranks, so it must not run under torchrun; give --sweep ranks=1,2,4 to vary them")
-    if resume and out is None:
+    extras = extras or Extras()
+    if resume and extras.folder is None:
         raise OptionError("train: --sweep with --resume needs --out, the folder of the sweep to resume")
-    extras = Extras(out, snapshot, profile)
     check(base, extras)
     setups = cells(base, swept(options), strategies_of(strategies) if strategies is not None else list(STRATEGIES))
     if settle:
@@ -132,7 +131,7 @@ def sweep(
         # Each run gets this number of threads; it is part of the machine's description.
         torch.set_num_threads(threads(len(chosen)))
     where = machine.describe(machine.measurable_device("train", base.device))
-    files = Files("train", COLUMNS, out, csv)
+    files = Files("train", COLUMNS, extras.folder, csv)
     files.check()
     before = rows_as(Row, files.read()) if resume else []
     good = [row for row in before if not row.failed and not row.interrupted and (skip or _tried(row))]

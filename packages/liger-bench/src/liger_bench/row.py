@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every row of results has: whether there are figures, and where and when they were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Generic, TypeVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The last columns of a row.
+
+    out_of_memory  a result, unlike other failures
+    reason         why there are no figures, else empty
+    """
+
+    out_of_memory: bool = False
+    failed: bool = False
+    reason: str = ""
+    machine: str
+    versions: str
+    commit: str
+    date: str
+
+    @classmethod
+    def header(cls) -> list[str]:
+        """The names of all columns in the order of a table."""
+        last = [field.name for field in fields(Recorded)]
+        return [*(field.name for field in fields(cls) if field.name not in last), *last]
+
+    def columns(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.header()}
+
+
+R = TypeVar("R", bound=Recorded)
+
+
+@dataclass(frozen=True)
+class Measured(Generic[R]):
+    """A row, and the output of the processes that measured it."""
+
+    row: R
+    written: str = ""
+
+
+def row_from(kind: type[R], job: Any, where: Mapping[str, str], results: Mapping[str, Any]) -> R:
+    """The row of a job; columns that neither it nor the results have are empty."""
+    names = kind.header()
+    empty = {field.name: None for field in fields(kind) if field.default is MISSING}
+    asked = {name: value for name, value in asdict(job).items() if name in names}
+    return kind(**(empty | asked | dict(where) | dict(results)))
