@@ -146,6 +146,60 @@ def group_norm(draw: Draw, limits: Limits) -> Example:
     return example(draw, {**arguments, "eps": draw(EPS)}, ("x", "weight", "bias"))
 
 
+def mix_streams(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _streams(draw, limits)
+    pre = floats(draw, shape[:-1], draw(st.sampled_from((dtype, *limits.dtypes))))
+    return example(draw, {"x": floats(draw, shape, dtype), "pre": pre}, ("x", "pre"))
+
+
+def project_streams(draw: Draw, limits: Limits) -> Example:
+    dtype, (*positions, streams, width) = draw(st.sampled_from(limits.dtypes)), _streams(draw, limits)
+    # The gradient of a single column, which the norm makes 1 or -1, is nothing but rounding.
+    shape = (*positions, streams, max(2, width))
+    columns, count = shape[-2] * shape[-1], draw(st.sampled_from((24, 1, 3, 8, 16, 17)))
+    count = max(1, min(count, limits.elements // columns))
+    weight = floats(draw, (count, columns), draw(st.sampled_from((dtype, *limits.dtypes))), scale=columns**-0.5)
+    return example(draw, {"x": floats(draw, shape, dtype), "weight": weight, "eps": draw(EPS)}, ("x", "weight"))
+
+
+def merge_streams(draw: Draw, limits: Limits) -> Example:
+    dtype, shape = draw(st.sampled_from(limits.dtypes)), _streams(draw, limits)
+    own = draw(st.sampled_from((dtype, *limits.dtypes)))
+    arguments: dict[str, Any] = {"x": floats(draw, shape, dtype), "y": floats(draw, (*shape[:-2], shape[-1]), dtype)}
+    arguments |= {"post": floats(draw, shape[:-1], own), "res": None}
+    if draw(weighted((3, (True,)), (1, (False,)))):
+        arguments["res"] = floats(draw, (*shape[:-1], shape[-2]), own)
+    return example(draw, arguments, ("x", "y", "post", "res"))
+
+
+def _streams(draw: Draw, limits: Limits) -> tuple[int, ...]:
+    *positions, width = _rows(draw, limits, limits.rows)
+    count = draw(weighted((3, (4,)), (1, (1, 2, 3, 7, 8))))
+    return (*positions, count, max(1, width // count))
+
+
+def sinkhorn(draw: Draw, limits: Limits) -> Example:
+    dtype, count = draw(st.sampled_from(limits.dtypes)), draw(weighted((3, (4,)), (1, (1, 2, 3, 7, 8))))
+    shape = (*leading(draw, limits.rows), count, count)
+    # Entries far below eps are what rounding makes of them.
+    x = moderate(draw, shape, dtype, draw(st.sampled_from((0.01, 1.0, 3.0))))
+    return example(
+        draw, {"x": x, "iterations": draw(st.sampled_from((20, 1, 2, 5))), "eps": draw(st.sampled_from((1e-6, 1e-3, 0.1)))}, ("x",)
+    )
+
+
+def attention_residual(draw: Draw, limits: Limits) -> Example:
+    dtype, depth = draw(st.sampled_from(limits.dtypes)), draw(st.sampled_from((1, 2, 3, 9)))
+    shape = _rows(draw, limits, 16 * limits.rows)
+    shape = (*shape[:-1], max(1, shape[-1] // depth))
+    own = draw(st.sampled_from(limits.dtypes))
+    query = moderate(draw, (shape[-1],), own, draw(st.sampled_from((0.0, 0.1, 1.0))))
+    arguments = {"layers": floats(draw, (depth, *shape), dtype), "query": query, "weight": None, "eps": draw(EPS)}
+    if draw(st.booleans()):
+        arguments["weight"] = moderate(draw, (shape[-1],), own)
+    return example(draw, arguments, ("layers", "query", "weight"))
+
+
 def poly_norm(draw: Draw, limits: Limits) -> Example:
     dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
     # The cube of a large value leaves the range of float32.

@@ -83,6 +83,35 @@ def _modulated(normed: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
     return y if shift is None else y + shift.to(normed.dtype)[..., None, :]
 
 
+def mix_streams(x: Tensor, pre: Tensor) -> Tensor:
+    return torch.einsum("...i,...id->...d", pre.to(wide(x.dtype)), x.to(wide(x.dtype))).to(x.dtype)
+
+
+def project_streams(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    rows = rms_norm(x.to(wide(x.dtype)).flatten(-2), eps=eps, cast="float32")
+    return torch.einsum("...d,cd->...c", rows, weight.to(rows.dtype))
+
+
+def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> Tensor:
+    streams, update, post = (t.to(wide(x.dtype)) for t in (x, y, post))
+    kept = streams if res is None else torch.einsum("...ij,...jd->...id", res.to(streams.dtype), streams)
+    return (kept + torch.einsum("...i,...d->...id", post, update)).to(x.dtype)
+
+
+def sinkhorn(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
+    p = x.to(wide(x.dtype)).softmax(-1) + eps
+    for step in range(1, 2 * iterations):
+        p = torch.div(p, p.sum(-1 - step % 2, keepdim=True) + eps)
+    return p.to(x.dtype)
+
+
+def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    value = layers.to(wide(layers.dtype))
+    keys = rms_norm(value, weight, eps, cast="float32")
+    attention = torch.einsum("k...d,d->k...", keys, query.to(value.dtype)).softmax(0)
+    return torch.einsum("k...,k...d->...d", attention, value).to(layers.dtype)
+
+
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     row = x.to(wide(x.dtype))
     width, y = max(1, x.shape[-1]), torch.zeros_like(row)

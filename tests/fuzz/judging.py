@@ -5,8 +5,9 @@ The yardstick is the formula in the dtype of the call, which is plain PyTorch; i
 TRIES more, each with other roundings (see rounding.py), and fails if it is worse than all of them. A truth that is infinite must be met.
 Where plain PyTorch overflows although the truth is finite, anything goes; where it is off by more than LOST, any finite value does,
 and in float16, whose range such a round-off leaves, infinity. linear_cross_entropy sums gradients before they meet the upstream gradient
-and the normalizer, and linear_log_prob and linear_divergence do so in float16, as their docstrings say: gradients whose sums are out of range are not judged. Neither are those
-of the total variation where probabilities nearly tie.
+and the normalizer, and linear_log_prob and linear_divergence do so in float16, as their docstrings say: gradients whose sums are out of
+range are not judged. Where round-off decides the result, because logits tie but for it, only the loss is judged. Where plain PyTorch
+comes within a factor of 2 of overflow, another order of its sums and products may overflow.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from conformance.cases import in_float64, leaves, with_gradients
 from conformance.guarding import GuardedMemory
 from conformance.running import different_bits
 from fuzz import formulas
-from fuzz.drawing import Example, arranged
-from fuzz.rounding import Rounding
+from fuzz.drawing import Example, Floats, arranged
+from fuzz.rounding import Reach, Rounding
 from liger_core import BackendError, Op, Unsupported, use
 from liger_core.accuracy import error, judge
 
@@ -31,6 +32,8 @@ LEEWAY, TRIES = 3.0, 8
 # In float64 the truth has the same round-off as what it judges, which no random rounding shows where all terms are rounded alike.
 LEEWAY_IN_FLOAT64 = 100.0
 LOST = 0.3
+# Logits, or elements of other inputs, from which a call is judged where it ran: a CPU takes seconds for its matmuls in half precision.
+LARGE = 2**17
 Tensors = dict[str, Tensor]
 Gradients = dict[str, Tensor | None]
 
@@ -40,11 +43,13 @@ class Declined(Exception):
 
 
 def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.device) -> list[str]:
-    """The faults of this call on `device`, judged on the CPU: many processes may share a GPU, and each formula is many small calls.
+    """The faults of this call on `device`, where large ones are judged too; the others on the CPU, since many processes may share a
+    GPU and each formula is many small calls.
 
     Raises Declined if the backend declines it.
     """
-    arguments = example.build(torch.device("cpu"))
+    bench = torch.device("cpu") if _size(example) < LARGE else device
+    arguments = example.build(bench)
     asked = [n for n in example.asked if isinstance(arguments.get(n), Tensor)]
     first = next(v for v in arguments.values() if isinstance(v, Tensor)).dtype
     formula = getattr(formulas, op.name)
@@ -61,8 +66,8 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
     with GuardedMemory().installed() as memory:
         outputs, gradients, found = _call(op, backend, example, example.build(device), asked, cotangents)
         memory.check("the call")
-    outputs = {n: v.cpu() for n, v in outputs.items()}
-    gradients = {n: None if g is None else g.cpu() for n, g in gradients.items()}
+    outputs = {n: v.to(bench) for n, v in outputs.items()}
+    gradients = {n: None if g is None else g.to(bench) for n, g in gradients.items()}
     if list(outputs) != list(exact):
         return [f"outputs {list(exact)} expected, got {list(outputs)}"]
     found += _odd_predictions(op, arguments, outputs, exact)
@@ -74,44 +79,56 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
         units = {n: c / largest if largest and math.isfinite(largest) else torch.ones_like(c) for n, c in cotangents.items()}
         summed = answers(in_float64(arguments), units)[1]
 
-    ties = _has_near_ties(op, arguments)
-
-    def judged(yardstick: tuple[Tensors, Gradients, Tensors]) -> dict[str, str]:
-        verdicts = {n: _verdict(v, yardstick[0][n], exact[n], first) for n, v in outputs.items()}
-        for name in asked if not ties else ():
+    def judged(yardstick: tuple[Tensors, Gradients, Tensors], near_overflow: bool) -> dict[str, str]:
+        verdicts = {n: _verdict(v, yardstick[0][n], exact[n], first, near_overflow) for n, v in outputs.items()}
+        for name in asked:
             if summed is not None and _leaves_range(op, arguments, summed[name], arguments[name].dtype):
                 continue
             trio = (gradients[name], yardstick[1][name], exact_gradients[name])
-            verdicts[f"gradient of {name}"] = _gradient_verdict(*trio, first)
+            verdicts[f"gradient of {name}"] = _gradient_verdict(*trio, first, near_overflow)
         return {name: verdict for name, verdict in verdicts.items() if verdict}
 
-    wrong = judged(plain)
+    wrong = judged(plain, near_overflow=False)
+    if wrong and _has_near_ties(op, arguments):
+        wrong = {name: verdict for name, verdict in wrong.items() if name == next(iter(outputs))}
+    near_overflow = False
+    if wrong:
+        with Reach() as reach:
+            answers(arguments, cotangents)
+        near_overflow = reach.near_overflow
+        wrong = judged(plain, near_overflow)
     for number in range(TRIES):
         if not wrong:
             break
         with Rounding(number):
             yardstick = answers(arguments, cotangents)
-        worse = judged(yardstick)
+        worse = judged(yardstick, near_overflow)
         wrong = {name: verdict for name, verdict in wrong.items() if name in worse}
     return found + [f"{name}: {verdict}" for name, verdict in wrong.items()]
 
 
+def _size(example: Example) -> int:
+    shapes = {n: v.shape for n, v in example.arguments.items() if isinstance(v, Floats)}
+    rows = math.prod(shapes.get("hidden", (0, 0))[:-1])
+    return max(rows * shapes.get("weight", (0,))[0], *(math.prod(shape) for shape in shapes.values()))
+
+
 def _has_near_ties(op: Op[..., Any], arguments: dict[str, Any]) -> bool:
-    """Whether the gradient hangs on which of two probabilities is larger, of some that only float64 can distinguish."""
+    """Whether round-off decides the result: which of two logits, or of two probabilities, is larger, or whether a softcap is saturated."""
     given = in_float64(arguments)
     if op.name == "total_variation":
         return _differ_by_round_off(given["student"], given["teacher"], given["temperature"], 1.0)
-    if op.name != "linear_divergence":
+    if not {"hidden", "weight"} <= given.keys() or not given["weight"].numel() or not given["hidden"].numel():
         return False
-    theirs = {"hidden": given["teacher_hidden"], "weight": given["teacher_weight"], "bias": given.get("teacher_bias")}
-    theirs |= {"logit_scale": given["teacher_logit_scale"], "softcap": given["teacher_softcap"]}
-    student, teacher = formulas.rows(op.name, given), formulas.rows(op.name, theirs)
-    if not student.numel():
-        return False
-    magnitude = 1.0 + float(student.abs().max() + teacher.abs().max())
-    if given["kind"] == "total_variation" and _differ_by_round_off(student, teacher, given["temperature"], magnitude):
-        return True
-    return any(_leads_by_round_off(t, arguments[n].dtype) for t, n in ((student, "hidden"), (teacher, "teacher_hidden")))
+    heads = [(given, arguments["hidden"].dtype)]
+    if op.name == "linear_divergence":
+        theirs = {n: given[f"teacher_{n}"] for n in ("hidden", "weight", "logit_scale", "softcap")}
+        heads.append((theirs | {"bias": given.get("teacher_bias")}, arguments["teacher_hidden"].dtype))
+        student, teacher = (formulas.rows(op.name, head) for head, _ in heads)
+        magnitude = 1.0 + float(student.abs().max() + teacher.abs().max())
+        if given["kind"] == "total_variation" and _differ_by_round_off(student, teacher, given["temperature"], magnitude):
+            return True
+    return any(_hangs_on_round_off(op, head, dtype) for head, dtype in heads)
 
 
 def _differ_by_round_off(student: Tensor, teacher: Tensor, temperature: float, magnitude: float) -> bool:
@@ -119,13 +136,21 @@ def _differ_by_round_off(student: Tensor, teacher: Tensor, temperature: float, m
     return bool(((apart > 0) & (apart < 16 * torch.finfo(torch.float32).eps * magnitude)).any())
 
 
-def _leads_by_round_off(logits: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the largest logit of a row leads by less than its round-off, and by that it has all of the probability."""
-    if logits.shape[-1] < 2:
-        return False
-    first, second = logits.topk(2).values.unbind(-1)
-    round_off = 16 * torch.finfo(dtype).eps * first.abs()
-    return bool(((first > second) & (first - second < round_off) & (round_off > 16)).any())
+def _hangs_on_round_off(op: Op[..., Any], head: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Whether two neighboring logits of a row differ by less than their round-off, by which one has all of the probability;
+    and whether a logit is 0 but for its round-off, by which its softcap is saturated."""
+    softcap, coldest = head["softcap"], float(torch.as_tensor(head.get("temperature", 1.0)).min())
+    uncapped = formulas.rows(op.name, {**head, "softcap": None}) / (coldest if softcap is None else 1.0)
+    terms = head["hidden"].reshape(-1, head["hidden"].shape[-1]).abs() @ head["weight"].abs().t()
+    terms *= abs(head["logit_scale"]) / (coldest if softcap is None else 1.0)
+    # Logits are rounded to the dtype of hidden, and their sums in float32.
+    round_off = 4 * torch.finfo(dtype).eps * uncapped.abs() + 16 * torch.finfo(torch.float32).eps * terms
+    if softcap is not None:
+        return bool(((uncapped.abs() < round_off) & (round_off > softcap / 16)).any())
+    logits, order = uncapped.sort(-1)
+    round_off = round_off.gather(-1, order)[..., 1:]
+    # The target may be any class, and the allowed ones may be any: all neighbors count.
+    return bool(((logits.diff(dim=-1) < round_off) & (round_off > 16)).any())
 
 
 def _leaves_range(op: Op[..., Any], arguments: Mapping[str, Any], exact: Tensor | None, dtype: torch.dtype) -> bool:
@@ -200,7 +225,7 @@ def _cotangents(example: Example, outputs: Tensors) -> Tensors:
         output = outputs[name]
         values = torch.randn(output.shape, generator=generator) * example.factor
         if output.requires_grad and layout != "none":
-            drawn[name] = arranged(values.to(output.dtype), layout).contiguous()
+            drawn[name] = arranged(values.to(output), layout).contiguous()
     return drawn
 
 
@@ -246,8 +271,11 @@ def _odd_predictions(op: Op[..., Any], arguments: dict[str, Any], outputs: Tenso
     return [f"prediction: {wrong} of {got.numel()} are not the largest logit"] if wrong else []
 
 
-def _verdict(value: Tensor, plain: Tensor, exact: Tensor, first: torch.dtype) -> str | None:
-    """The faults of one output or gradient, given the results of plain PyTorch and float64; `first` is the dtype of the first input."""
+def _verdict(value: Tensor, plain: Tensor, exact: Tensor, first: torch.dtype, near_overflow: bool) -> str | None:
+    """The faults of one output or gradient, given the results of plain PyTorch and float64; `first` is the dtype of the first input.
+
+    near_overflow  what is not finite is not judged
+    """
     if value.shape == exact.shape and value.is_floating_point():
         finite = exact.isfinite()
         differs = (value.double() != exact) & ~(value.isnan() & exact.isnan())
@@ -255,6 +283,7 @@ def _verdict(value: Tensor, plain: Tensor, exact: Tensor, first: torch.dtype) ->
             return f"{wrong} elements must be {exact[~finite].unique().tolist()}, got {value[~finite].tolist()[:4]}"
         # A truth beyond the largest number of the dtype is infinite once it is rounded, and the largest number may be either.
         judged = finite & plain.isfinite() & (exact.abs() < torch.finfo(value.dtype).max)
+        judged &= value.isfinite() | (not near_overflow)
         value, plain, exact = (torch.where(judged, t, 0.0) for t in (value, plain, exact))
         sound = ~value.isnan() if value.dtype == torch.float16 else value.isfinite()
         if error(plain, exact).frobenius > LOST and bool(sound.all()):
@@ -265,10 +294,12 @@ def _verdict(value: Tensor, plain: Tensor, exact: Tensor, first: torch.dtype) ->
     return judge(value, plain.to(value.dtype), exact, dtype, leeway=leeway)
 
 
-def _gradient_verdict(value: Tensor | None, plain: Tensor | None, exact: Tensor | None, first: torch.dtype) -> str | None:
+def _gradient_verdict(
+    value: Tensor | None, plain: Tensor | None, exact: Tensor | None, first: torch.dtype, near_overflow: bool
+) -> str | None:
     """The same for a gradient, which may be None where nothing but zeros arrives."""
     if value is not None and plain is not None and exact is not None:
-        return _verdict(value, plain, exact, first)
+        return _verdict(value, plain, exact, first, near_overflow)
     if all(t is None or not bool(t.any()) for t in (value, exact)):
         return None
     return f"{'None' if exact is None else 'a tensor'} expected"

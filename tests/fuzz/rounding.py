@@ -24,6 +24,24 @@ POINTWISE = {
 SUMS = {aten.sum, aten.mean, aten.mm, aten.bmm, aten.addmm, aten.dot, aten.mv}
 
 
+def sum_of_magnitudes(func: Any, args: Any, kwargs: Any) -> Tensor:
+    return func(*tree_map_only(Tensor, torch.abs, args), **kwargs)
+
+
+class Reach(TorchDispatchMode):
+    """Notes whether a result, or the sum of the magnitudes of what it sums, comes within a factor of 2 of overflow of its dtype."""
+
+    near_overflow = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.is_floating_point() and result.numel():
+            size = sum_of_magnitudes(func, args, kwargs) if func.overloadpacket in SUMS else result
+            self.near_overflow |= bool((size.abs() > torch.finfo(size.dtype).max / 2).any())
+        return result
+
+
 class Rounding(TorchDispatchMode):
     """Moves every arithmetic result by a random part of a rounding."""
 
@@ -39,7 +57,7 @@ class Rounding(TorchDispatchMode):
         if func.overloadpacket in SUMS:
             terms = args[1 if func.overloadpacket is aten.addmm else 0]
             count = terms.numel() // max(1, result.numel()) if func.overloadpacket in (aten.sum, aten.mean) else terms.shape[-1]
-            return self.moved(result, func(*tree_map_only(Tensor, torch.abs, args), **kwargs), max(1.0, count**0.5 / 2))
+            return self.moved(result, sum_of_magnitudes(func, args, kwargs), max(1.0, count**0.5 / 2))
         narrowed = func.overloadpacket is aten._to_copy and args[0].is_floating_point() and result.itemsize < args[0].itemsize
         return self.moved(result, result) if narrowed or func.overloadpacket in POINTWISE else result
 

@@ -34,8 +34,8 @@ pytestmark = pytest.mark.matrix
 STRATEGIES = {op.name: vars(calls)[op.name] for op in CATALOGUE if op.name in vars(calls)}
 
 Implementation = tuple[Op[..., Any], str, Callable[..., Any]]
-# Calls without --examples: of PyTorch, and of kernels in an interpreter, where a program takes milliseconds.
-QUICK, FEW = 200, 40
+# Calls without --examples: of PyTorch; of kernels in an interpreter, where a program takes milliseconds; of heads there, which run many of them.
+QUICK, FEW, FEW_OF_HEADS = 200, 20, 8
 INTERPRETED, QUICK_INTERPRETED = Limits(FLOATS, elements=4_200, rows=33), Limits(FLOATS, elements=2_100, rows=9)
 # Seconds between two lines of progress.
 INTERVAL = 10.0
@@ -57,7 +57,8 @@ def test_random_calls_are_as_accurate_as_plain_pytorch(
     limits = Limits((*FLOATS, "float64") if function is op.reference else FLOATS)
     if interpreted:
         limits = INTERPRETED if asked else QUICK_INTERPRETED
-    progress = Progress(f"{backend}-{op.name}", asked or (FEW if interpreted else QUICK), pytestconfig, show=asked is not None)
+    quick = QUICK if not interpreted else FEW_OF_HEADS if OF_RANKS & set(op.signature.parameters) else FEW
+    progress = Progress(f"{backend}-{op.name}", asked or quick, pytestconfig, show=asked is not None)
 
     def check(example: Example) -> None:
         try:
