@@ -54,8 +54,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         raise pytest.UsageError(f"--backend {name}: it runs on {kinds} tensors, got --device {device}")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test of a matrix take the share that is asked for; another share takes other cases."""
+    """Of each test of a matrix take the share that is asked for, after -k selected some; another share takes other cases."""
     number, of = map(int, config.getoption("--share").split("/"))
     seen: Counter[str] = Counter()
     kept, left = [], []
@@ -140,6 +141,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     yield put
     for module in modules:
         sys.modules.pop(module, None)
+    # The next test in this process must not see these plugins.
+    selection.reset()
 
 
 @pytest.fixture

@@ -36,3 +36,8 @@ def test_without_a_share_every_case_runs() -> None:
 
 def test_tests_outside_a_matrix_always_run() -> None:
     assert share("2/3", matrix=False) == [*CASES, "test_a.py::test_b"]
+
+
+def test_a_share_is_one_of_the_cases_that_k_selects() -> None:
+    """-k selects in a hook of the same name, which comes before one that is last."""
+    assert take.pytest_impl["trylast"]  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             # Accuracy looks at every case; what else is checked does not change with the size of a sample.
             slow = [fixture != "case" and takes_minutes(case) for case in found]
             marked = [pytest.param(c, marks=TAKES_MINUTES) if s else c for c, s in zip(found, slow, strict=True)]
-            metafunc.parametrize(fixture, marked, ids=[case.id for case in found], indirect=True)
+            metafunc.parametrize(fixture, marked, ids=[case.id for case in found], indirect=fixture == "case")
     for fixture, pairs in PAIRS.items():
         if fixture in metafunc.fixturenames:
             chosen = list(pairs(device, only))
@@ -94,31 +94,6 @@ def _kernels(kernels_when_compiled: None) -> None:
 @pytest.fixture
 def case(request: pytest.FixtureRequest, record_property: Callable[[str, Any], None]) -> Case:
     record_property("compared", request.param.key)
-    return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def repeated_case(request: pytest.FixtureRequest) -> Case:
-    return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def float32_case(request: pytest.FixtureRequest) -> Case:
-    return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def form_case(request: pytest.FixtureRequest) -> Case:
-    return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def pattern_case(request: pytest.FixtureRequest) -> Case:
-    return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def exact_case(request: pytest.FixtureRequest) -> Case:
     return request.param  # type: ignore[no-any-return]
 
 

@@ -18,10 +18,12 @@ from conformance.running import Trial, run
 
 # For each dimension of the mesh, the placement of every argument on it.
 Placements = dict[str, Placement]
+# The ops are divided among so many tests, since several processes take seconds to begin.
+THIRDS = 3
 
 
-def placements_of(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Placements]]:
-    """Everything replicated, everything partial, each dimension of all tensors sharded, and each dimension of one tensor alone."""
+def placements_of(arguments: Mapping[str, Any], lone: bool) -> Iterator[tuple[str, Placements]]:
+    """Everything replicated, everything partial, each dimension of all tensors sharded, and, if `lone`, each dimension of one tensor alone."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     floating = {name for name, value in tensors.items() if value.is_floating_point()}
     whole: Placements = dict.fromkeys(tensors, Replicate())
@@ -32,7 +34,7 @@ def placements_of(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Placement
         yield f"dimension {dimension} sharded", whole | every
         # From behind, as tables and weights have the dimensions of rows.
         yield f"dimension -{dimension + 1} sharded", whole | {n: Shard(v.dim() - 1 - dimension) for n, v in tensors.items() if n in every}
-    for name, value in tensors.items():
+    for name, value in tensors.items() if lone else ():
         for dimension in range(value.dim()):
             yield f"dimension {dimension} of {name} sharded", whole | {name: Shard(dimension)}
 
@@ -80,23 +82,24 @@ def kind_of(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple((name, shapes.get(name, value if isinstance(value, str | bool) else None)) for name, value in arguments.items())
 
 
-def accuracy(device: torch.device, backend: str, dtype: torch.dtype) -> list[str]:
-    """What is further from float64 than the op on one process may be, for every op that takes DTensors."""
+def accuracy(device: torch.device, backend: str, dtype: torch.dtype, third: int, every: bool) -> list[str]:
+    """What is further from float64 than the op on one process may be, for a third of the ops that take DTensors.
+
+    every  all kinds of calls in all ways, or the first kind with all arguments placed alike
+    """
     mesh = init_device_mesh(device.type, (2,) * (dist.get_world_size() // 2))
     found, checked = [], 0
-    for op, name, _ in implementations(device, backend):
-        if op.layout is None or name != backend:
-            continue
+    for op in [op for op, name, _ in implementations(device, backend) if op.layout is not None and name == backend][third::THIRDS]:
         kinds = set()
         for case in (Case(op, backend, dtype, sample, device) for sample in sample_names(op, device, dtype)):
-            if takes_minutes(case):
+            if takes_minutes(case) or (kinds and not every):
                 continue
             torch.manual_seed(0)
             trial = Trial(case)
             if (kind := kind_of(trial.arguments)) in kinds:
                 continue
             kinds.add(kind)
-            ways = list(placements_of(trial.arguments))
+            ways = list(placements_of(trial.arguments, every))
             # On a mesh of two dimensions each has another placement than the other.
             for several in zip(*(ways[i:] + ways[:i] for i in range(mesh.ndim)), strict=True):
                 how = " and ".join(words for words, _ in several)

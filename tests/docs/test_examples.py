@@ -41,6 +41,7 @@ def run(
 WITH_CODE = [path for path in pages.pages() if any(block.runs for block in pages.blocks(path))]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("path", WITH_CODE, ids=name)
 def test_the_code_of_a_page_runs(path: Path, run: pages.Run) -> None:

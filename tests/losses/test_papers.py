@@ -106,6 +106,7 @@ def assert_equal(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict
         torch.testing.assert_close(got[1][name].double().cpu(), expected, rtol=rtol, atol=atol * largest, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.matrix
 @EACH
 @BATCHES
 def test_a_loss_in_float64_is_the_formula_of_its_paper(case: Case, batch: Callable[[], Given]) -> None:
@@ -113,6 +114,7 @@ def test_a_loss_in_float64_is_the_formula_of_its_paper(case: Case, batch: Callab
     assert_equal(from_tensors(case, drawn), from_paper(case, drawn), **PRECISE)
 
 
+@pytest.mark.matrix
 @EACH
 @BATCHES
 def test_a_loss_in_float32_is_the_formula_of_its_paper(case: Case, batch: Callable[[], Given], device: torch.device) -> None:
