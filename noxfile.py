@@ -460,7 +460,8 @@ def has_gpu() -> bool:
 def pip(session: nox.Session, executable: Path, *what: str, codes: Iterable[int] = (0,)) -> None:
     # DeepSpeed builds its kernels when they are used, if at all. Python compiles the small part of all modules that is ever imported.
     command = [str(executable), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", *what]
-    session.run(*command, env={"DS_BUILD_OPS": "0"}, success_codes=codes, external=True)
+    # Also under --install-only, which otherwise would leave an empty environment behind.
+    session.run_install(*command, env={"DS_BUILD_OPS": "0"}, success_codes=codes, external=True)
 
 
 def required(name: str) -> str:
