@@ -139,9 +139,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         return site
 
     yield put
+    # The next test in this process must not see these plugins, so their folders leave sys.path before anything is looked up again.
+    monkeypatch.undo()
     for module in modules:
         sys.modules.pop(module, None)
-    # The next test in this process must not see these plugins.
     selection.reset()
 
 
