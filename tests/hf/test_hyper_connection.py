@@ -91,4 +91,7 @@ def test_every_layer_of_deepseek_v4_gets_both_of_its_connections_replaced() -> N
     plain = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     patched, given = twin(plain), {"input_ids": torch.arange(22).view(2, 11), "labels": torch.arange(22).view(2, 11)}
     assert liger_hf.apply(patched).replaced["sinkhorn"] == 2 * config.num_hidden_layers
-    assert disagreements(step(patched, **given), step(plain, **given), exact_step(plain, **given)) == {}
+    # In float64: of some weights, such as those of the router, nearly nothing but round-off is left in float32.
+    with DoublePrecision():
+        results, expected = step(patched.double(), **given), step(plain.double(), **given)
+    torch.testing.assert_close(results, expected, rtol=1e-9, atol=1e-12)

@@ -69,7 +69,8 @@ def raising(error: BaseException) -> Callable[..., None]:
 
 
 def ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+    # To this thread: of two signals to the process, which another thread may receive late, one would be lost.
+    signal.raise_signal(signal.SIGINT)
 
 
 @pytest.fixture(scope="module")
