@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import liger_hf
 from hf.tiny_configs import tiny_config
-from hf.tiny_models import disagreements, exact_step, step, twin
+from hf.tiny_models import disagreements, step, twin
 from liger_hf.isolation import DoublePrecision
 
 CONFIG = SimpleNamespace(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-5, hidden_size=24)
