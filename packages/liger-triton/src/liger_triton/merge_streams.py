@@ -60,8 +60,13 @@ def _launch_backward(
         (x.shape[0],), grad_merged, x, y, post, res, grad_x, grad_y, grad_post, grad_res,
         grad_merged.stride(0), grad_merged.stride(1), x.stride(0), x.stride(1), y.stride(0), *post.stride(),
         *((0, 0, 0) if res is None else res.stride()), width,
-        COUNT=streams, STREAMS=block, BLOCK=BLOCK, FOLD=FOLD, num_warps=WARPS,
+        COUNT=streams, STREAMS=block, BLOCK=_columns(block), FOLD=FOLD, num_warps=WARPS,
     )  # fmt: skip
+
+
+def _columns(streams: int) -> int:
+    """Columns of a tile of the backward, whose threads hold a product for each pair of streams: of 8 streams a quarter as many as of 4."""
+    return min(BLOCK, BLOCK * 16 // streams**2)
 
 
 _merge_streams = differentiable(
