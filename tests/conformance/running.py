@@ -77,8 +77,8 @@ class Trial:
     change  applied to the sample's arguments first
 
     A gradient that the upstream gradient makes zero, or a result of extreme inputs, consists of round-off, of which two equally exact
-    formulas have different amounts; so a layout or a change gets LEEWAY. Where one rounding decides, as in a softmax of scores of thousands,
-    the definition may also be lucky; what it would not have met with other roundings is then no fault.
+    formulas have different amounts; so a layout or a change gets LEEWAY. Where one rounding decides, as between probabilities whose logits are
+    in the thousands, the definition may also be lucky; what it would not have met with other roundings is then no fault.
     """
 
     def __init__(self, case: Case, layout: Layout | None = None, change: Change | None = None) -> None:
