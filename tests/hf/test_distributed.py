@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf.two_ranks import WAYS, chunks_by_rank, log_probs, on_two_ranks, train, trl_head, work
+from hf.two_ranks import TRAINED, WAYS, chunks_by_rank, log_probs, on_two_ranks, train, trl_head, work
 
 pytestmark = [
     pytest.mark.slow,
@@ -61,8 +61,10 @@ def test_an_adapted_head_and_one_saved_beside_adapters_are_trained(ranks_on: str
 
 @DEVICES
 def test_ranks_may_compute_the_loss_in_different_numbers_of_chunks(ranks_on: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs peft")
     ways = ("fsdp2_head_alone", *(("zero3",) if HAS_DEEPSPEED else ()))
-    on_two_ranks(chunks_by_rank, str(tmp_path / "store"), ways, ranks_on)
+    runs = list(product(TRAINED, ways))
+    on_two_ranks(chunks_by_rank, str(tmp_path / "store"), runs, ranks_on)
 
 
 @DEVICES
@@ -72,7 +74,7 @@ def test_log_probabilities_of_a_sharded_head_have_the_gradients_of_one_process(r
     runs = [("everything", "fsdp2", path) for path in ("losses", "module", "layer")]
     runs += [("everything", "fsdp2_head_alone", path) for path in ("module", "layer")]
     runs += [(kind, way, "module") for kind in ("adapted_head", "saved_head") for way in ("fsdp2", "fsdp2_head_alone")]
-    runs += [("everything", "zero3", path) for path in ("module", "layer")] if HAS_DEEPSPEED else []
+    runs += [("everything", "zero3", "layer"), *((kind, "zero3", "module") for kind in TRAINED)] if HAS_DEEPSPEED else []
     on_two_ranks(log_probs, str(tmp_path / "store"), runs, ranks_on)
 
 

@@ -244,11 +244,11 @@ def _compare(way: str, model: Any, gradients: Expected, rank: int, patch_last: b
     )
 
 
-def chunks_by_rank(rank: int, store: str, ways: tuple[str, ...], device: str = "cpu") -> None:
+def chunks_by_rank(rank: int, store: str, runs: list[tuple[str, str]], device: str = "cpu") -> None:
     """One process; raises if ranks with different numbers of chunks get other gradients, or wait for each other forever."""
     with two_processes(rank, store, device), pytest.MonkeyPatch.context() as patch:
-        for way in ways:
-            base = trained("everything")
+        for kind, way in runs:
+            base = trained(kind)
             expected = _mean_gradients(twin(base), lambda model, **inputs: model(**inputs).loss)
             patch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, tiny_models.DEVICE.type, 7 * tiny_models.VOCABULARY)
             model = twin(base)
@@ -257,7 +257,7 @@ def chunks_by_rank(rank: int, store: str, ways: tuple[str, ...], device: str = "
             with no_logits():
                 loss = wrapped(**uneven(rank)).loss
                 (wrapped.backward if way == "zero3" else Tensor.backward)(loss)
-            expected.compare(way, model, _whole_gradient(way))
+            expected.compare(f"{kind}, {way}", model, _whole_gradient(way))
 
 
 def _whole_gradient(way: str) -> Callable[[Any], Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_core import linear_log_prob
 from liger_hf.rules.head.causal_loss import chunk_rows, plain_linear
 from liger_hf.rules.head.projection import eager_logits, gathers_itself, in_one_call
+from liger_hf.rules.head.weights import held
 
 LogProb = Tensor | tuple[Tensor, Tensor]
 
@@ -41,7 +43,12 @@ def head_log_prob(
     rest of the model is whole only in the forward of that model: call this function there.
     """
     options = {"softcap": softcap, "logit_scale": logit_scale, "ignore_index": ignore_index, "return_entropy": return_entropy}
-    forward: Callable[[Tensor], Any] = head.forward if gathers_itself(head) else head
+    itself = gathers_itself(head)
+
+    def forward(rows: Tensor) -> Any:
+        # Also in the backward pass, which computes these rows again.
+        with held(head) if itself else nullcontext():
+            return head.forward(rows) if itself else head(rows)
 
     def compute(rows: Tensor) -> LogProb:
         if plain_linear(head):
@@ -52,7 +59,7 @@ def head_log_prob(
         linear_log_prob.check(rows, weight, target, temperature=temperature, **options)
         return _in_chunks(forward, rows, target, temperature, chunk_rows(rows.device, classes), options)
 
-    return in_one_call(head, compute, hidden) if gathers_itself(head) else compute(hidden)
+    return in_one_call(head, compute, hidden) if itself else compute(hidden)
 
 
 def _in_chunks(

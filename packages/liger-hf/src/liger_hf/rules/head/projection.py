@@ -6,12 +6,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_hf.rules.head.weights import Weights, gathered, held
+from liger_hf.rules.head.weights import Weights, gathered, gathering, held
 
 Step = tuple[Any, ...]
 
@@ -114,26 +115,36 @@ def gathers_itself(head: nn.Module) -> bool:
 
 
 def in_one_call(head: nn.Module, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """compute(hidden) as the forward of the head, whose hooks gather the weights for it, and again for its backward pass.
+    """compute(hidden) as the forward of the head and its parts, whose hooks gather the weights for it, and again for its backward pass.
 
     Each call gathers, and ranks that called a head different numbers of times would wait for each other forever.
     """
-    own, waiting = vars(head).get("forward"), [compute]
+
+    def whole(rows: Tensor) -> Any:
+        with held(head):
+            return compute(rows)
+
+    for part in reversed(gathering(head)):
+        whole = partial(_as_forward, part, whole)
+    return whole(hidden)
+
+
+def _as_forward(module: nn.Module, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    own, waiting = vars(module).get("forward"), [compute]
 
     def forward(rows: Tensor) -> Any:
-        _put_back(head, own)
-        with held(head):
-            return waiting.pop()(rows)
+        _put_back(module, own)
+        return waiting.pop()(rows)
 
-    head.forward = forward
+    module.forward = forward
     try:
-        return head(hidden)
+        return module(hidden)
     finally:
         if waiting:
-            _put_back(head, own)
+            _put_back(module, own)
 
 
-def _put_back(head: nn.Module, own: Any) -> None:
-    del head.forward
+def _put_back(module: nn.Module, own: Any) -> None:
+    del module.forward
     if own is not None:
-        head.forward = own
+        module.forward = own

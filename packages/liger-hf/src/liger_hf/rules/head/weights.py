@@ -30,12 +30,27 @@ HELD = Held()
 
 @contextmanager
 def held(head: nn.Module) -> Iterator[None]:
-    """Within a call of the head, or within the backward pass of one."""
+    """Within a call of the head, or within the backward pass of one. What gathers its parts does not run: they are there."""
     before, HELD.head = HELD.head, head
+    calls = [(part, part._compiled_call_impl) for part in gathering(head) if part is not head]
+    for part, _ in calls:
+        # torch calls this instead of hooks and forward.
+        part._compiled_call_impl = part.forward
     try:
         yield
     finally:
         HELD.head = before
+        for part, call in calls:
+            part._compiled_call_impl = call
+
+
+def gathering(head: nn.Module) -> list[nn.Module]:
+    """The modules whose calls gather the weights of a head: under ZeRO-3 each that has some, such as a linear layer and its adapters."""
+    # PEFT keeps the layer of which it trains a copy, and does not call it.
+    copied = getattr(head, "original_module", None)
+    unused = {*copied.modules()} if isinstance(copied, nn.Module) and not getattr(head, "disable_adapters", False) else set()
+    sharded = [m for m in head.modules() if any(hasattr(p, "ds_id") for p in m.parameters(recurse=False))]
+    return [m for m in sharded if m not in unused] or [head]
 
 
 def gathered(head: nn.Module) -> bool:
