@@ -20,7 +20,7 @@ from rich.markup import escape
 from liger_core.errors import OptionError
 from liger_core.tables import Column, output, print_table
 from liger_verify.comparison import compare
-from liger_verify.matrix import MODELS, SETUPS, Outcome, outcomes, setups_in, trainings
+from liger_verify.matrix import MODELS, SETUPS, Outcome, outcomes, setups_in, steps_of
 from liger_verify.report import Report
 from liger_verify.training import SHARDS, Training
 from liger_verify.world import Step, World
@@ -75,11 +75,11 @@ def verify(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Model type of Transformers, made tiny, or a folder with a checkpoint. Repeat it for several.", show_default="llama"
+            help="Model type of Transformers, made tiny, or a folder with a checkpoint; by default llama. Repeat it for several models."
         ),
     ] = None,
     matrix: Annotated[bool, typer.Option("--matrix", help="Several models in every kind of setup, with and without Liger.")] = False,
-    setups: Annotated[str | None, typer.Option(help="FILE.toml of setups, each a table [[setup]]; a matrix of your own.")] = None,
+    setups: Annotated[str | None, typer.Option(help="FILE.toml with a table for each setup: a matrix of your own.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share each layer, by Transformers' tp_plan='auto'.")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="Ranks that share each sequence.")] = 1,
     shard: Annotated[str, typer.Option(help=f"How the remaining ranks share the model: {', '.join(SHARDS)}.")] = "fsdp2",
@@ -87,7 +87,7 @@ def verify(
     ranks: Annotated[int | None, typer.Option(min=2, help="Processes; tp × cp by default, at least 2.")] = None,
     liger: Annotated[
         bool | None,
-        typer.Option("--liger/--plain", help="Patch the model with Liger, or leave it as it is.", show_default="liger; both in a matrix"),
+        typer.Option("--liger/--plain", help="Patch the model with Liger, or leave it as it is; by default patched, in a matrix both."),
     ] = None,
     step: Annotated[str | None, typer.Option(help="FILE.py:FUNCTION, a step of your own instead of a model.")] = None,
     length: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 16,
@@ -108,16 +108,15 @@ def verify(
     start = time.perf_counter()
     count = ranks or max(2, tp * cp)
     setup: dict[str, Any] = {"tp": tp, "cp": cp, "shard": shard, "accumulation": accumulation, "ranks": count}
-    if matrix or setups is not None:
+    several = matrix or setups is not None
+    if several:
         given = {"tp": tp > 1, "cp": cp > 1, "shard": shard != "fsdp2", "accumulation": accumulation > 1, "ranks": ranks, "step": step}
         _not_both(matrix, setups is not None, [name for name, value in given.items() if value])
     options: dict[str, Any] = {"tolerance": tolerance, "patience": patience}
-    if matrix or setups is not None or (step is None and len(model or []) > 1):
-        listed = [setup] if not matrix else SETUPS
-        if setups is not None:
-            listed = setups_in(setups)
-        ways = [liger] if liger is not None else [True] if listed == [setup] else [False, True]
-        chosen = trainings(model or (MODELS if matrix else MODELS[:1]), listed, ways, length=length, seed=seed)
+    if several or (step is None and len(model or []) > 1):
+        listed = setups_in(setups) if setups is not None else SETUPS if matrix else [setup]
+        ways = [liger] if liger is not None else [False, True] if several else [True]
+        chosen = steps_of(model or (MODELS if matrix else MODELS[:1]), listed, ways, length=length, seed=seed)
         right = _several(outcomes(chosen, limit=limit, **options), len(chosen), as_json, start)
     elif step is not None:
         path, _, name = step.rpartition(":")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_type_hints
 
 from liger_core.errors import OptionError, nearest
-from liger_verify.comparison import compare_with_truth, leave_truth
+from liger_verify.comparison import check, compare_with_truth, leave_truth
 from liger_verify.report import Report
 from liger_verify.training import Training
 
@@ -27,13 +27,12 @@ SETUPS: tuple[dict[str, Any], ...] = (
     {"tp": 2, "ranks": 4, "accumulation": 3},
     {"cp": 2, "ranks": 4, "accumulation": 3},
     {"shard": "ddp", "ranks": 4, "accumulation": 2},
+    {"shard": "fsdp2", "ranks": 4, "accumulation": 2},
     {"shard": "none", "cp": 2, "ranks": 4},
     {"tp": 2, "cp": 2, "ranks": 8, "accumulation": 3},
 )
 # The fields of a setup in a file, and what they must be.
-FIELDS: dict[str, type] = {
-    "model": str, "tp": int, "cp": int, "shard": str, "accumulation": int, "ranks": int, "liger": bool, "length": int, "seed": int,
-}  # fmt: skip
+FIELDS: dict[str, type] = {name: kind for name, kind in get_type_hints(Training).items() if kind in (str, int, bool)}
 LEAST = {"length": 8, "seed": 0, "ranks": 2}
 
 
@@ -96,7 +95,7 @@ def _check(name: str, value: Any, where: str) -> None:
         raise OptionError(f"{where}: {name} must be at least {LEAST.get(name, 1)}, got {value}")
 
 
-def trainings(models: Sequence[str], setups: Sequence[dict[str, Any]], ways: Sequence[bool], **common: Any) -> list[Training]:
+def steps_of(models: Sequence[str], setups: Sequence[dict[str, Any]], ways: Sequence[bool], **common: Any) -> list[Training]:
     """Every model in every setup, in every way (with Liger or without); what a setup says itself counts."""
     found = []
     for model, setup, liger in product(models, setups, ways):
@@ -113,6 +112,8 @@ def trainings(models: Sequence[str], setups: Sequence[dict[str, Any]], ways: Seq
 
 def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, limit: float) -> Iterator[Outcome]:
     """Every comparison, whatever comes of the others. What one process computes is computed once for each model and data."""
+    for training in matrix:
+        check(training.ranks, tolerance)
     for _, alike in groupby(matrix, lambda training: training.model):
         with TemporaryDirectory(prefix="liger-verify-") as folder:
             truths = _Truths(folder, patience, limit)

@@ -250,12 +250,15 @@ def tiny_config(model: str, options: Mapping[str, Any]) -> Any:
 
 def _quiet() -> None:
     """No progress bars and warnings of many processes."""
+    import logging as of_python
     import warnings
 
     from transformers.utils import logging
 
     # About how `parallel` calls Transformers.
     warnings.filterwarnings("ignore", "Passing `tp_plan` directly", FutureWarning)
+    # About how many collectives make a gradient whole that is sharded twice, which only this comparison does.
+    of_python.getLogger("torch.distributed.tensor._redistribute").setLevel(of_python.ERROR)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 
