@@ -10,7 +10,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -71,6 +71,14 @@ def raising(error: BaseException) -> Callable[..., None]:
 def ctrl_c() -> None:
     # To this thread: of two signals to the process, which another thread may receive late, one would be lost.
     signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal; a background job, which may have started these tests, ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
@@ -360,6 +368,7 @@ def test_a_run_that_fails_stops_the_profiler_that_measures_its_memory(small: Set
     assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_step_and_saves(small: Setup, whole: list[float], tmp_path: Path) -> None:
     row = run(small, folder=tmp_path, observers=[At(3, ctrl_c)])
     assert (row.interrupted, row.failed, row.losses) == (True, False, whole[:4])
@@ -370,15 +379,24 @@ def test_ctrl_c_ends_the_step_and_saves(small: Setup, whole: list[float], tmp_pa
     assert (row.interrupted, row.losses) == (False, whole)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_ends_at_once(small: Setup, whole: list[float], tmp_path: Path) -> None:
     row = run(small, folder=tmp_path, observers=[At(3, ctrl_c), At(3, ctrl_c)])
     assert (row.interrupted, row.losses, names(tmp_path)) == (True, whole[:3], [])
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_acts_as_before_once_the_run_is_over(small: Setup) -> None:
     before = signal.getsignal(signal.SIGINT)
     run(replace(small, steps=2), observers=[At(1, ctrl_c)])
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_background_job_ignores_ctrl_c(small: Setup, whole: list[float]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    row = run(small, observers=[At(1, ctrl_c), At(3, ctrl_c)])
+    assert (row.interrupted, row.losses) == (False, whole)
 
 
 @pytest.mark.parametrize(("outcome", "code"), [({}, 0), ({"interrupted": True}, 130), ({"out_of_memory": True}, 1), ({"failed": True}, 1)])

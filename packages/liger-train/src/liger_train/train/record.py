@@ -30,7 +30,10 @@ Moment = Any
 
 
 class Interruption:
-    """Within this context, the first SIGINT or SIGTERM is noted instead of raised; the second one acts as usual."""
+    """Within this context, the first SIGINT or SIGTERM is noted instead of raised; the second one acts as usual.
+
+    A signal that the process ignores stays ignored, such as Ctrl-C in a background job of a script.
+    """
 
     # torchrun uses SIGTERM to stop the other ranks when one has failed; they would wait for it forever.
     SIGNALS = (signal.SIGINT, signal.SIGTERM) if ranks.count() == 1 else (signal.SIGINT,)
@@ -41,7 +44,8 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+            heeded = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in heeded}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
