@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from forks import on_ranks
 from hf import tensor_ranks
 from hf.tensor_ranks import SETUPS
 from hf.tiny_models import make
+from liger_hf import partial_gradients
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,6 +60,24 @@ def test_undo_gives_the_head_back_to_its_plan() -> None:
 
 def test_undo_leaves_the_norms_of_heads_to_their_plan() -> None:
     on_ranks(2, tensor_ranks.accumulated_gradients_undone)
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_gradients_that_a_plan_adds_up_in_another_way_are_left_alone(mended: bool) -> None:
+    mesh = SimpleNamespace(size=lambda: 2, get_group=lambda: None)
+
+    def adds_up(module: nn.Module, *_: Any) -> None:
+        for weight in module.parameters(recurse=False):
+            dist.all_reduce(weight.grad, group=mesh.get_group())
+
+    def adds_up_the_last(module: nn.Module, *_: Any) -> None:
+        for weight in module.parameters(recurse=False):
+            dist.all_reduce(weight.grad.sub_(weight.before), group=mesh.get_group())
+
+    module, hook = nn.LayerNorm(4), adds_up_the_last if mended else adds_up
+    hook.__module__, hook.__qualname__ = "transformers.tensor_parallel", "ReplicatedWithGradAllReduce.install_forward.<locals>.hook"
+    module.register_full_backward_hook(hook)
+    assert len(list(partial_gradients.patches(module))) == (0 if mended else 1)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own_weight", "tied_to_the_embeddings"])

@@ -21,6 +21,8 @@ from liger_hf.patch import Patch
 
 NOTE = "Gradients of {count} norms over the heads of a rank stay right when they are accumulated, which Transformers would add up several times."
 STYLE = "ReplicatedWithGradAllReduce."
+# The names in its code; where they are others, Transformers may have mended it, and dividing would be wrong.
+CALLED = {"dist", "all_reduce", "grad", "get_group"}
 
 
 def patches(model: nn.Module) -> Iterator[Patch]:
@@ -72,12 +74,17 @@ def _is(hook: Any, function: Any) -> bool:
 
 
 def _ranks(module: nn.Module) -> int:
-    """How many Transformers adds up the gradients of; 0 if it does not."""
+    """How many Transformers adds up the gradients of; 0 if it does not, or by code that is not known here."""
     for function in (*module._backward_hooks.values(), module.__dict__.get("forward")):
-        named = getattr(function, "__qualname__", "").startswith(STYLE)
-        if named and inspect.isfunction(function) and function.__module__.startswith("transformers."):
-            # In 5.17 this is the hook on the module; later a forward that puts one on each weight.
-            known = inspect.getclosurevars(function).nonlocals
-            mesh = known.get("mesh") or inspect.getclosurevars(known["_all_reduce_grad"]).nonlocals["mesh"]
+        if (
+            not inspect.isfunction(function)
+            or not function.__module__.startswith("transformers.")
+            or not function.__qualname__.startswith(STYLE)
+        ):
+            continue
+        # In 5.17 this is the hook on the module; later a forward that puts one on each weight.
+        adds_up = inspect.getclosurevars(function).nonlocals.get("_all_reduce_grad", function)
+        mesh = inspect.getclosurevars(adds_up).nonlocals.get("mesh")
+        if mesh is not None and {*adds_up.__code__.co_names} - {"parameters"} == CALLED:
             return int(mesh.size())
     return 0

@@ -41,7 +41,9 @@ NEUTRAL: dict[str, Any] = {
     "nvme_folder": None,
     "compile": "none",
 }
-COMPILED = "This is the memory of the eager model. Compiled layers take as much with Liger, and less without; --compile graphs reserves more."
+COMPILED = (
+    "This is the memory of the eager model. Compiled layers take as much with Liger, and less without; --compile graphs reserves more."
+)
 AUTO = "This is the start of --checkpoint auto, which then uses the memory that is left; where inputs of layers take over an eighth of it, they are offloaded."
 FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "weight update"
 
