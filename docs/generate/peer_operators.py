@@ -43,6 +43,7 @@ def mistakes(found: dict[str, Any], ops: Sequence[str]) -> list[str]:
     wrong += [f"{op} has no operator and is not alone" for op in ops if op not in taken and op not in found["alone"]["ops"]]
     tables = [set(found[name]) for name in ("compared", "covered", "none")]
     twice = sorted((tables[0] & tables[1]) | (tables[0] & tables[2]) | (tables[1] & tables[2]))
+    wrong += [f"variants names {operator}, which is not compared" for operator in found["variants"] if operator not in found["compared"]]
     return wrong + [f"{operator} is in two tables" for operator in twice]
 
 
@@ -77,8 +78,10 @@ def page() -> str:
 
 def _overview(description: dict[str, Any], found: Sequence[Pair]) -> str:
     lines = []
+    named = {variant: operator for operator, variant in description["variants"].items()}
     for operator, ops in description["compared"].items():
-        own = [pair for pair in found if pair.op in ops]
+        own = [pair for pair in found if pair.op in ops and named.get(pair.variant, operator) == operator]
+        own = [pair for pair in own if operator not in description["variants"] or pair.variant in named]
         lines.append([f"`{operator}`", _links(ops), "measured" if own else "not measured", *_summary(own)])
     for operator, entry in description["covered"].items():
         lines.append([f"`{operator}`", f"{_links(entry['ops'])}: {entry['how']}", "not compared", *_summary([])])
@@ -199,7 +202,7 @@ copy of as many bytes reaches {copy} of it; ops that are limited by matmuls have
 SHAPES = """
 Each shape in its newest run. Errors are those of outputs / of gradients. In brackets, for shapes so short that a plain copy of as many bytes stays below
 {copy} of copy bandwidth, the time of that copy ÷ Liger's. A `–` was not measured, or has no meaning there. Variants of liger-kernel: `fp32` accumulates
-in float32, as Liger does; `long chunks` has `chunk_mem_const=32`.
+in float32, as Liger does; `long chunks` has `chunk_mem_const=32`; `soft labels` is `liger_fused_linear_kl_div`.
 """.strip()
 BOUNDS = """
 The bounds: at least {speed:.1f} × the speed, errors no larger, and for memory-bound ops at least {copy} of copy bandwidth. Times are equal within the

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -88,9 +89,35 @@ def test_an_op_or_an_operator_in_two_places_is_a_mistake(generators: SimpleNames
     assert generators.page.mistakes(description, OPS) == ["dyt has an operator and is alone", "liger_softmax is in two tables"]
 
 
-def test_compared_are_the_ops_that_liger_bench_calls_liger_kernel_for(description: dict[str, Any]) -> None:
-    called = liger_kernel._calls(SimpleNamespace(), linear=print)
-    assert {op for ops in description["compared"].values() for op in ops} == set(called)
+def test_a_variant_of_an_operator_that_is_not_compared_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
+    description["variants"]["liger_mhc_apply"] = "liger-kernel apply"
+    assert generators.page.mistakes(description, OPS) == ["variants names liger_mhc_apply, which is not compared"]
+
+
+def test_the_figures_of_a_variant_belong_to_its_operator(generators: SimpleNamespace, tmp_path: Path, description: dict[str, Any]) -> None:
+    description["compared"] = {"plain": ["rms_norm"], "other": ["rms_norm"]}
+    description["variants"] = {"other": "liger-kernel other"}
+    both = found(
+        generators,
+        tmp_path,
+        ours(FIRST),
+        theirs(FIRST, median_ms=6.0),
+        theirs(FIRST, median_ms=4.0) | {"implementation": "liger-kernel other"},
+    )
+    lines = generators.page._overview(description, both).splitlines()
+    (plain,), (other,) = ([line for line in lines if line.startswith(f"| `{name}`")] for name in ("plain", "other"))
+    assert "3.00 ×" in plain
+    assert "2.00 ×" not in plain
+    assert "2.00 ×" in other
+    assert "3.00 ×" not in other
+
+
+def test_compared_are_the_ops_that_liger_bench_calls_liger_kernel_for(description: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    package = SimpleNamespace(liger_fused_linear_cross_entropy=print)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", package)
+    peers = liger_kernel.peers()
+    assert {op for ops in description["compared"].values() for op in ops} == {op for peer in peers for op in peer.calls}
+    assert set(description["variants"].values()) <= {peer.name for peer in peers}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
