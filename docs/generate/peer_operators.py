@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_results import CARD, COPY, DTYPE, ERRORS, PASSES, PEER, PRECISION, Pair, error, failures, measured, pairs
+from peer_results import CARD, COPY, DTYPE, EAGER, ERRORS, OURS, PASSES, PEER, PRECISION, Pair, error, failures, measured, pairs
 
 from liger_bench import markdown
 from liger_core.builtin import CATALOGUE
@@ -63,6 +63,7 @@ def page() -> str:
         "## Operators",
         _overview(description, found),
         f"Liger's ops without an operator of liger-kernel: {_links(description['alone']['ops'])}.",
+        _missing(description, found),
         "## Shapes",
         SHAPES.format(copy=COPY),
         _shapes(found),
@@ -78,16 +79,33 @@ def page() -> str:
 
 def _overview(description: dict[str, Any], found: Sequence[Pair]) -> str:
     lines = []
-    named = {variant: operator for operator, variant in description["variants"].items()}
     for operator, ops in description["compared"].items():
-        own = [pair for pair in found if pair.op in ops and named.get(pair.variant, operator) == operator]
-        own = [pair for pair in own if operator not in description["variants"] or pair.variant in named]
+        own = _own(description, operator, found)
         lines.append([f"`{operator}`", _links(ops), "measured" if own else "not measured", *_summary(own)])
     for operator, entry in description["covered"].items():
         lines.append([f"`{operator}`", f"{_links(entry['ops'])}: {entry['how']}", "not compared", *_summary([])])
     lines += [[f"`{operator}`", reason, "none", *_summary([])] for operator, reason in description["none"].items()]
     head = ("liger-kernel", "Liger", "status", "shapes", "forward", "full", "error", "of copy bandwidth")
     return markdown.table(head, lines, right=range(3, len(head)))
+
+
+def _own(description: dict[str, Any], operator: str, found: Sequence[Pair]) -> list[Pair]:
+    """The pairs of an operator: those of its variant, or of its ops without the variants of other operators."""
+    variants = description["variants"]
+    pairs_of_ops = [pair for pair in found if pair.op in description["compared"][operator]]
+    if operator in variants:
+        return [pair for pair in pairs_of_ops if pair.variant == variants[operator]]
+    return [pair for pair in pairs_of_ops if pair.variant not in variants.values()]
+
+
+def _missing(description: dict[str, Any], found: Sequence[Pair]) -> str:
+    """The command that measures what no run has."""
+    operators = [operator for operator in description["compared"] if not _own(description, operator, found)]
+    if not operators:
+        return ""
+    ops = dict.fromkeys(op for operator in operators for op in description["compared"][operator])
+    command = f"liger bench {' '.join(ops)} --backend {OURS} --peer {EAGER} --peer {PEER} --out RESULTS"
+    return f"What is not measured yet:\n\n<!-- not run: it takes minutes on a GPU -->\n\n```bash\n{command}\n```"
 
 
 def _summary(own: Sequence[Pair]) -> list[str]:

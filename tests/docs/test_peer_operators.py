@@ -110,6 +110,8 @@ def test_the_figures_of_a_variant_belong_to_its_operator(generators: SimpleNames
     assert "2.00 ×" not in plain
     assert "2.00 ×" in other
     assert "3.00 ×" not in other
+    assert generators.page._missing(description, both) == ""
+    assert "liger bench rms_norm " in generators.page._missing(description, both[:1])
 
 
 def test_compared_are_the_ops_that_liger_bench_calls_liger_kernel_for(description: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
