@@ -15,7 +15,6 @@ import tomllib
 import venv
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
-from itertools import product
 from pathlib import Path
 
 import nox
@@ -67,18 +66,6 @@ SAMPLE_OF_INDUCTOR = [
     "-k",
     "as_accurate and float32 and (one_block or plain)",
 ]
-# Parallel setups that `liger verify` compares with one process; the tests have those of two ranks.
-SETUPS = [
-    ["--tp", "2"],
-    ["--cp", "2"],
-    ["--tp", "2", "--cp", "2"],
-    ["--tp", "2", "--ranks", "4", "--accumulation", "3"],
-    ["--cp", "2", "--ranks", "4", "--accumulation", "3"],
-    ["--shard", "ddp", "--ranks", "4", "--accumulation", "2"],
-    ["--shard", "none", "--cp", "2", "--ranks", "4"],
-    ["--tp", "2", "--cp", "2", "--ranks", "8", "--accumulation", "3"],
-]
-VERIFIED = ["llama", "qwen3", "gemma2", "granite", "phi3", "mixtral"]
 # One sequence or batch that does not fit a GPU of 24 GiB, and one that does with Liger.
 CAPPED = ["--shape", "16x1024", "--shape", "128x1024", "--shape", "4x8192", "--shape", "4x32768"]
 # `liger bench` with these, one after the other: what else runs on the machine shows in the small shapes.
@@ -233,16 +220,8 @@ def latest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def verify(session: nox.Session) -> None:
-    """`liger verify` over parallel setups and model types, with and without Liger, on the CPU. Models may be given: -- llama qwen3."""
-    executable, failed = shared(session), []
-    for model, setup, way in product(session.posargs or VERIFIED, SETUPS, ("--plain", "--liger")):
-        command = ["verify", "--model", model, *setup, way]
-        try:
-            session.run(executable, "-m", "liger_core", *command, external=True)
-        except CommandFailed:
-            failed.append(" ".join(command))
-    if failed:
-        session.error(f"failed: {'; '.join(failed)}")
+    """`liger verify --matrix`: models in parallel setups, with and without Liger, on the CPU. For instance: -- --model llama --model qwen3."""
+    liger(session, "verify", "--matrix", *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -108,8 +108,10 @@ def sinkhorn(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
 def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     value = layers.to(wide(layers.dtype))
     keys = rms_norm(value, weight, eps, cast="float32")
-    attention = torch.einsum("k...d,d->k...", keys, query.to(value.dtype)).softmax(0)
-    return torch.einsum("k...,k...d->...d", attention, value).to(layers.dtype)
+    score = torch.einsum("k...d,d->k...", keys, query.to(value.dtype))
+    # About the layer with the highest score: where its attention is nearly 1, even float64 loses the gradients of the others' scores.
+    nearest = value.take_along_dim(score.argmax(0, keepdim=True).unsqueeze(-1), 0)
+    return (nearest[0] + torch.einsum("k...,k...d->...d", score.softmax(0), value - nearest)).to(layers.dtype)
 
 
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:

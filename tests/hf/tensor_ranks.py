@@ -69,6 +69,7 @@ SETUPS = {
     "scaled": Setup("granite"),
     "bias": Setup("phi"),
     "norms_of_heads": Setup("qwen3"),
+    "accumulated_norms_of_heads": Setup("qwen3", batches=ACCUMULATED * 2),
     "mixture": Setup("mixtral", {"num_local_experts": 4, "experts_implementation": "eager"}),
 }
 
@@ -236,6 +237,25 @@ def applied_before_the_plan(rank: int) -> None:
         with pytest.warns(UserWarning, match="call liger_hf.apply after that"):
             got = exact(model, (tokens(),))
         compare("applied before", got, expected)
+
+
+def accumulated_gradients_undone(rank: int) -> None:
+    """Norms whose gradients the ranks add up get one hook on the module and one on the weight, which `undo` takes away."""
+    with ranks(2) as mesh:
+        model = distributed(make("qwen3").train(), mesh)
+        norms = [layer.self_attn.q_norm for layer in model.model.layers] + [layer.self_attn.k_norm for layer in model.model.layers]
+
+        def hooks() -> list[tuple[int, int]]:
+            return [(len(norm._forward_pre_hooks), len(norm.weight._backward_hooks or ())) for norm in norms]
+
+        before = hooks()
+        report = liger_hf.apply(model)
+        liger_hf.apply(model)
+        model(**tokens())
+        assert f"Gradients of {len(norms)} norms over the heads of a rank stay right when they are accumulated" in str(report)
+        assert hooks() == [(module + 1, weight + 1) for module, weight in before]
+        report.undo()
+        assert hooks() == before
 
 
 def undone(rank: int) -> None:

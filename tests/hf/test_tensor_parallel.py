@@ -53,6 +53,10 @@ def test_undo_gives_the_head_back_to_its_plan() -> None:
     on_ranks(2, tensor_ranks.undone)
 
 
+def test_undo_leaves_the_norms_of_heads_to_their_plan() -> None:
+    on_ranks(2, tensor_ranks.accumulated_gradients_undone)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["own_weight", "tied_to_the_embeddings"])
 def test_a_model_loaded_by_tensor_parallel_ranks_is_patched_as_any_other(tied: bool, tmp_path: Path) -> None:
     make(tie_word_embeddings=tied).save_pretrained(tmp_path)

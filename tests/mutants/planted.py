@@ -1289,9 +1289,9 @@ MUTANTS = (
     ),
     Mutant(
         "ranks: packed rows are scattered as if none were left out",
-        f"{CORE}/ops/_token_loop.py",
-        "whole.zero_().index_copy_(0, index, out)",
-        "whole.zero_()[: out.shape[0]].copy_(out)",
+        f"{CORE}/ops/_vocabulary.py",
+        "out.new_zeros(self.rows, *out.shape[1:]).index_copy_(0, self.index, out)",
+        "torch.cat((out, out.new_zeros(self.rows - out.shape[0], *out.shape[1:])))",
         ("tests/ops/test_sharded_heads.py", "-k", "gradient_of_their_own"),
         "test_rows_that_are_sharded_like_the_vocabulary_get_the_gradient_of_their_own",
     ),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from liger_core import LigerError, VocabShard, linear_cross_entropy, linear_log_prob
+from liger_core import LigerError, VocabShard, linear_cross_entropy, linear_divergence, linear_log_prob
 from liger_core.ops import _vocabulary
 
 CLASSES = 37
@@ -103,6 +103,33 @@ def scatters_the_gradient(pack: bool) -> None:
     assert x.grad.placements == (Shard(1),)
     same(x.grad[0], hidden.grad)
     same(w.grad, weight.grad)
+
+
+def scatters_the_gradient_of_a_divergence(options: dict[str, Any], sums: list[tuple[str, int]]) -> None:
+    """The same for two heads, in float64; `sums`: what adds up the gradient of hidden, and how many rows at a time."""
+    hidden, weight, bias, theirs, their_weight, their_bias = (
+        torch.randn(*shape, dtype=torch.float64) for shape in ((12, 8), (CLASSES, 8), (CLASSES,), (12, 5), (CLASSES, 5), (CLASSES,))
+    )
+    target = torch.randint(CLASSES, (12,))
+    target[[1, 5, 6]] = -100
+    options = {"kind": "jsd", "target": target, "hard_weight": 0.3, "temperature": 2.0, **options}
+    factor = torch.linspace(-1, 1, 12, dtype=torch.float64) if options.get("reduction") == "none" else 2.0
+    x, w, b = (t.clone().requires_grad_() for t in (hidden, weight, bias))
+    expected = linear_divergence(x, w, theirs, their_weight, bias=b, teacher_bias=their_bias, **options)
+    (expected * factor).sum().backward()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    rows, other_rows, ours, their, our_bias, other_bias = (
+        distribute_tensor(t, mesh, [Shard(0)]) for t in (hidden, theirs, weight, their_weight, bias, their_bias)
+    )
+    leaves = [t.requires_grad_() for t in (rows, ours, our_bias)]
+    counting = _vocabulary._c10d = Counting(_vocabulary._c10d)  # type: ignore[assignment]
+    loss = linear_divergence(rows, ours, other_rows, their, bias=our_bias, teacher_bias=other_bias, **options)
+    (loss.to_local() * factor).sum().backward()
+    # The other sums have three numbers a row.
+    found = [(name, numbers // 8) for name, numbers in counting.calls if name != "all_gather_into_tensor" and numbers % 8 == 0]
+    assert found == sums, counting.calls
+    for got, wanted in zip((loss, *(t.grad for t in leaves)), (expected, x.grad, w.grad, b.grad), strict=True):
+        torch.testing.assert_close(got.full_tensor(), wanted.detach(), rtol=1e-12, atol=1e-14)
 
 
 def adds_rows_that_are_not_in_the_order_of_ranks() -> None:

@@ -32,6 +32,22 @@ def test_rows_that_are_sharded_like_the_vocabulary_get_the_gradient_of_their_own
     on_ranks(ranks, work.on_gloo, work.scatters_the_gradient, pack)
 
 
+# Of 12 rows 9 count.
+@pytest.mark.parametrize(
+    ("options", "sums"),
+    [
+        ({}, [("reduce_scatter_tensor", 12)]),
+        ({"pack": False}, [("reduce_scatter_tensor", 12)]),
+        ({"reduction": "none"}, [("reduce_scatter_tensor", 12)]),
+        ({"reduction": "none", "chunk": 12}, [("reduce_scatter_tensor", 12)]),
+        ({"chunk": 4}, [("all_reduce_", 4), ("all_reduce_", 4), ("all_reduce_", 1)]),
+    ],
+    ids=["packed", "not_packed", "kept", "recomputed", "chunks"],
+)
+def test_the_gradient_of_a_divergence_is_scattered_where_all_rows_come_at_once(options: dict[str, Any], sums: list[Any]) -> None:
+    on_ranks(2, work.on_gloo, work.scatters_the_gradient_of_a_divergence, options, sums)
+
+
 def test_halves_of_two_sequences_get_the_gradient_of_their_own() -> None:
     on_ranks(2, work.on_gloo, work.adds_rows_that_are_not_in_the_order_of_ranks)
 

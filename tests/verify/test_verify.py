@@ -21,6 +21,7 @@ SETUPS = {
     "sharded": {"shard": "fsdp2", "accumulation": 3},
     "replicated": {"shard": "ddp", "accumulation": 2},
     "plain": {"shard": "none", "liger": False},
+    "norms_of_heads": {"model": "qwen3", "tp": 2, "ranks": 4, "accumulation": 2},
     "everything": {"tp": 2, "cp": 2, "ranks": 8, "accumulation": 3},
 }
 

@@ -16,7 +16,7 @@ from liger_core.errors import nearest
 from liger_core.plugins import registry
 from liger_core.selection import AUTO, automatic, selected
 from liger_core.versions import warn_if_untested
-from liger_hf import causal_mask, tiling
+from liger_hf import causal_mask, partial_gradients, tiling
 from liger_hf.discovery import replaceable_ops, rules
 from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
@@ -61,6 +61,10 @@ def apply(
         masks = [patch for patch in causal_mask.patches(model) if id(patch.owner) not in owners]
         report.notes.extend([causal_mask.NOTE] if masks else [])
         patches.extend(masks)
+    summed = list(partial_gradients.patches(model))
+    if summed:
+        report.notes.append(partial_gradients.NOTE.format(count=len(summed)))
+        patches.extend(summed)
     # Nothing is installed before everything is decided: an error leaves the model as it was.
     report.patches = [patch.install() for patch in patches]
     if mlp_rows is not None:

@@ -8,7 +8,9 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +20,7 @@ from rich.markup import escape
 from liger_core.errors import OptionError
 from liger_core.tables import Column, output, print_table
 from liger_verify.comparison import compare
+from liger_verify.matrix import MODELS, SETUPS, Outcome, outcomes, setups_in, steps_of
 from liger_verify.report import Report
 from liger_verify.training import SHARDS, Training
 from liger_verify.world import Step, World
@@ -26,6 +29,19 @@ COLUMNS = (
     Column("gradient of"),
     Column("error", "relative to one process in float64, on the worst rank", number=True),
     Column("factor", "the multiple of the right gradient that is closest", number=True),
+)
+MATRIX = (
+    Column("model"),
+    Column("ranks", number=True),
+    Column("tp", number=True),
+    Column("cp", number=True),
+    Column("dp", number=True),
+    Column("shard"),
+    Column("micro", "micro-batches per step", number=True),
+    Column("Liger"),
+    Column("error", "the largest of a gradient, relative to one process in float64", number=True),
+    Column("s", "seconds, with those of the one process where it was not yet known", number=True),
+    Column("result"),
 )
 # Rows of the table that are shown unless all are asked for.
 SHOWN = 10
@@ -56,50 +72,118 @@ def loaded(path: str, name: str) -> Step:
 
 
 def verify(
-    model: Annotated[str, typer.Option(help="Model type of Transformers, made tiny, or a folder with a checkpoint.")] = "llama",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model type of Transformers, made tiny, or a folder with a checkpoint; by default llama. Repeat it for several models."
+        ),
+    ] = None,
+    matrix: Annotated[bool, typer.Option("--matrix", help="Several models in every kind of setup, with and without Liger.")] = False,
+    setups: Annotated[str | None, typer.Option(help="FILE.toml with a table for each setup: a matrix of your own.")] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share each layer, by Transformers' tp_plan='auto'.")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="Ranks that share each sequence.")] = 1,
     shard: Annotated[str, typer.Option(help=f"How the remaining ranks share the model: {', '.join(SHARDS)}.")] = "fsdp2",
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
     ranks: Annotated[int | None, typer.Option(min=2, help="Processes; tp × cp by default, at least 2.")] = None,
-    liger: Annotated[bool, typer.Option("--liger/--plain", help="Patch the model with Liger, or leave it as it is.")] = True,
+    liger: Annotated[
+        bool | None,
+        typer.Option("--liger/--plain", help="Patch the model with Liger, or leave it as it is; by default patched, in a matrix both."),
+    ] = None,
     step: Annotated[str | None, typer.Option(help="FILE.py:FUNCTION, a step of your own instead of a model.")] = None,
     length: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and tokens.")] = 0,
     tolerance: Annotated[float, typer.Option(help="Relative error that passes.")] = 1e-4,
     patience: Annotated[float, typer.Option(min=1, help="Seconds that a process waits for the others.")] = 600.0,
+    limit: Annotated[
+        float, typer.Option(min=1, help="Seconds after which one of several comparisons is ended; the next ones still run.")
+    ] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="Show every gradient.")] = False,
 ) -> None:
     """Compare a parallel training step on CPU processes with one process in float64: loss, gradient norm, every gradient.
 
     The number of tokens in the loss differs between ranks, some ranks have none, and sequences are packed and padded. Exit code 1 if anything differs.
+    With several models or setups, everything is compared, also after one that differs, crashes or hangs.
     """
     start = time.perf_counter()
     count = ranks or max(2, tp * cp)
-    console = output()
-    if step is not None:
+    setup: dict[str, Any] = {"tp": tp, "cp": cp, "shard": shard, "accumulation": accumulation, "ranks": count}
+    several = matrix or setups is not None
+    if several:
+        given = {"tp": tp > 1, "cp": cp > 1, "shard": shard != "fsdp2", "accumulation": accumulation > 1, "ranks": ranks, "step": step}
+        _not_both(matrix, setups is not None, [name for name, value in given.items() if value])
+    options: dict[str, Any] = {"tolerance": tolerance, "patience": patience}
+    if several or (step is None and len(model or []) > 1):
+        listed = setups_in(setups) if setups is not None else SETUPS if matrix else [setup]
+        ways = [liger] if liger is not None else [False, True] if several else [True]
+        chosen = steps_of(model or (MODELS if matrix else MODELS[:1]), listed, ways, length=length, seed=seed)
+        right = _several(outcomes(chosen, limit=limit, **options), len(chosen), as_json, start)
+    elif step is not None:
         path, _, name = step.rpartition(":")
         loaded(path, name)
-        work: Step = Script(path, name)
         sizes = {"tp": tp, "cp": cp, "accumulation": accumulation}
-        title = f"{step} on {count} ranks"
+        run = partial(compare, Script(path, name), ranks=count, sizes=sizes, **options)
+        right = _single(run, f"{step} on {count} ranks", as_json, all_rows, start)
     else:
-        training = Training(model, tp, cp, shard, accumulation, count, liger, length=length, seed=seed)
+        training = Training((model or MODELS)[0], **setup, liger=liger is not False, length=length, seed=seed)
         training.check()
-        work, sizes = training, training.sizes
-        title = f"{model}{' with Liger' if liger else ''} on {count} ranks: tp {tp}, cp {cp}, dp {training.dp}, {shard}, {accumulation} micro-batches"
+        run = partial(compare, training, ranks=count, sizes=training.sizes, **options)
+        right = _single(run, training.title, as_json, all_rows, start)
+    if not right:
+        raise typer.Exit(1)
+
+
+def _not_both(matrix: bool, setups: bool, given: list[str]) -> None:
+    if matrix and setups:
+        raise OptionError("verify: --matrix has its setups, --setups those of a file; leave one of them out")
+    if given:
+        raise OptionError(f"verify: {'--matrix' if matrix else '--setups'} has several setups; leave out --{given[0]}, which is of one")
+
+
+def _single(run: Callable[[], Report], title: str, as_json: bool, all_rows: bool, start: float) -> bool:
+    """One comparison, with its gradients."""
     if as_json:
-        report = compare(work, ranks=count, sizes=sizes, tolerance=tolerance, patience=patience)
+        report = run()
         print(json.dumps(_finite({"setup": title, **report.as_dict()}), indent=2))
     else:
+        console = output()
         console.print(f"[bold]{escape(title)}[/bold]")
         with console.status("one process in float64, then the ranks …"):
-            report = compare(work, ranks=count, sizes=sizes, tolerance=tolerance, patience=patience)
+            report = run()
         _print(console, report, all_rows)
         console.print(f"{time.perf_counter() - start:.0f} s")
-    if not report.right:
-        raise typer.Exit(1)
+    return report.right
+
+
+def _several(found: Iterable[Outcome], count: int, as_json: bool, start: float) -> bool:
+    """Comparisons as they end, then a table of all of them and what is wrong with each that is not right."""
+    ended: list[Outcome] = []
+    for outcome in found:
+        ended.append(outcome)
+        print(f"{len(ended)} of {count}: {outcome.training.title}: {outcome.result}", file=sys.stderr, flush=True)
+    seconds, wrong = time.perf_counter() - start, [outcome for outcome in ended if not outcome.right]
+    # That of a comparison without a result is not a number.
+    largest = max((o.error for o in ended if o.report is not None), default=math.nan)
+    if as_json:
+        whole = {"right": not wrong, "seconds": seconds, "largest_error": largest, "comparisons": [o.as_dict() for o in ended]}
+        print(json.dumps(_finite(whole), indent=2))
+        return not wrong
+    console = output()
+    print_table(console, MATRIX, [_row(outcome) for outcome in ended])
+    for outcome in wrong:
+        console.print(f"[red]{escape(outcome.training.title)}: {escape(str(outcome))}[/red]")
+    color = "red" if wrong else "green"
+    counts = f"{count - len(wrong)} of {count} comparisons are right, largest relative error {largest:.1e}, {seconds:.0f} s"
+    console.print(f"[{color}]{counts}[/{color}]")
+    return not wrong
+
+
+def _row(outcome: Outcome) -> list[str]:
+    t = outcome.training
+    error = "–" if math.isnan(outcome.error) else f"{outcome.error:.1e}"
+    sizes = [str(size) for size in (t.ranks, t.tp, t.cp, t.dp)]
+    ending = ["yes" if t.liger else "no", error, f"{outcome.seconds:.1f}", outcome.result]
+    return [t.model, *sizes, t.shard, str(t.accumulation), *ending]
 
 
 def _print(console: Any, report: Report, all_rows: bool) -> None:

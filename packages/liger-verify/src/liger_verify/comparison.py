@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -15,24 +17,38 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessContext, ProcessException
 
 from liger_core.errors import OptionError
 from liger_verify.report import Difference, Report
 from liger_verify.world import Step, World
 
 TRUTH = "truth.pt"
+# How the file is named in which a process says why it failed.
+FAILURE = ".failure"
 # What most steps import; a process is a fork of one that has.
-LIBRARIES = ["torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama"]
+LIBRARIES = [
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "liger_verify.training",
+]
 # A gradient this much smaller than the usual one consists of round-off.
 NOTHING = 1e-6
 
 
 class Run(NamedTuple):
-    """The processes of the parallel run, as each of them needs to know them."""
+    """The processes of one run, as each of them needs to know them.
+
+    folder    the same for all runs of a step, where the one process leaves the truth
+    results   what the processes of this run leave
+    patience  seconds that a process waits for another one
+    """
 
     step: Step
     ranks: int
     folder: str
+    results: str
     patience: float
 
 
@@ -51,29 +67,82 @@ def compare(step: Step, *, ranks: int, sizes: Mapping[str, int] | None = None, t
 
     Raises OptionError for fewer than two ranks; an exception in a process ends all of them and is raised here.
     """
+    check(ranks, tolerance)
+    with TemporaryDirectory(prefix="liger-verify-") as folder:
+        leave_truth(step, folder, patience=patience)
+        return compare_with_truth(step, folder, ranks=ranks, sizes=sizes, tolerance=tolerance, patience=patience)
+
+
+def check(ranks: int, tolerance: float) -> None:
+    """Raise OptionError for what `compare` cannot do."""
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
         raise OptionError(
             f"compare: ranks must be an integer of at least 2, since one process is what they are compared with, got {ranks!r}"
         )
     if not tolerance > 0:
         raise OptionError(f"compare: tolerance must be > 0, got {tolerance!r}")
-    with TemporaryDirectory(prefix="liger-verify-") as folder:
-        run = Run(step, ranks, folder, patience)
-        _start(_alone, 1, run)
-        _start(_rank, ranks, run)
+
+
+def leave_truth(step: Step, folder: str, *, patience: float, limit: float | None = None) -> None:
+    """Run a step on one process in float64, and leave in the folder what any number of ranks is compared with."""
+    _start(_alone, Run(step, 1, folder, folder, patience), limit)
+
+
+def compare_with_truth(
+    step: Step,
+    folder: str,
+    *,
+    ranks: int,
+    sizes: Mapping[str, int] | None = None,
+    tolerance: float = 1e-4,
+    patience: float = 600.0,
+    limit: float | None = None,
+) -> Report:
+    """Run a step on `ranks` processes and compare it with the truth in the folder; a run that takes longer than `limit` seconds is ended."""
+    with TemporaryDirectory(prefix="liger-verify-") as results:
+        _start(_rank, Run(step, ranks, folder, results, patience), limit)
         truth = torch.load(Path(folder, TRUTH), weights_only=True)
-        measured = [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
+        measured = [torch.load(Path(results, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
     return report_of(truth, measured, {"ranks": ranks, **(sizes or {})}, tolerance)
 
 
-def _start(work: Any, count: int, run: Run) -> None:
+def _start(work: Any, run: Run, limit: float | None) -> None:
     # A fork of a server that has imported PyTorch starts in a moment; where there are no forks, fresh interpreters do.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     if method == "forkserver":
         # Without effect where the server runs already.
         multiprocessing.get_context(method).set_forkserver_preload(LIBRARIES)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.start_processes(work, (run, store.port), nprocs=count, start_method=method)
+    started = torch.multiprocessing.start_processes(work, (run, store.port), nprocs=run.ranks, join=False, start_method=method)
+    try:
+        _wait(started, limit)
+    except ProcessException as error:
+        error.add_note(_cause(started, run, error))
+        raise
+
+
+def _wait(started: ProcessContext, limit: float | None) -> None:
+    end = None if limit is None else time.monotonic() + limit
+    try:
+        while not started.join(None if end is None else max(0.0, end - time.monotonic())):
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"it was ended after {limit:g} s, the limit")
+    finally:
+        for process in started.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _cause(started: ProcessContext, run: Run, error: Exception) -> str:
+    """Why a run failed, in one line: of the process that failed first, because of which the others did."""
+    for rank, process in enumerate(started.processes):
+        code = process.exitcode or 0
+        # 1 is an exception, and SIGTERM ends those that are left.
+        if code not in (0, 1, -signal.SIGTERM):
+            return f"rank {rank} ended with {f'exit code {code}' if code > 0 else signal.Signals(-code).name}"
+    failures = sorted(Path(run.results).glob(f"*{FAILURE}"), key=lambda path: path.stat().st_mtime_ns)
+    return failures[0].read_text() if failures else str(error).strip().splitlines()[-1]
 
 
 def _alone(rank: int, run: Run, port: int) -> None:
@@ -88,7 +157,7 @@ def _rank(rank: int, run: Run, port: int) -> None:
         truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
         loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder)))
         measured = {name: measure(None if g is None else _whole(g), truth.get(name), sums=True) for name, g in gradients.items()}
-        torch.save({"loss": float(loss), "gradients": measured}, Path(run.folder, f"{rank}.pt"))
+        torch.save({"loss": float(loss), "gradients": measured}, Path(run.results, f"{rank}.pt"))
         dist.barrier()
 
 
@@ -100,8 +169,12 @@ def _process(rank: int, ranks: int, run: Run, port: int) -> Iterator[None]:
     torch.manual_seed(0)
     shared = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {name: str(value) for name, value in shared.items()} | {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=run.patience))
-    yield
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=run.patience))
+        yield
+    except Exception as error:
+        Path(run.results, f"{rank}{FAILURE}").write_text(f"rank {rank}: {type(error).__name__}: {error}")
+        raise
     dist.destroy_process_group()
 
 

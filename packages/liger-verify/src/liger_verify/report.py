@@ -105,6 +105,11 @@ class Report:
     def right(self) -> bool:
         return not (self.wrong or self.wrong_losses or self.missing)
 
+    @property
+    def largest_error(self) -> float:
+        """The relative error of the gradient that differs most."""
+        return max((d.error for d in self.differences), default=0.0)
+
     def sentences(self) -> list[str]:
         """What is wrong, and what explains it."""
         found = [self._of_loss()] if self.wrong_losses else []
@@ -120,12 +125,11 @@ class Report:
         return found
 
     def __str__(self) -> str:
-        worst = max((d.error for d in self.differences), default=0.0)
         if self.right:
             ranks = len(self.losses)
             return (
                 f"right: loss {self.loss:.6f} and {len(self.differences)} gradients on {ranks} ranks are those of one process in float64 "
-                f"(largest relative error {worst:.1e})"
+                f"(largest relative error {self.largest_error:.1e})"
             )
         return "wrong: " + "\n       ".join(self.sentences())
 

@@ -78,6 +78,17 @@ class Training:
         """For the report."""
         return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "dp × cp": self.dp * self.cp, "accumulation": self.accumulation}
 
+    @property
+    def title(self) -> str:
+        """What it is, in a line."""
+        sizes = f"tp {self.tp}, cp {self.cp}, dp {self.dp}, {self.shard}, {self.accumulation} micro-batches"
+        return f"{self.model}{' with Liger' if self.liger else ''} on {self.ranks} ranks: {sizes}"
+
+    @property
+    def truth(self) -> Training:
+        """The setup that stands for all that one process computes the same for: of the same model and the same micro-batches."""
+        return dataclasses.replace(self, tp=1, cp=1, shard="none", accumulation=1, ranks=self.dp * self.accumulation, liger=False)
+
     # -- the step
 
     def __call__(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -238,9 +249,16 @@ def tiny_config(model: str, options: Mapping[str, Any]) -> Any:
 
 
 def _quiet() -> None:
-    """No progress bars of many processes."""
+    """No progress bars and warnings of many processes."""
+    import logging as of_python
+    import warnings
+
     from transformers.utils import logging
 
+    # About how `parallel` calls Transformers.
+    warnings.filterwarnings("ignore", "Passing `tp_plan` directly", FutureWarning)
+    # About how many collectives make a gradient whole that is sharded twice, which only this comparison does.
+    of_python.getLogger("torch.distributed.tensor._redistribute").setLevel(of_python.ERROR)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 

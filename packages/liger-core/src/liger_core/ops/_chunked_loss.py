@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._softmax_loss import Asked, RowOptions, RowPasses, RowResults, row_results
-from liger_core.ops._vocabulary import Vocabulary, end_sum, start_sum
+from liger_core.ops._vocabulary import RowSum
 
 Chunk = int | Literal["report"] | None
 
@@ -280,27 +280,27 @@ def logits_of(head: Head, rows: int, buffer: Tensor | None = None) -> Iterator[t
 
 
 class Running:
-    """The running sums over the chunks."""
+    """The running sums over the chunks; `ranks` if these share the vocabulary."""
 
-    def __init__(self, sums: Sums, vocab: Vocabulary | None = None) -> None:
-        self.sums, self.vocab = sums, vocab
+    def __init__(self, sums: Sums, ranks: RowSum | None = None) -> None:
+        self.sums, self.ranks = sums, ranks
         self.first = True
 
     def add(self, part: slice, gradient: Tensor, head: Head) -> None:
         """Add the gradient of one chunk of logits."""
         of_hidden, of_weight, of_bias = self.sums
-        sharded, out = self.vocab is not None and self.vocab.group is not None, None
-        if of_hidden is not None and not sharded:
+        out = None
+        if of_hidden is not None and self.ranks is None:
             torch.mm(gradient, head.weight, out=of_hidden[part])
-        elif of_hidden is not None and self.vocab is not None:
+        elif of_hidden is not None and self.ranks is not None:
             # The parts of the ranks are added in float32, while the gradient of weight is computed.
             out = torch.empty(of_hidden[part].shape, dtype=accumulator(of_hidden.dtype), device=of_hidden.device)
             accumulate(out, gradient, head.weight, first=True)
-            start_sum(out, self.vocab)
+            self.ranks.start(out)
         if of_weight is not None:
             accumulate(of_weight, gradient.t(), head.hidden[part], self.first)
-        if out is not None and of_hidden is not None and self.vocab is not None:
-            end_sum(out, self.vocab)
+        if out is not None and of_hidden is not None and self.ranks is not None:
+            self.ranks.end(out)
             of_hidden[part] = out
         if of_bias is not None:
             column = gradient.sum(0, dtype=of_bias.dtype)

@@ -34,7 +34,7 @@ from liger_core.ops._chunked_loss import (
 from liger_core.ops._divergence import DivergenceOptions, DivergencePasses, DivergenceResults, divergence_results
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._token_passes import blocks
-from liger_core.ops._vocabulary import Vocabulary, end_sum, merge_divergence, start_sum
+from liger_core.ops._vocabulary import RowSum, Vocabulary, end_sum, merge_divergence, start_sum
 
 # Rows of the teacher's logits that are held at a time, and how much of a budget they take at most. 512 rows fill an H200 with several
 # waves of tiles; fewer than LEAST are not worth keeping the gradient of the logits for.
@@ -160,7 +160,7 @@ class DivergenceLoop:
         pair, inner = shard.pair, sums._replace(sum_hidden=packed.like(sums.sum_hidden))
         results = divergence_results(pair.hidden)
         factor = inverse.expand(pair.hidden.shape[0]) if inverse is not None and scale is None else None
-        running = Running(_of_classes(inner, pair.weight.shape[0]), vocab)
+        running = Running(_of_classes(inner, pair.weight.shape[0]), shard.ranks(cut.rows))
         for chunk, logits, parts in self._walk(pair, cut if gradient else cut._replace(rows=cut.theirs)):
             for part, ours, theirs in parts:
                 self._compare(shard, part, ours, theirs, results, None if factor is None else factor[part], gradient)
@@ -227,7 +227,7 @@ class DivergenceLoop:
         # .data has a version counter of its own: a kept graph may add once more.
         main_grad = chunks.main_grad.data[:classes] if chunks.main_grad is not None and needs[1] else None
         if kept is None:
-            running, moments = Running(sums, vocab), packed.take(moments)
+            running, moments = Running(sums, shard.ranks(cut.rows)), packed.take(moments)
             for chunk, logits, parts in self._walk(pair, cut):
                 for part, ours, theirs in parts:
                     self._gradients(shard, part, ours, theirs, moments[part], factor[part])
@@ -236,7 +236,7 @@ class DivergenceLoop:
             running.finish()
         else:
             kept = kept[: pair.hidden.shape[0]]
-            _weighed(kept, factor, pair, sums, _keeps(pair, chunks, vocab), vocab)
+            _weighed(kept, factor, shard, sums, _keeps(pair, chunks, vocab))
             if main_grad is not None:
                 _add_to(main_grad, kept, _times(pair.hidden, factor), largest)
         _finished(sums, packed, gradients, largest)
@@ -281,6 +281,8 @@ def _keeps(pair: HeadPair, chunks: ChunkOptions, vocab: Vocabulary) -> int:
 class Shard(NamedTuple):
     """The rows that count, with those of the weights that are classes; the options for the row passes.
 
+    rows     of hidden, before those that do not count were left out
+    taken    those that are left; None for all of them
     local    targets as the passes take them
     counted  which of the rows count
     invalid  which of them have a target outside the vocabulary
@@ -289,9 +291,15 @@ class Shard(NamedTuple):
     pair: HeadPair
     options: DivergenceOptions
     vocab: Vocabulary
+    rows: int
+    taken: Tensor | None
     local: Tensor
     counted: Tensor
     invalid: Tensor
+
+    def ranks(self, most: int) -> RowSum | None:
+        """What adds up the gradient of hidden, `most` rows at a time, over the ranks that share the vocabulary."""
+        return None if self.vocab.group is None else RowSum(self.vocab, self.rows, self.taken, most)
 
 
 def _packed(
@@ -302,7 +310,7 @@ def _packed(
         mine = vocab.mine(pair.weight.shape[0])
         bias, teacher_bias = (None if b is None else b[:mine] for b in (pair.bias, pair.teacher_bias))
         pair = pair._replace(weight=pair.weight[:mine], bias=bias, teacher_weight=pair.teacher_weight[:mine], teacher_bias=teacher_bias)
-    known = Counted(pair.student(), options.ignore_index, chunks.pack, number, vocab.usual())
+    rows, known = pair.hidden.shape[0], Counted(pair.student(), options.ignore_index, chunks.pack, number, vocab.usual())
     packed = Packed(pair.student(), known.index())
     hidden, _, target, _ = packed.head
     pair = pair._replace(hidden=hidden, target=target, teacher_hidden=packed.take(pair.teacher_hidden))
@@ -312,7 +320,8 @@ def _packed(
         here = (target >= vocab.start) & (target < vocab.start + pair.weight.shape[0])
         local = torch.where(counted, torch.where(here, target - vocab.start, -2), -1)
         options = options._replace(ignore_index=-1, partial=True)
-    return packed, Shard(pair, options, vocab, local, counted, (target < 0) | (target >= vocab.classes)), known.number or 0
+    invalid = (target < 0) | (target >= vocab.classes)
+    return packed, Shard(pair, options, vocab, rows, packed.index, local, counted, invalid), known.number or 0
 
 
 def _of_classes(sums: Sums | Gradients, classes: int) -> Sums:
@@ -364,18 +373,19 @@ def _times(hidden: Tensor, factor: Tensor) -> Tensor:
     return torch.mul(hidden, factor[:, None], out=torch.empty_like(hidden))
 
 
-def _weighed(kept: Tensor, factor: Tensor, pair: HeadPair, sums: Sums, rows: int, vocab: Vocabulary) -> None:
+def _weighed(kept: Tensor, factor: Tensor, shard: Shard, sums: Sums, rows: int) -> None:
     """The sums from the gradient of the logits but for the factor of each row."""
     of_hidden, of_weight, of_bias = sums
-    hidden, count = pair.hidden, pair.hidden.shape[0]
+    hidden, count, ranks = shard.pair.hidden, shard.pair.hidden.shape[0], shard.ranks(rows)
     if of_hidden is not None and count:
         buffer = torch.empty(min(rows, count), hidden.shape[1], dtype=accumulator(hidden.dtype), device=hidden.device)
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
             out = buffer[: part.stop - part.start]
-            accumulate(out, kept[part], pair.weight, first=True)
-            start_sum(out, vocab)
-            end_sum(out, vocab)
+            accumulate(out, kept[part], shard.pair.weight, first=True)
+            if ranks is not None:
+                ranks.start(out)
+                ranks.end(out)
             torch.mul(out, factor[part, None], out=of_hidden[part])
     if of_weight is not None:
         if count:

@@ -20,7 +20,7 @@ from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._chunked_loss import CHUNK_BYTES, CPU_BYTES, ChunkOptions, Counted, Head, Packed, accumulate, chunking
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._token_passes import MOMENTS, AskedOfTokens, LogitOptions, Slopes, Sums, TokenPasses
-from liger_core.ops._vocabulary import Exchange, Vocabulary, end_sum, own_rows, start_scatter, start_sum
+from liger_core.ops._vocabulary import Exchange, RowSum, Vocabulary
 
 # Classes of a block, of which there are BLOCKS at least, fewer classes before rows are cut, and what their number is a multiple of.
 # The gradient of hidden is read and written in float32 once a block, which takes 1 % of a step on an H200; 64 classes for each of its
@@ -440,7 +440,7 @@ class _Totals:
     def __init__(
         self, packed: Packed, gradients: TokenGradients, main_grad: Tensor | None, tiles: Tiling, largest: Tensor | None, vocab: Vocabulary
     ) -> None:
-        self.packed, self.tiles, self.largest, self.vocab = packed, tiles, largest, vocab
+        self.packed, self.tiles, self.largest = packed, tiles, largest
         hidden, weight, bias = packed.head.hidden, packed.head.weight, gradients.grad_bias
         # Rows of weight past the classes are padding.
         classes = weight.shape[0]
@@ -462,10 +462,7 @@ class _Totals:
         if groups and self.weight is not None and tiles.dtype != weight.dtype:
             self.weight_sum = torch.empty(weight.shape, dtype=tiles.dtype, device=weight.device)
         self.bias_sum = None if self.bias is None else weight.new_zeros(classes, dtype=wide)
-        # All rows at once, and not so few of them that to send the others costs more than what it saves.
-        rows = 0 if self.grad_hidden is None else self.grad_hidden.shape[0]
-        self.scatters = vocab.scattered and not groups and rows % vocab.ranks() == 0 and 2 * count >= rows > 0
-        self.started: Tensor | None = None
+        self.ranks = RowSum(vocab, 0 if self.grad_hidden is None else self.grad_hidden.shape[0], packed.index, tiles.rows)
 
     def add(self, part: slice, block: slice, slope: Tensor) -> None:
         """Take in the gradient of a tile of logits."""
@@ -475,7 +472,7 @@ class _Totals:
             accumulate(out, slope, head.weight[block], first=block.start == 0)
             if last:
                 # While the gradient of weight is computed.
-                self.send(out)
+                self.ranks.start(out)
         of_weight = self.weight if self.weight_sum is None else self.weight_sum
         if of_weight is not None:
             accumulate(of_weight[block], slope.t(), head.hidden[part], first=part.start == 0)
@@ -489,35 +486,12 @@ class _Totals:
         if last:
             self.round(part)
 
-    def send(self, out: Tensor) -> None:
-        """Start to add up the gradient of rows over the ranks; where a rank needs that of its own only, in half of the traffic."""
-        if not self.scatters:
-            start_sum(out, self.vocab)
-            return
-        index, whole = self.packed.index, out
-        if index is not None and self.grad_hidden is not None:
-            whole = out.new_empty(self.grad_hidden.shape)
-            whole.zero_().index_copy_(0, index, out)
-        self.started = start_scatter(whole, self.vocab)
-
     def round(self, part: slice) -> None:
         """The gradient of these rows is whole, once what the ranks add is."""
         if self.hidden is None:
             return
         out = self.hidden[part] if self.hidden_sum is None else self.hidden_sum[: part.stop - part.start]
-        if self.started is None:
-            end_sum(out, self.vocab)
-        else:
-            own, mine = own_rows(self.started, self.vocab)
-            index = self.packed.index
-            if index is None:
-                out[own] = mine
-            else:
-                # Counted rows of other ranks keep what this rank has.
-                at = (index - own.start).clamp(0, mine.shape[0] - 1)
-                here = (index >= own.start) & (index < own.stop)
-                out.copy_(torch.where(here[:, None], mine[at], out))
-            self.started = None
+        self.ranks.end(out)
         if self.hidden_sum is not None:
             self.hidden[part] = out
 
@@ -529,7 +503,7 @@ class _Totals:
         for start in range(0, count, self.tiles.rows):
             part = slice(start, min(start + self.tiles.rows, count))
             out = self.hidden[part] if self.hidden_sum is None else self.hidden_sum[: part.stop - part.start]
-            self.send(out.zero_())
+            self.ranks.start(out.zero_())
             self.round(part)
 
     def finish(self) -> None:

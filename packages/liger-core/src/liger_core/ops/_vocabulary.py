@@ -128,18 +128,43 @@ def end_sum(part: Tensor, vocab: Vocabulary) -> None:
         _c10d.wait_tensor(part)
 
 
-def start_scatter(part: Tensor, vocab: Vocabulary) -> Tensor:
-    """Start to add up what each rank has. Each gets its own equal part of the rows, once `own_rows` has waited for it."""
-    started: Tensor = _c10d.reduce_scatter_tensor(part, "sum", vocab.ranks(), vocab.group)
-    return started
+class RowSum:
+    """Adds up over the ranks what each has of the gradient of hidden; where a rank needs that of its own rows only, in half of the traffic.
 
+    rows   of hidden
+    index  those of them that the gradient has; None if it has all
+    most   of those that come at once
+    """
 
-def own_rows(started: Tensor, vocab: Vocabulary) -> tuple[slice, Tensor]:
-    """The rows of this rank, and their sums."""
-    assert vocab.group is not None
-    rank = torch.distributed.distributed_c10d._resolve_process_group(vocab.group).rank()  # type: ignore[arg-type]
-    mine: Tensor = _c10d.wait_tensor(started)
-    return slice(rank * mine.shape[0], (rank + 1) * mine.shape[0]), mine
+    def __init__(self, vocab: Vocabulary, rows: int, index: Tensor | None, most: int) -> None:
+        self.vocab, self.rows, self.index = vocab, rows, index
+        count = rows if index is None else index.shape[0]
+        # All at once, and not so few of them that to send the others costs more than what it saves.
+        self.scatters = vocab.scattered and count <= most and rows % vocab.ranks() == 0 and 2 * count >= rows > 0
+        self.started: Tensor | None = None
+
+    def start(self, out: Tensor) -> None:
+        """Start to add up these rows, in place."""
+        if not self.scatters:
+            start_sum(out, self.vocab)
+            return
+        whole = out if self.index is None else out.new_zeros(self.rows, *out.shape[1:]).index_copy_(0, self.index, out)
+        self.started = _c10d.reduce_scatter_tensor(whole, "sum", self.vocab.ranks(), self.vocab.group)
+
+    def end(self, out: Tensor) -> None:
+        """Make what comes after wait for that sum. Scattered rows of other ranks keep what this rank has."""
+        if self.started is None:
+            end_sum(out, self.vocab)
+            return
+        assert self.vocab.group is not None
+        mine: Tensor = _c10d.wait_tensor(self.started)
+        self.started, count = None, mine.shape[0]
+        start = count * torch.distributed.distributed_c10d._resolve_process_group(self.vocab.group).rank()  # type: ignore[arg-type]
+        if self.index is None:
+            out[start : start + count] = mine
+        else:
+            here = (self.index >= start) & (self.index < start + count)
+            out.copy_(torch.where(here[:, None], mine[(self.index - start).clamp(0, count - 1)], out))
 
 
 def _size(name: str) -> int:

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many comparisons, one after the other: models by setups, with and without Liger."""
+
+from __future__ import annotations
+
+import math
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, get_type_hints
+
+from liger_core.errors import OptionError, nearest
+from liger_verify.comparison import check, compare_with_truth, leave_truth
+from liger_verify.report import Report
+from liger_verify.training import Training
+
+# What `--matrix` is: every dimension alone, and those that meet in one gradient together.
+MODELS = ("llama", "qwen3", "gemma2", "granite", "phi3", "mixtral")
+SETUPS: tuple[dict[str, Any], ...] = (
+    {"tp": 2},
+    {"cp": 2},
+    {"tp": 2, "cp": 2},
+    {"tp": 2, "ranks": 4, "accumulation": 3},
+    {"cp": 2, "ranks": 4, "accumulation": 3},
+    {"shard": "ddp", "ranks": 4, "accumulation": 2},
+    {"shard": "fsdp2", "ranks": 4, "accumulation": 2},
+    {"shard": "none", "cp": 2, "ranks": 4},
+    {"tp": 2, "cp": 2, "ranks": 8, "accumulation": 3},
+)
+# The fields of a setup in a file, and what they must be.
+FIELDS: dict[str, type] = {name: kind for name, kind in get_type_hints(Training).items() if kind in (str, int, bool)}
+LEAST = {"length": 8, "seed": 0, "ranks": 2}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A comparison of a matrix: a report, or the problem because of which there is none."""
+
+    training: Training
+    seconds: float
+    report: Report | None = None
+    problem: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.report is not None and self.report.right
+
+    @property
+    def error(self) -> float:
+        """The largest relative error of a gradient."""
+        return math.nan if self.report is None else self.report.largest_error
+
+    @property
+    def result(self) -> str:
+        return "failed" if self.report is None else "right" if self.right else "wrong"
+
+    def __str__(self) -> str:
+        return f"failed: {self.problem}" if self.report is None else str(self.report)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        fields = {name: getattr(self.training, name) for name in FIELDS}
+        about = {"setup": self.training.title, **fields, "seconds": self.seconds, "result": self.result, "largest_error": self.error}
+        return {**about, "problem": self.problem} if self.report is None else {**about, **self.report.as_dict()}
+
+
+def setups_in(path: str) -> list[dict[str, Any]]:
+    """The setups of a TOML file, each a table [[setup]]."""
+    try:
+        found = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise OptionError(f"verify: --setups must be a TOML file: {error}") from None
+    setups = found.get("setup")
+    if set(found) != {"setup"} or not isinstance(setups, list) or not setups or not all(isinstance(each, dict) for each in setups):
+        raise OptionError(
+            f"verify: --setups must be a file of tables [[setup]] and nothing else, {path} has {', '.join(found) or 'nothing'}"
+        )
+    for number, setup in enumerate(setups, 1):
+        for name, value in setup.items():
+            _check(name, value, f"verify: setup {number} of {path}")
+    return setups
+
+
+def _check(name: str, value: Any, where: str) -> None:
+    if name not in FIELDS:
+        raise OptionError(f"{where}: a setup has {', '.join(FIELDS)}, got {name!r}.{nearest(name, FIELDS)}")
+    kind = FIELDS[name]
+    if type(value) is not kind:
+        raise OptionError(f"{where}: {name} must be of type {kind.__name__}, got {value!r}")
+    if isinstance(value, int) and kind is int and value < LEAST.get(name, 1):
+        raise OptionError(f"{where}: {name} must be at least {LEAST.get(name, 1)}, got {value}")
+
+
+def steps_of(models: Sequence[str], setups: Sequence[dict[str, Any]], ways: Sequence[bool], **common: Any) -> list[Training]:
+    """Every model in every setup, in every way (with Liger or without); what a setup says itself counts."""
+    found = []
+    for model, setup, liger in product(models, setups, ways):
+        named: dict[str, Any] = {"model": model, "liger": liger, **common, **setup}
+        named.setdefault("ranks", max(2, named.get("tp", 1) * named.get("cp", 1)))
+        found.append(Training(**named))
+    # A setup that names its model or its way is one comparison; those of a model follow each other.
+    order = list(dict.fromkeys(training.model for training in found))
+    unique = [training for number, training in enumerate(found) if training not in found[:number]]
+    for training in unique:
+        training.check()
+    return sorted(unique, key=lambda training: order.index(training.model))
+
+
+def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, limit: float) -> Iterator[Outcome]:
+    """Every comparison, whatever comes of the others. What one process computes is computed once for each model and data."""
+    for training in matrix:
+        check(training.ranks, tolerance)
+    for _, alike in groupby(matrix, lambda training: training.model):
+        with TemporaryDirectory(prefix="liger-verify-") as folder:
+            truths = _Truths(folder, patience, limit)
+            for training in alike:
+                start = time.perf_counter()
+                report, problem = None, truths.problem(training)
+                if not problem:
+                    options: dict[str, Any] = {"tolerance": tolerance, "patience": patience, "limit": limit}
+                    try:
+                        report = compare_with_truth(
+                            training, truths.folder(training), ranks=training.ranks, sizes=training.sizes, **options
+                        )
+                    except Exception as error:
+                        problem = _said(error)
+                yield Outcome(training, time.perf_counter() - start, report, problem)
+
+
+class _Truths:
+    """What one process computes for a model, each in a folder."""
+
+    def __init__(self, folder: str, patience: float, limit: float) -> None:
+        self._folder, self._patience, self._limit = folder, patience, limit
+        # Why there is none, if so.
+        self._problems: list[tuple[Training, str]] = []
+
+    def folder(self, training: Training) -> str:
+        return str(Path(self._folder, str([truth for truth, _ in self._problems].index(training.truth))))
+
+    def problem(self, training: Training) -> str:
+        """Compute the truth of a training step unless it is there; returns why that failed."""
+        for truth, problem in self._problems:
+            if truth == training.truth:
+                return problem
+        self._problems.append((training.truth, ""))
+        Path(self.folder(training)).mkdir()
+        try:
+            leave_truth(training.truth, self.folder(training), patience=self._patience, limit=self._limit)
+        except Exception as error:
+            self._problems[-1] = (training.truth, f"one process in float64: {_said(error)}")
+        return self._problems[-1][1]
+
+
+def _said(error: Exception) -> str:
+    """A line about an exception: of a run, what its first process to fail says."""
+    return next(iter(getattr(error, "__notes__", [])), f"{type(error).__name__}: {error}")

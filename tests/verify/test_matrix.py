@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`liger verify` over several models and setups: one truth for all that share it, and none is lost because of another."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch import Tensor
+
+from liger_core.errors import OptionError
+from liger_verify import matrix
+from liger_verify.command import verify
+from liger_verify.matrix import Outcome, outcomes, setups_in, steps_of
+from liger_verify.training import Training
+from liger_verify.world import World
+
+
+@dataclass(frozen=True)
+class Fake(Training):
+    """A step without a model: the truth says how often it was computed, and `shard` what the ranks do."""
+
+    def check(self) -> None:
+        pass
+
+    def __call__(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+        if world.alone:
+            if self.model == "no_truth":
+                raise ValueError("there is no such model")
+            with Path(self.options["log"]).open("a") as log:
+                log.write(f"{self.model} {self.ranks}\n")
+        elif self.shard == "raises" and world.rank == 1:
+            raise ValueError("rank 1 has no data")
+        elif self.shard == "crashes" and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.shard == "leaves" and world.rank == 1:
+            os._exit(7)
+        elif self.shard == "hangs" and world.rank == 1:
+            time.sleep(1000)
+        if not world.alone:
+            torch.distributed.barrier()
+        factor = world.ranks if self.shard == "summed" else 1
+        return torch.ones(()), {"a.b.weight": torch.ones(3) * factor}
+
+
+def run(steps: Sequence[Training], limit: float = 120.0) -> list[Outcome]:
+    return list(outcomes(steps, tolerance=1e-4, patience=120.0, limit=limit))
+
+
+def fakes(log: Path, *shards: str, **fields: Any) -> list[Training]:
+    return [Fake(shard=shard, options={"log": str(log)}, **fields) for shard in shards]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "log"
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("raises", "rank 1: ValueError: rank 1 has no data"),
+        ("crashes", "rank 1 ended with SIGKILL"),
+        ("leaves", "rank 1 ended with exit code 7"),
+    ],
+)
+def test_a_comparison_that_fails_says_why_and_ends_no_other(fault: str, sentence: str, log: Path) -> None:
+    before, failed, after = run(fakes(log, "fine", fault, "summed"))
+    assert (before.result, failed.result, after.result) == ("right", "failed", "wrong")
+    assert str(failed) == f"failed: {sentence}"
+    assert "it is 2 times the right one, which is dp or dp × cp (2)" in str(after)
+
+
+def test_a_comparison_that_hangs_is_ended_and_ends_no_other(log: Path) -> None:
+    run(fakes(log, "fine"))
+    # On a busy machine a comparison takes longer; the first one has imported the libraries.
+    start = time.monotonic()
+    run(fakes(log, "fine"))
+    limit = math.ceil(5 * (time.monotonic() - start))
+    hanging, after = run(fakes(log, "hangs", "fine"), limit)
+    assert str(hanging) == f"failed: TimeoutError: it was ended after {limit} s, the limit"
+    assert after.right
+
+
+def test_what_one_process_computes_is_computed_once_for_each_model_and_data(log: Path) -> None:
+    more = fakes(log, "fine", accumulation=2)
+    found = run([*fakes(log, "fine", "raises", "fine"), *more, *fakes(log, "fine", model="other")])
+    assert [outcome.result for outcome in found] == ["right", "failed", "right", "right", "right"]
+    # Micro-batches on two data-parallel ranks.
+    assert log.read_text().split("\n")[:-1] == ["llama 2", "llama 4", "other 2"]
+
+
+def test_a_truth_that_fails_fails_its_comparisons_only(log: Path) -> None:
+    found = run([*fakes(log, "fine", "summed", model="no_truth"), *fakes(log, "fine")])
+    assert [outcome.result for outcome in found] == ["failed", "failed", "right"]
+    assert str(found[1]) == "failed: one process in float64: rank 0: ValueError: there is no such model"
+
+
+def test_setups_that_share_a_truth_have_the_same_data() -> None:
+    model = type("Model", (), {"config": type("Config", (), {"get_text_config": lambda self: self, "vocab_size": 50})()})()
+    for training in steps_of(["llama"], matrix.SETUPS, [True]):
+        ours, theirs = training.data(model), training.truth.data(model)
+        assert len(ours) == len(theirs)
+        assert all(torch.equal(a.labels, b.labels) and torch.equal(a.ids, b.ids) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_matrix_is_every_model_in_every_setup_with_and_without_liger() -> None:
+    found = steps_of(["llama", "qwen3"], [{"tp": 2}, {"tp": 2, "cp": 2}, {"model": "phi3", "liger": False}], [False, True], seed=3)
+    assert [(t.model, t.tp, t.cp, t.ranks, t.liger) for t in found] == [
+        *[("llama", 2, cp, 2 * cp, liger) for cp in (1, 2) for liger in (False, True)],
+        ("phi3", 1, 1, 2, False),
+        *[("qwen3", 2, cp, 2 * cp, liger) for cp in (1, 2) for liger in (False, True)],
+    ]
+    assert {t.seed for t in found} == {3}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", ["--plain", "--liger"])
+def test_several_models_are_compared_in_one_table(way: str, capfd: pytest.CaptureFixture[str]) -> None:
+    verify(model=["llama", "qwen3"], tp=2, liger=way == "--liger", as_json=True)
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert found["right"]
+    assert [(each["model"], each["result"], each["liger"]) for each in found["comparisons"]] == [
+        ("llama", "right", way == "--liger"),
+        ("qwen3", "right", way == "--liger"),
+    ]
+    assert found["largest_error"] == max(each["largest_error"] for each in found["comparisons"]) > 0
+    assert "2 of 2: qwen3" in err
+
+
+def test_the_table_ends_with_every_failure_and_the_exit_code_is_1(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    steps = fakes(log, "summed", "fine", "raises")
+    monkeypatch.setattr("liger_verify.command.steps_of", lambda *_, **__: steps)
+    with pytest.raises(typer.Exit) as ended:
+        verify(matrix=True)
+    assert ended.value.exit_code == 1
+    *_, wrong, failed, counts = capfd.readouterr().out.strip().split("\n")
+    assert wrong.startswith("llama with Liger on 2 ranks: tp 1, cp 1, dp 2, summed, 1 micro-batches: wrong: going back from the loss")
+    assert (
+        failed == "llama with Liger on 2 ranks: tp 1, cp 1, dp 2, raises, 1 micro-batches: failed: rank 1: ValueError: rank 1 has no data"
+    )
+    assert counts.startswith("1 of 3 comparisons are right, largest relative error 1.0e+00")
+
+
+def test_setups_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "setups.toml"
+    path.write_text('[[setup]]\ntp = 2\nranks = 4\n\n[[setup]]\nmodel = "qwen3"\nshard = "ddp"\nliger = true\n')
+    assert setups_in(str(path)) == [{"tp": 2, "ranks": 4}, {"model": "qwen3", "shard": "ddp", "liger": True}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[setup]]\nrank = 2", "got 'rank'. Did you mean 'ranks'?"),
+        ("[[setup]]\ntp = true", "tp must be of type int, got True"),
+        ("[[setup]]\nranks = 1", "ranks must be at least 2, got 1"),
+        ("[[setups]]\ntp = 2", "--setups must be a file of tables [[setup]] and nothing else"),
+        ("setup = []", "--setups must be a file of tables [[setup]] and nothing else"),
+        ("tp =", "--setups must be a TOML file"),
+    ],
+    ids=["name", "type", "least", "other_table", "none", "no_toml"],
+)
+def test_a_wrong_file_of_setups_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "setups.toml"
+    path.write_text(text)
+    with pytest.raises(OptionError) as raised:
+        setups_in(str(path))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"matrix": True, "tp": 2}, "verify: --matrix has several setups; leave out --tp, which is of one"),
+        ({"setups": "a.toml", "step": "a.py:b"}, "verify: --setups has several setups; leave out --step, which is of one"),
+        ({"setups": "a.toml", "matrix": True}, "verify: --matrix has its setups, --setups those of a file; leave one of them out"),
+        ({"matrix": True, "tolerance": 0.0}, "compare: tolerance must be > 0, got 0.0"),
+        ({"model": ["llama", "qwen3"], "ranks": 3, "tp": 2}, "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3"),
+    ],
+    ids=["one_setup", "step", "both", "tolerance", "impossible"],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        verify(**options)
+    assert str(raised.value) == message
