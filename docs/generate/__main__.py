@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import commands
+import peer_operators
 import python
 
 import ops
@@ -63,6 +64,8 @@ def pages() -> dict[str, str]:
     found |= recipes
     found |= {f"reference/ops/{name}.md": text for name, text in ops.pages().items()}
     found |= {f"reference/commands/{name}.md": text for name, text in commands.pages().items()}
+    # It is in the repository, too, where tests/docs says when it is stale.
+    found[peer_operators.PAGE.relative_to(DOCS).as_posix()] = peer_operators.page()
     found |= {f"reference/python/{name}.md": text for name, text in python.pages().items()}
     return found
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,10 @@ def stand_in_for_liger_kernel() -> SimpleNamespace:
     def fused_linear_jsd(x: Tensor, w: Tensor, t: Tensor, u: Tensor, shift_labels: None, jsd_beta: float, temperature: float) -> Tensor:
         return jsd(*((a @ b.t() / temperature).log_softmax(-1) for a, b in ((x, w), (t, u))), beta=jsd_beta)
 
+    def fused_linear_kl_div(x: Tensor, w: Tensor, p: Tensor, reduction: str, temperature: float) -> Tensor:
+        assert not p.requires_grad
+        return torch.nn.functional.kl_div((x @ w.t() / temperature).log_softmax(-1), p, reduction=reduction)
+
     def kl_div(log_q: Tensor, log_p: Tensor, reduction: str, log_target: bool) -> Tensor:
         return torch.nn.functional.kl_div(log_q, log_p, reduction=reduction, log_target=log_target)
 
@@ -105,7 +110,28 @@ def stand_in_for_liger_kernel() -> SimpleNamespace:
         assert reduction == "batchmean"
         return 0.5 * (q - p).abs().sum() / q.shape[0]
 
-    return SimpleNamespace(liger_jsd=jsd, liger_fused_linear_jsd=fused_linear_jsd, liger_kl_div=kl_div, liger_tvd=tvd)
+    found = SimpleNamespace(liger_jsd=jsd, liger_fused_linear_jsd=fused_linear_jsd, liger_kl_div=kl_div, liger_tvd=tvd)
+    found.liger_fused_linear_kl_div = fused_linear_kl_div
+    return found
+
+
+class ScaledCrossEntropy:
+    """Its per-token loss as its documentation describes it: the negative log-probability at a temperature, 0 where ignored."""
+
+    @staticmethod
+    def apply(
+        x: Tensor,
+        w: Tensor,
+        target: Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        tiles: int = 1,
+        return_entropy: bool = False,
+    ) -> Any:
+        logits = (x @ w.t()).float() / temperature
+        loss = torch.nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
+        log_p = logits.log_softmax(-1)
+        return (loss, -(log_p.exp() * log_p).sum(-1) * (target != ignore_index)) if return_entropy else loss
 
 
 DIVERGENCES = [(op, {}) for op in (kl_div, jsd, total_variation)]
@@ -123,6 +149,56 @@ def test_liger_kernel_is_asked_for_the_divergence_of_the_op(op: Op[..., Any], op
     assert errors is not None
     assert errors.worst_output < 1e-5
     assert errors.worst_gradient < 1e-5
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_liger_kernel_is_asked_for_the_divergence_from_the_probabilities_of_the_teacher(temperature: float) -> None:
+    case = quick_case(linear_divergence)
+    case.arguments.update(kind="forward_kl", temperature=temperature)
+    case.set_exact()
+    errors = case.errors(Run(case, peer(linear_divergence, Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel())))).full())
+    assert errors is not None
+    assert errors.worst_output < 1e-5
+    assert errors.worst_gradient < 1e-5
+
+
+def log_prob_of_liger_kernel(function: Any, monkeypatch: pytest.MonkeyPatch) -> Peer:
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", SimpleNamespace(LigerFusedLinearScaledCrossEntropyFunction=function))
+    return Peer("liger-kernel", liger_kernel._calls(SimpleNamespace(), print))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}, {"return_entropy": True, "ignore_index": 3, "temperature": 2.0}], ids=str)
+def test_liger_kernel_is_asked_for_the_log_probabilities_of_the_op(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(linear_log_prob, head_workload(16, 8, 64, mode="options", **options), CPU, torch.float32)
+    case.arguments["target"][:4] = options.get("ignore_index", -100)
+    case.set_exact()
+    errors = case.errors(Run(case, peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch))).full())
+    assert errors is not None
+    assert errors.worst_output < 1e-5
+    assert errors.worst_gradient < 1e-5
+
+
+def test_a_kernel_of_liger_kernel_that_cannot_be_imported_is_the_reason_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing:
+        @staticmethod
+        def apply(*arguments: object, **options: object) -> Tensor:
+            raise ImportError("no module named cutlass")
+
+    (row,) = measured(quick_case(linear_log_prob), [peer(linear_log_prob, log_prob_of_liger_kernel(Missing, monkeypatch))])
+    assert (row.reason, row.failed) == ("its kernel for this device cannot be imported: no module named cutlass", False)
+
+
+def test_liger_kernel_has_one_target_a_token_and_no_other_divergence_from_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = make_case(linear_log_prob, head_workload(16, 8, 64, mode="64_targets", targets=64), CPU, torch.float32)
+    (row,) = measured(several, [peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch))])
+    assert (row.reason, row.failed) == ("it has one target per token only", False)
+    other = quick_case(linear_divergence)
+    other.arguments["kind"] = "jsd"
+    variant = Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel()))
+    (row,) = measured(other, [peer(linear_divergence, variant)])
+    assert (row.reason, row.failed) == ("it has the forward KL only", False)
 
 
 OF_TRL: list[tuple[Op[..., Any], dict[str, Any]]] = [(linear_log_prob, {}), (linear_log_prob, {"temperature": 0.5})]

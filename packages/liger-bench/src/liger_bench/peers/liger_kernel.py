@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""liger-kernel 0.8.5: its Triton kernels, float32 accumulation and long chunks for the linear loss, and its CuTe kernels if it has them.
+"""liger-kernel 0.8.5: its Triton kernels, variants of its linear losses, and its CuTe kernels if it has them.
+
+Variants: float32 accumulation and long chunks for the linear cross entropy, and the divergence from soft labels.
 
 Measured as a user calls them, except for two traps: `in_place=False`, since its norms by default write their gradient over the one
 that arrives, which another op may still need; and private copies of what rope, the gated activations and cross_entropy overwrite.
@@ -44,6 +46,7 @@ def peers() -> list[Peer]:
         Peer("liger-kernel", triton, OVERWRITES),
         Peer("liger-kernel fp32", {"linear_cross_entropy": _variant(from_package, accum_dtype=torch.float32)}),
         Peer("liger-kernel long chunks", {"linear_cross_entropy": _variant(from_package, chunk_mem_const=32)}),
+        Peer("liger-kernel soft labels", _soft_labels(from_package)),
     ]
     # Its CuTe kernels are written for Hopper and newer.
     if importlib.util.find_spec("cutlass") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9:
@@ -128,7 +131,25 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
     def embedding(index: Tensor, weight: Tensor) -> Any:
         return importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction.apply(weight, index)
 
-    losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear}
+    def linear_log_prob(
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        return_entropy: bool = False,
+    ) -> Any:
+        if target.dim() == hidden.dim():
+            raise Unsupported("it has one target per token only")
+        function = importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+        try:
+            found = function.apply(hidden, weight, target, temperature, ignore_index, return_entropy=return_entropy)
+        except ImportError as error:
+            # On Hopper it has a CuTe kernel and no other.
+            raise Unsupported(f"its kernel for this device cannot be imported: {error}") from error
+        return (-found[0], found[1]) if return_entropy else -found
+
+    losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear, "linear_log_prob": linear_log_prob}
     rows = by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, relu_squared, dyt, softmax, sparsemax, experts)
     rows |= by_name(poly_norm, group_norm, modulated_rms_norm, embedding, mix_streams, merge_streams, attention_residual)
     return rows | losses | _divergences(package)
@@ -166,6 +187,26 @@ def _divergences(package: Any) -> dict[str, Callable[..., Any]]:
         return package.liger_tvd(q, p, shift_labels=None, reduction="batchmean")
 
     return by_name(linear_divergence, kl_div, jsd, total_variation)
+
+
+def _soft_labels(package: Any) -> dict[str, Callable[..., Any]]:
+    """Its fused linear KL divergence from probabilities of a teacher, which are computed before."""
+
+    def linear_divergence(
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        kind: str = "forward_kl",
+        temperature: float = 1.0,
+    ) -> Any:
+        if kind != "forward_kl":
+            raise Unsupported("it has the forward KL only")
+        with torch.no_grad():
+            teacher = torch.softmax((teacher_hidden @ teacher_weight.t()).float() / temperature, dim=-1)
+        return package.liger_fused_linear_kl_div(hidden, weight, teacher, reduction="batchmean", temperature=temperature)
+
+    return by_name(linear_divergence)
 
 
 def _loss(function: Callable[..., Any]) -> Callable[..., Any]:

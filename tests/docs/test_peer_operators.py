@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/benchmarks/peer-operators.md: its figures are those of committed results, and its operators and ops those that there are."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from liger_bench.bench.rows import HEADER
+from liger_bench.peers import liger_kernel
+from liger_bench.results import append_csv
+from liger_core.builtin import CATALOGUE
+
+ROOT = Path(__file__).parents[2]
+OPS = [op.name for op in CATALOGUE]
+ROW = dict.fromkeys(HEADER, "") | {
+    "op": "rms_norm", "workload": "64x128", "pass": "full", "device": "cuda", "dtype": "bfloat16", "median_ms": 2.0, "low_ms": 1.9,
+    "high_ms": 2.1, "limit_ms": 1.8, "copy_ms": 1.9, "share": 0.9, "error_outputs": 0.002, "error_gradients": 0.004,
+    "error_eager_ratio": 0.5, "machine": "NVIDIA H200; 4 threads", "versions": "torch 2.11.0, liger-kernel 0.8.5", "commit": "c",
+}  # fmt: skip
+FIRST, SECOND = "2026-11-21T10:00:00+00:00", "2026-11-22T10:00:00+00:00"
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(scope="module")
+def generators() -> Iterator[SimpleNamespace]:
+    """The modules of docs/generate."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs" / "generate")
+        yield SimpleNamespace(
+            page=importlib.import_module("peer_operators"),
+            results=importlib.import_module("peer_results"),
+        )
+
+
+@pytest.fixture
+def description(generators: SimpleNamespace) -> dict[str, Any]:
+    return deepcopy(generators.page.described())
+
+
+def found(generators: SimpleNamespace, folder: Path, *rows: dict[str, Any]) -> list[Any]:
+    append_csv([ROW | row for row in rows], folder / "run" / "results.csv", HEADER)
+    return generators.results.pairs(generators.results.measured(folder), ["rms_norm"])
+
+
+def ours(date: str, **columns: Any) -> dict[str, Any]:
+    return {"implementation": "triton", "kind": "backend", "date": date} | columns
+
+
+def theirs(date: str, **columns: Any) -> dict[str, Any]:
+    return {"implementation": "liger-kernel", "kind": "peer", "date": date} | columns
+
+
+def test_the_page_is_that_of_the_committed_results(generators: SimpleNamespace) -> None:
+    page: ModuleType = generators.page
+    assert page.PAGE.read_text() == page.page(), "run python docs/generate/peer_operators.py"
+
+
+def test_every_op_has_an_operator_or_is_alone(generators: SimpleNamespace, description: dict[str, Any]) -> None:
+    assert generators.page.mistakes(description, OPS) == []
+
+
+def test_an_operator_of_an_op_that_does_not_exist_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
+    description["compared"]["liger_rms_norm"] = ["rms_norm", "rms_nrom"]
+    description["alone"]["ops"] += ["layer_nrom"]
+    assert generators.page.mistakes(description, OPS) == [
+        "liger_rms_norm names the op rms_nrom, which does not exist",
+        "alone names the op layer_nrom, which does not exist",
+    ]
+
+
+def test_an_op_that_is_not_mentioned_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
+    assert generators.page.mistakes(description, [*OPS, "new_norm"]) == ["new_norm has no operator and is not alone"]
+
+
+def test_an_op_or_an_operator_in_two_places_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
+    description["alone"]["ops"] += ["dyt"]
+    description["none"]["liger_softmax"] = "unknown"
+    assert generators.page.mistakes(description, OPS) == ["dyt has an operator and is alone", "liger_softmax is in two tables"]
+
+
+def test_a_variant_of_an_operator_that_is_not_compared_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
+    description["variants"]["liger_mhc_apply"] = "liger-kernel apply"
+    assert generators.page.mistakes(description, OPS) == ["variants names liger_mhc_apply, which is not compared"]
+
+
+def test_the_figures_of_a_variant_belong_to_its_operator(generators: SimpleNamespace, tmp_path: Path, description: dict[str, Any]) -> None:
+    description["compared"] = {"plain": ["rms_norm"], "other": ["rms_norm"]}
+    description["variants"] = {"other": "liger-kernel other"}
+    both = found(
+        generators,
+        tmp_path,
+        ours(FIRST),
+        theirs(FIRST, median_ms=6.0),
+        theirs(FIRST, median_ms=4.0) | {"implementation": "liger-kernel other"},
+    )
+    lines = generators.page._overview(description, both).splitlines()
+    (plain,), (other,) = ([line for line in lines if line.startswith(f"| `{name}`")] for name in ("plain", "other"))
+    assert "3.00 ×" in plain
+    assert "2.00 ×" not in plain
+    assert "2.00 ×" in other
+    assert "3.00 ×" not in other
+    assert generators.page._missing(description, both) == ""
+    assert "liger bench rms_norm " in generators.page._missing(description, both[:1])
+
+
+def test_compared_are_the_ops_that_liger_bench_calls_liger_kernel_for(description: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    package = SimpleNamespace(liger_fused_linear_cross_entropy=print)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", package)
+    peers = liger_kernel.peers()
+    assert {op for ops in description["compared"].values() for op in ops} == {op for peer in peers for op in peer.calls}
+    assert set(description["variants"].values()) <= {peer.name for peer in peers}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+@pytest.mark.parametrize("module", ["transformers/functional.py", "chunked_loss/functional.py"])
+def test_every_function_of_liger_kernel_is_described(description: dict[str, Any], module: str) -> None:
+    """By its source, since it can be imported with a GPU only."""
+    spec = importlib.util.find_spec("liger_kernel")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / module).read_text())
+    public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    public |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
+    named = {name.split(".")[-1] for table in ("compared", "covered", "none") for key in description[table] for name in key.split(", ")}
+    assert {name for name in public if name.startswith("liger_")} - named == set()
+
+
+def test_a_figure_is_of_the_newest_run_that_has_both(generators: SimpleNamespace, tmp_path: Path) -> None:
+    (pair,) = found(
+        generators, tmp_path, ours(FIRST), theirs(FIRST, median_ms=4.0), ours(SECOND, median_ms=1.0), theirs(SECOND, median_ms=3.0)
+    )
+    assert (pair.speed("full"), pair.run[-1]) == (3.0, SECOND)
+
+
+def test_figures_of_two_runs_are_never_compared(generators: SimpleNamespace, tmp_path: Path) -> None:
+    assert found(generators, tmp_path, ours(SECOND), theirs(FIRST)) == []
+    (pair,) = found(generators, tmp_path, ours(FIRST, commit="other"), theirs(FIRST, commit="other", median_ms=1.0))
+    assert pair.speed("full") == 0.5
+
+
+@pytest.mark.parametrize(
+    "columns", [{"machine": "NVIDIA H100; 4 threads"}, {"dtype": "float16"}, {"axis": "N"}, {"median_ms": "", "reason": "out of memory"}]
+)
+def test_other_cards_dtypes_and_series_are_left_out(generators: SimpleNamespace, tmp_path: Path, columns: dict[str, str]) -> None:
+    assert found(generators, tmp_path, ours(FIRST, **columns), theirs(FIRST, **columns)) == []
+
+
+def test_what_is_beyond_a_bound_is_listed(generators: SimpleNamespace, tmp_path: Path) -> None:
+    slow = found(generators, tmp_path, ours(FIRST, share=0.8, error_gradients=0.005), theirs(FIRST, median_ms=1.5, high_ms=1.6))
+    text = "\n".join(generators.page._below(slow))
+    assert "* rms_norm 64x128, full: 0.750 ×" in text.splitlines()
+    assert "* rms_norm 64x128, full: 0.800" in text.splitlines()
+    assert "* rms_norm 64x128, gradients: 1.250 × that of liger-kernel (5.0e-03 and 4.0e-03)" in text
+
+
+def test_what_is_within_every_bound_is_not_listed(generators: SimpleNamespace, tmp_path: Path) -> None:
+    fast = found(generators, tmp_path, ours(FIRST, share=0.95), theirs(FIRST, median_ms=2.5))
+    assert [part.rpartition(" ")[2] for part in generators.page._below(fast)] == ["none."] * 4
+
+
+def test_a_time_within_the_spread_of_the_other_is_called_equal(generators: SimpleNamespace, tmp_path: Path) -> None:
+    (near,) = found(generators, tmp_path / "near", ours(FIRST), theirs(FIRST, median_ms=1.95, low_ms=1.9, high_ms=2.05))
+    # The last percentiles of one of them may be high because of another process, which says nothing about the medians.
+    (wide,) = found(generators, tmp_path / "wide", ours(FIRST), theirs(FIRST, median_ms=1.5, low_ms=1.4, high_ms=9.0))
+    assert near.within_spread("full")
+    assert not wide.within_spread("full")
+
+
+def test_a_short_shape_is_compared_with_a_copy_of_as_many_bytes(generators: SimpleNamespace, tmp_path: Path) -> None:
+    (pair,) = found(generators, tmp_path, ours(FIRST, limit_ms=0.4, share=0.2, copy_ms=1.9), theirs(FIRST))
+    assert pair.short("full")
+    assert pair.of_copy("full") == pytest.approx(0.95)
+    assert [part.rpartition(" ")[2] for part in generators.page._below([pair])] == ["none."] * 4
+
+
+def test_errors_in_the_last_digit_of_float32_are_equal(generators: SimpleNamespace, tmp_path: Path) -> None:
+    (pair,) = found(generators, tmp_path, ours(FIRST, error_outputs=1e-7), theirs(FIRST, error_outputs=1e-9, error_gradients=0))
+    assert pair.error("error_outputs", pair.peer) == 1.0
+    assert pair.error("error_gradients", pair.peer) is None
