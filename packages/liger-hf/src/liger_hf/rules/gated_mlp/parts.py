@@ -101,8 +101,7 @@ def _calls(module: nn.Module, original: Callable[..., Any], stand_ins: dict[str,
     """The children that a forward calls, in this order, each with what it is given."""
     seen: list[tuple[str, Tensor]] = []
     handles = [
-        child.register_forward_pre_hook(lambda child, given, name=name: seen.append((name, given[0])))
-        for name, child in stand_ins.items()
+        child.register_forward_pre_hook(lambda child, given, name=name: seen.append((name, given[0]))) for name, child in stand_ins.items()
     ]
     twin = replica(module, children=stand_ins)
     twin.training = training
