@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / ".sweep" / "results.jsonl"
 PAGE = ROOT / "docs" / "models.md"
 COLUMNS = {
-    "norm": ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm"),
+    "norm": ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm", "modulated_rms_norm", "modulated_layer_norm"),
     "residual": ("add_rms_norm", "add_layer_norm", "sinkhorn"),
     "MLP": ("swiglu", "geglu", "relu_squared"),
     "experts": ("experts",),
