@@ -164,7 +164,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def sweep(session: nox.Session) -> None:
-    """Every causal language model type of Transformers, unpatched and patched; writes docs/models.md and can be interrupted."""
+    """Every causal language model type of Transformers, or those given, unpatched and patched; writes docs/models.md and can be interrupted."""
     python(session, "tests/hf/sweep.py", *session.posargs)
 
 

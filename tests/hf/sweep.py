@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import re
 import sys
 import time
 import warnings
@@ -37,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / ".sweep" / "results.jsonl"
 PAGE = ROOT / "docs" / "models.md"
 COLUMNS = {
-    "norm": ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm"),
+    "norm": ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm", "modulated_rms_norm", "modulated_layer_norm"),
     "residual": ("add_rms_norm", "add_layer_norm", "sinkhorn"),
     "MLP": ("swiglu", "geglu", "relu_squared"),
     "experts": ("experts",),
@@ -224,7 +225,7 @@ def _short(problem: BaseException) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("types", nargs="*", help="model types; all by default, and only then is the page written")
+    parser.add_argument("types", nargs="*", help="model types; all by default. The page keeps the rows of the others")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     options = parser.parse_args()
     key = fingerprint()
@@ -241,10 +242,11 @@ def main() -> int:
         result = known[model_type]
         cells = " ".join(f"{column} {done}/{done + left}" for column, (done, left) in result.columns.items())
         print(f"[{number}/{len(chosen)}] {model_type}: {result.verdict} {cells} {result.detail} ({result.seconds} s)", flush=True)
-    if not options.types:
-        PAGE.write_text(page([known[t] for t in chosen]))
-        for composite in (False, True):
-            print(f"{PAGE.relative_to(ROOT)}: {summary(r for r in known.values() if (':' in r.model_type) == composite)}")
+    fresh = {t: known[t] for t in chosen}
+    shown = list(({r.model_type: r for r in read(PAGE.read_text())} | fresh if options.types else fresh).values())
+    PAGE.write_text(page(shown))
+    for composite in (False, True):
+        print(f"{PAGE.relative_to(ROOT)}: {summary(r for r in shown if (':' in r.model_type) == composite)}")
     return int(any(known[t].verdict == WRONG for t in chosen))
 
 
@@ -328,6 +330,21 @@ def families(results: list[Result]) -> list[str]:
             left += [f"{column} of {t}" for t, (_, remaining) in counts if remaining]
         rows.append(f"| {name} | {' | '.join(cells)} | {', '.join(left) or 'nothing'} |")
     return rows
+
+
+def read(text: str) -> list[Result]:
+    """The results that a page shows."""
+    found: dict[str, Result] = {}
+    for name, model, cells, verdict in re.findall(r"^\| (\S+) \| (\w+) \| (.*) \| (\w+) \|$", text, re.MULTILINE):
+        counts = [[int(number) for number in re.findall(r"\d+", cell)] for cell in cells.split(" | ")]
+        columns = {column: (c[0], c[1] - c[0] if len(c) > 1 else 0) for column, c in zip(COLUMNS, counts, strict=True) if c}
+        found[name] = Result(name, verdict, model, columns=columns)
+    reasons, _, unbuilt = text.partition("## Why modules were left")[2].partition("## Not compared")
+    for column, reason, types in re.findall(r"^\* (.+?) – (.*) \(([^()]*)\)$", reasons, re.MULTILINE):
+        for name in types.split(", "):
+            found[name].reasons.setdefault(column, []).append(reason)
+    found |= {name: Result(name, UNBUILT, detail=detail) for name, detail in re.findall(r"^\* (\S+): (.*)$", unbuilt, re.MULTILINE)}
+    return [found[name] for name in (*TYPES, *COMPOSITES) if name in found]
 
 
 def page(results: list[Result]) -> str:

@@ -152,6 +152,117 @@ UNITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
 }
 
 
+class Packed(nn.Module):
+    """A gated MLP with a norm before its packed projection, up first, and one dropout at two places, as in Phi-4 multimodal's audio tower."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.norm, self.gate_up, self.down = nn.LayerNorm(24), nn.Linear(24, 80), nn.Linear(40, 24)
+        self.act, self.dropout, self.twice = nn.SiLU(), nn.Dropout(0.1), twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.gate_up(self.norm(x)).chunk(2, dim=-1)
+        y = self.down(self.dropout(up * self.act(gate)))
+        return self.dropout(y) if self.twice else y
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["dropout_once", "dropout_twice"])
+def test_norms_and_dropouts_of_a_gated_mlp_are_called_where_its_own_forward_calls_them(twice: bool) -> None:
+    plain = Packed(twice)
+    patched = twin(plain)
+    assert liger_hf.apply(patched, only=["swiglu"]).replaced == {"swiglu": 1}
+
+    def run(module: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
+        torch.manual_seed(4)
+        x = torch.linspace(-2, 2, 5 * 24).view(5, 24).sin().to(dtype).requires_grad_()
+        y = module(x)
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype))
+        return {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in module.named_parameters()}  # type: ignore[dict-item]
+
+    results, expected = (run(module.double(), torch.float64) for module in (patched, plain))
+    torch.testing.assert_close(results, expected, rtol=1e-9, atol=1e-12)
+
+
+class Odd(nn.Module):
+    """A gated MLP whose forward does something odd to the rows or the output, with a child."""
+
+    def __init__(self, child: nn.Module, before: Callable[[Odd, Tensor], Tensor], after: Callable[[Odd, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(24, 40), nn.Linear(24, 40), nn.Linear(40, 24, bias=False)
+        self.act, self.child, self.before, self.after = nn.SiLU(), child, before, after
+        self.gate_multiplier, self.down_multiplier = 1.0, 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(self, x)
+        return self.after(self, self.down(self.act(self.gate(x)) * self.up(x)))
+
+
+def same(unit: Odd, x: Tensor) -> Tensor:
+    return x
+
+
+def child_first(unit: Odd, x: Tensor) -> Tensor:
+    return unit.child(x)
+
+
+ODD: dict[str, tuple[Odd, str]] = {
+    "norm_in_training_only": (
+        Odd(nn.LayerNorm(24), lambda unit, x: unit.child(x) if unit.training else x, same),
+        "its forward calls child 1 times in training, 0 times in evaluation",
+    ),
+    "norm_of_long_inputs_only": (Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] > 64 else y), "length 300"),
+    "norm_of_one_token_only": (Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] == 1 else y), "length 1,"),
+    "norm_of_columns": (
+        Odd(nn.BatchNorm1d(24), lambda unit, x: unit.child(x.transpose(1, 2)).transpose(1, 2), same),
+        "it gives child something else than rows: of shape (2, 24, 9), where its input has rows (2, 9)",
+    ),
+    "factor_after_a_norm": (Odd(nn.LayerNorm(24), same, lambda unit, y: unit.child(y) * unit.down_multiplier), "no op computes"),
+    "random_function": (
+        Odd(nn.LayerNorm(24), lambda unit, x: unit.child(nn.functional.dropout(x, 0.5, unit.training)), same),
+        "float64 run gives another result",
+    ),
+    "unused": (Odd(nn.LayerNorm(24), same, same), "its forward does not call child, which may be for other calls"),
+}
+
+
+@pytest.mark.parametrize(("unit", "reason"), ODD.values(), ids=ODD)
+def test_a_gated_mlp_whose_forward_calls_a_child_in_some_calls_or_of_another_shape_is_left(unit: Odd, reason: str) -> None:
+    (row,) = [row for row in liger_hf.apply(nn.Sequential(unit), only=["swiglu"]).rows if row.op == "swiglu"]
+    assert row.verdict == "left"
+    assert reason in row.reason
+
+
+def test_a_dropout_that_is_called_in_training_only_is_called_in_training() -> None:
+    plain = Odd(nn.Dropout(0.5), same, lambda unit, y: unit.child(y) * unit.down_multiplier if unit.training else y * unit.down_multiplier)
+    patched = twin(plain)
+    assert liger_hf.apply(patched, only=["swiglu"]).replaced == {"swiglu": 1}
+    x = torch.linspace(-1, 1, 7 * 24).view(7, 24)
+    for training in (True, False):
+        results = []
+        for module in (plain, patched):
+            torch.manual_seed(3)
+            results.append(module.train(training)(x))
+        torch.testing.assert_close(results[1], results[0])
+
+
+def test_hooks_on_the_norm_and_the_dropout_of_a_replaced_gated_mlp_run_in_its_order() -> None:
+    unit = Packed(twice=True)
+    assert liger_hf.apply(unit, only=["swiglu"]).replaced == {"swiglu": 1}
+    seen: list[str] = []
+    for name in ("norm", "dropout", "gate_up", "down"):
+        unit.get_submodule(name).register_forward_hook(lambda child, given, y, name=name: seen.append(name))
+    unit(torch.ones(3, 24))
+    assert seen == ["norm", "gate_up", "dropout", "down", "dropout"]
+
+
+def test_an_activation_that_depends_on_the_whole_row_is_the_reason_for_leaving_a_gated_mlp() -> None:
+    def above_average(unit: Unit, gate: Tensor, up: Tensor) -> Tensor:
+        return unit.dropout((gate - gate.mean(-1, keepdim=True)).relu() * up)
+
+    (row,) = [row for row in liger_hf.apply(nn.Sequential(Unit(above_average))).rows if row.op == "swiglu"]
+    assert row.reason == "what happens between its projections is not elementwise: one gate changes what becomes of the others in its row"
+
+
 # Where modules distinguish short inputs from long ones, and one token from several.
 TURNS = pytest.mark.parametrize("long", [lambda t: t == 1, *(lambda t, limit=limit: t > limit for limit in (16, 32, 64, 128, 256))], ids=(
     "one_token", "beyond_16", "beyond_32", "beyond_64", "beyond_128", "beyond_256"

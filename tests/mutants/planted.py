@@ -484,6 +484,14 @@ MUTANTS = (
         "test_gradients_are_right_and_gate_and_up_are_overwritten_only_where_nothing_reads_them",
     ),
     Mutant(
+        "gated MLP: a factor after a norm is taken for one before it",
+        f"{HF}/rules/gated_mlp/parts.py",
+        "(x - self.kink).abs()",
+        "x.abs()",
+        ("tests/hf/test_verification.py", "-k", "calls_a_child and factor"),
+        "test_a_gated_mlp_whose_forward_calls_a_child_in_some_calls_or_of_another_shape_is_left",
+    ),
+    Mutant(
         "gated MLP: an activation is passed over in spite of its hooks",
         f"{HF}/passing.py",
         "is not known or hooked(known) or",

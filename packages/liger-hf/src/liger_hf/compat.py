@@ -111,7 +111,10 @@ def _excluded(config: dict[str, Any]) -> list[str]:
     if any(not isinstance(value, bool) for value in config.values()):
         raise OptionError(f"liger_kernel_config: every value must be True or False, got {config}")
     # liger-kernel has one op for norms: leaving it out also leaves out those that do more.
-    given = {**dict.fromkeys(("add_rms_norm", "qk_norm_rope", "gated_rms_norm"), config.get("rms_norm", True)), **config}
-    given = {"add_layer_norm": config.get("layer_norm", True), **given}
+    given = {
+        **dict.fromkeys(("add_rms_norm", "qk_norm_rope", "gated_rms_norm", "modulated_rms_norm"), config.get("rms_norm", True)),
+        **config,
+    }
+    given = {**dict.fromkeys(("add_layer_norm", "modulated_layer_norm"), config.get("layer_norm", True)), **given}
     names = ((OTHER_KEYS.get(key, key if key in replaceable_ops() else None), value) for key, value in given.items())
     return [name for name, value in names if name is not None and not value]

@@ -9,6 +9,7 @@ from liger_hf.rules.gated_mlp.rule import RULE as GATED_MLP
 from liger_hf.rules.head.rule import RULE as HEAD
 from liger_hf.rules.hyper_connection.rule import RULE as HYPER_CONNECTION
 from liger_hf.rules.lora.rule import RULE as LORA
+from liger_hf.rules.modulation.rule import RULE as MODULATION
 from liger_hf.rules.norm.rule import RULE as NORM
 from liger_hf.rules.residual.rule import LAYER_NORM as RESIDUAL_LAYER_NORM
 from liger_hf.rules.residual.rule import RULE as RESIDUAL
@@ -28,6 +29,7 @@ RULES = (
     ROTARY,
     RESIDUAL,
     RESIDUAL_LAYER_NORM,
+    MODULATION,
     HEAD,
     EMBEDDING,
 )

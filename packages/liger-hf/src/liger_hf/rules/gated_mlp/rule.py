@@ -2,8 +2,8 @@
 """Gated MLPs: down(act(gate(x)) · up(x)), with gate and up as two projections or packed into one, gate first.
 
 The module's own projections are called as modules, so that adapters, hooks and quantization on them keep working; only what
-happens between them is replaced. The activation is passed over. Once something watches it or another one takes its place, the
-module runs its own forward.
+happens between them is replaced. So are norms and dropouts, in the order in which the module's own forward calls them. The
+activation is passed over. Once something watches it or another one takes its place, the module runs its own forward.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.ownership import unshared
+from liger_hf.rules.gated_mlp.parts import HIDDEN, ROWS, Layout, Parts, watch
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
 NOTHING = "no module is a gated MLP: none takes one tensor through two or three Linear children around an activation"
@@ -33,8 +33,6 @@ ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
 )
 # Option of swiglu → the attribute of Falcon-H1 that scales the gate, and that which scales what down returns.
 MULTIPLIERS = {"gate_scale": "gate_multiplier", "scale": "down_multiplier"}
-# Sizes of the stand-in; an op that works elementwise does not care.
-HIDDEN, INNER = 24, 40
 
 
 def look(module: nn.Module) -> Found | None:
@@ -49,13 +47,12 @@ def look(module: nn.Module) -> Found | None:
     if len(arguments) != 1:
         return None
     others = {name: child for name, child in module._modules.items() if child is not None and name not in linears}
-    between = tuple(name for name, child in others.items() if isinstance(child, nn.Dropout) or next(child.parameters(), None) is not None)
-    if len(between) > 1:
-        return Found("swiglu", refusal=f"more than one module works between its projections: {', '.join(between)}")
+    between = {n: child for n, child in others.items() if isinstance(child, nn.Dropout) or next(child.parameters(), None) is not None}
     passed = {name: child for name, child in others.items() if name not in between}
     watched = next((name for name, child in passed.items() if hooked(child)), None)
     if watched is not None:
         return Found("swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run")
+    parts = Parts(linears, between, passed, layout)
     first = next(iter(linears.values()))
     weight = next((p for p in first.parameters() if p.is_floating_point()), None)
     return Found(
@@ -69,14 +66,11 @@ def look(module: nn.Module) -> Found | None:
             str(weight.device) if weight is not None else "",
         ),
         original=original,
-        candidates=lambda: _candidates(module, original, arguments[0].name, layout, between),
-        cases=lambda device, dtypes: _cases(module, linears, between, tuple(passed), layout, device, dtypes),
+        candidates=lambda: _candidates(module, original, arguments[0].name, parts),
+        cases=lambda device, dtypes: _cases(module, original, parts, device, dtypes),
         device=lambda: device_of(module),
         dtype=weight.dtype if weight is not None else torch.float32,
     )
-
-
-Layout = tuple[tuple[str, ...], str]
 
 
 def _is_linear(child: nn.Module) -> bool:
@@ -128,27 +122,40 @@ def _scaled(names: dict[str, str], options: dict[str, float], module: nn.Module,
     return swiglu(*parts, **given, overwrite=overwrite)
 
 
-def _candidates(
-    module: nn.Module, original: Callable[..., Any], argument: str, layout: Layout, between: tuple[str, ...]
-) -> Iterator[Candidate]:
-    inputs, down = layout
+def _candidates(module: nn.Module, original: Callable[..., Any], argument: str, parts: Parts) -> Iterator[Candidate]:
+    inputs, down = parts.layout
+    # Packed in one, either half may be the gate.
+    orders = ((inputs, False), (inputs[::-1], False)) if len(inputs) == 2 else ((inputs, False), (inputs, True))
+    first, rest = parts.around()
     for op, label, unit in units(module):
-        for order, place in product((inputs, inputs[::-1])[: len(inputs)], ("before", "after") if between else ("",)):
-            names = (*between, down) if place == "before" else (down, *between)
-            function = _forward(unit, original, argument, order, names)
-            called = (*inputs, down, *between)
+        for order, swapped in orders:
+            function = _forward(partial(_swapped, unit) if swapped else unit, original, argument, (first, order, rest))
+            called = (*inputs, down, *parts.between)
             yield Candidate(op, label, function, partial(_installed, function=function, original=original, called=called))
+
+
+def _swapped(unit: Unit, module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
+    up, gate = parts[0].chunk(2, dim=-1)
+    return unit(module, (gate, up), False)
 
 
 def _installed(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], called: tuple[str, ...]) -> list[Patch]:
     return [Patch(module, PASSED, passed_over(module, called)), replacement(module, function, original)]
 
 
-def _forward(unit: Unit, original: Callable[..., Any], argument: str, inputs: tuple[str, ...], rest: tuple[str, ...]) -> Callable[..., Any]:
+# The children that a forward calls: before gate and up, gate and up or the packed one, and after them.
+Chain = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+
+
+def _forward(unit: Unit, original: Callable[..., Any], argument: str, chain: Chain) -> Callable[..., Any]:
+    first, inputs, rest = chain
+
     def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
         if not may_pass(self):
             return original(self, *args, **named)
         (x,) = args or (named.pop(argument),)
+        for name in first:
+            x = getattr(self, name)(x)
         parts = tuple([getattr(self, name)(x) for name in inputs])
         y = unit(self, parts, unshared(parts))
         # Not held while the rest runs.
@@ -160,29 +167,16 @@ def _forward(unit: Unit, original: Callable[..., Any], argument: str, inputs: tu
     return forward
 
 
-class _Marker(nn.Module):
-    """Stands in for a dropout or a norm: a module that calls it elsewhere, or not at all, gets another result."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 1.25 + 0.1 * x.abs()
-
-
 def _cases(
-    module: nn.Module,
-    linears: dict[str, nn.Module],
-    between: tuple[str, ...],
-    passed: tuple[str, ...],
-    layout: Layout,
-    device: torch.device,
-    dtypes: Iterable[torch.dtype],
+    module: nn.Module, original: Callable[..., Any], parts: Parts, device: torch.device, dtypes: Iterable[torch.dtype]
 ) -> Iterator[Case]:
+    stand_ins = parts.stand_ins(device)
+    # Before the candidates are asked for, which call the children in the order that is seen here.
+    watch(module, original, parts, stand_ins)
+    layers: dict[str, Any] = {name: stand_ins[name] for name in parts.linears}
+    others = {name: child for name, child in stand_ins.items() if name not in layers}
     draw = Draw(device)
-    inputs, down = layout
-    sizes = {name: (HIDDEN, INNER * (3 - len(inputs))) for name in inputs} | {down: (INNER, HIDDEN)}
-    layers = {name: draw.linear(*sizes[name], bias=getattr(child, "bias", None) is not None) for name, child in linears.items()}
-    # Without hooks: they must not see the random inputs of a check.
-    others: dict[str, nn.Module] = {name: _Marker() for name in between} | {name: replica(module.get_submodule(name)) for name in passed}
-    x, upstream = draw.normal(2, 9, HIDDEN), draw.normal(2, 9, HIDDEN)
+    x, upstream = draw.normal(*ROWS, HIDDEN), draw.normal(*ROWS, HIDDEN)
     for name, dtype, scale in sized(dtypes):
         yield Case(name, dtype, run_unit(module, layers, others, (x * scale).to(dtype), upstream.to(dtype)))
     for length in LENGTHS:

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The children of a gated MLP, and the order in which its forward calls them, which is seen when it runs on random projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_hf.stand_in import Draw, Unfit, replica
+
+# Gate and up, in the order of definition, or the packed one; and down.
+Layout = tuple[tuple[str, ...], str]
+# Sizes of the stand-in; an op that works elementwise does not care.
+HIDDEN, INNER = 24, 40
+ROWS = (2, 9)
+
+
+@dataclass
+class Parts:
+    """The children: projections, what works on rows beside them (dropouts and norms), and what is passed over.
+
+    order  in which the forward calls them; unknown until `watch` has run it
+    """
+
+    linears: dict[str, nn.Module]
+    between: dict[str, nn.Module]
+    passed: dict[str, nn.Module]
+    layout: Layout
+    order: tuple[str, ...] = ()
+
+    def stand_ins(self, device: torch.device) -> dict[str, nn.Module]:
+        """Random projections, and the others without their hooks, which must not see the random inputs of a check."""
+        draw = Draw(device)
+        inputs, down = self.layout
+        sizes = {name: (HIDDEN, INNER * (3 - len(inputs))) for name in inputs} | {down: (INNER, HIDDEN)}
+        layers = {name: draw.linear(*sizes[name], bias=getattr(child, "bias", None) is not None) for name, child in self.linears.items()}
+        markers = {name: Marker(0.0 if isinstance(child, nn.Dropout) else 0.5) for name, child in self.between.items()}
+        return {**layers, **markers, **{name: replica(child) for name, child in self.passed.items()}}
+
+    def around(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What is called before and after gate and up, in this order."""
+        called = [name for name in self.order if name not in self.passed]
+        places = [place for place, name in enumerate(called) if name in self.layout[0]]
+        return (tuple(called[: places[0]]), tuple(called[places[-1] + 1 :])) if places else ((), ())
+
+
+class Marker(nn.Module):
+    """Stands in for a dropout or a norm: a module that calls it elsewhere, or not at all, gets another result.
+
+    kink  0 for what multiplies rows, such as a dropout: a factor may stand before it or after it. Not so for a norm
+    """
+
+    def __init__(self, kink: float) -> None:
+        super().__init__()
+        self.kink = kink
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.25 + 0.1 * (x - self.kink).abs()
+
+
+def watch(module: nn.Module, original: Callable[..., Any], parts: Parts, stand_ins: dict[str, nn.Module]) -> None:
+    """Note the order of calls; raise Unfit if what happens between the projections is not what a chain of these children does."""
+    trained = _calls(module, original, stand_ins, True)
+    parts.order = tuple(name for name, _ in trained)
+    for name, x in trained:
+        if name in parts.between and x.shape[:-1] != ROWS:
+            raise Unfit(f"it gives {name} something else than rows: of shape {tuple(x.shape)}, where its input has rows {ROWS}")
+    evaluated = _calls(module, original, stand_ins, False)
+    for name, child in parts.between.items():
+        uses = [[called for called, _ in calls].count(name) for calls in (trained, evaluated)]
+        # A dropout does nothing in evaluation, whether it is called or not.
+        if uses[0] != uses[1] and not isinstance(child, nn.Dropout):
+            raise Unfit(f"its forward calls {name} {uses[0]} times in training, {uses[1]} times in evaluation")
+        if not any(uses):
+            raise Unfit(f"its forward does not call {name}, which may be for other calls")
+    if _columns(module, original, parts, stand_ins, evaluated) > 1:
+        raise Unfit("what happens between its projections is not elementwise: one gate changes what becomes of the others in its row")
+
+
+def _columns(
+    module: nn.Module, original: Callable[..., Any], parts: Parts, stand_ins: dict[str, nn.Module], plain: list[tuple[str, Tensor]]
+) -> int:
+    """How many columns of what down is given change with the weights of one gate. In evaluation: nothing else is random."""
+    weight: Any = stand_ins[parts.layout[0][0]].weight
+    with torch.no_grad():
+        row = weight[0].clone()
+        weight[0] *= -3.0
+        changed = _calls(module, original, stand_ins, False)
+        weight[0] = row
+    before, after = ([x for name, x in calls if name == parts.layout[1]] for calls in (plain, changed))
+    if len(before) != 1 or len(after) != 1 or before[0].shape != after[0].shape:
+        return 0
+    return int((~torch.isclose(before[0], after[0])).flatten(0, -2).any(0).sum())
+
+
+def _calls(module: nn.Module, original: Callable[..., Any], stand_ins: dict[str, nn.Module], training: bool) -> list[tuple[str, Tensor]]:
+    """The children that a forward calls, in this order, each with what it is given."""
+    seen: list[tuple[str, Tensor]] = []
+    handles = [
+        child.register_forward_pre_hook(lambda child, given, name=name: seen.append((name, given[0]))) for name, child in stand_ins.items()
+    ]
+    twin = replica(module, children=stand_ins)
+    twin.training = training
+    device = next(p.device for child in stand_ins.values() for p in child.parameters())
+    try:
+        with torch.no_grad():
+            original(twin, Draw(device).normal(*ROWS, HIDDEN, scale=2.0))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen

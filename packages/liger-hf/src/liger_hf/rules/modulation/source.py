@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms that a forward scales and shifts, found in its source, and the forward rebuilt with each as one call.
+
+    self.norm(x) * (1 + scale) + shift      →      one_call(self.norm, x, scale, shift)
+
+x, scale and shift are names, perhaps with indices, which also may stand behind the brackets, (1 + scale)[:, None]. Names have no
+effects, so the new expression has the value of the old one if one_call returns self.norm(x) * (1 + scale) + shift.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from liger_hf.source import copy_of, definition_of, rebuilt
+
+HELPER = "__liger_modulated__"
+INDICES = (ast.Name, ast.Subscript, ast.Slice, ast.Tuple, ast.Constant, ast.Load)
+_names: WeakKeyDictionary[ast.FunctionDef, tuple[str, ...]] = WeakKeyDictionary()
+
+
+def modulated_norms(function: Any) -> tuple[str, ...]:
+    """The attributes of self whose results a forward scales and shifts."""
+    definition = definition_of(function)
+    if definition is None:
+        return ()
+    if definition not in _names:
+        finder = _Calls(definition.args.args[0].arg, ())
+        finder.visit(copy_of(function))
+        _names[definition] = tuple(dict.fromkeys(finder.found))
+    return _names[definition]
+
+
+def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Callable[..., Any]) -> FunctionType:
+    """The function with `one_call(self.norm, x, scale, shift)` for the norms of these names; its globals stay its own."""
+    definition = copy_of(function)
+    _Calls(definition.args.args[0].arg, names).visit(definition)
+    return rebuilt(function, ast.fix_missing_locations(definition), {HELPER: one_call})
+
+
+class _Calls(ast.NodeTransformer):
+    """Finds the expressions, and puts one call in place of those whose norms have one of these names."""
+
+    def __init__(self, module: str, names: tuple[str, ...]) -> None:
+        self.module, self.names = module, names
+        self.found: list[str] = []
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        match node:
+            case ast.BinOp(
+                op=ast.Add(),
+                left=ast.BinOp(
+                    op=ast.Mult(),
+                    left=ast.Call(func=ast.Attribute(value=ast.Name(id=of)) as norm, args=[x], keywords=[]),
+                    right=factor,
+                ),
+                right=shift,
+            ) if of == self.module and (scale := _scale(factor)) is not None and all(map(_plain, (x, scale, shift))):
+                self.found.append(norm.attr)
+                if norm.attr in self.names:
+                    return ast.copy_location(ast.Call(ast.Name(HELPER, ast.Load()), [norm, x, scale, shift], []), node)
+        return node
+
+
+def _scale(factor: ast.expr) -> ast.expr | None:
+    """`scale` of `1 + scale`, with the indices that stand behind the brackets."""
+    match factor:
+        case ast.BinOp(op=ast.Add(), left=ast.Constant(value=1 | 1.0), right=scale):
+            return scale
+        case ast.Subscript(value=value, slice=index) if (inner := _scale(value)) is not None:
+            return ast.Subscript(inner, index, ast.Load())
+    return None
+
+
+def _plain(value: ast.expr) -> bool:
+    return all(isinstance(node, INDICES) for node in ast.walk(value))

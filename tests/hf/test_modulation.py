@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms that a forward scales and shifts are computed in one step, where its source says so and nobody watches the norm."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.esmfold2.modeling_esmfold2 import EsmFold2RMSNorm
+from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as omni
+from transformers.models.vibevoice import VibeVoiceConfig
+from transformers.models.vibevoice.modeling_vibevoice import VibeVoiceDiffusionHeadAdaLayerNorm
+
+import liger_hf
+from hf.tiny_models import disagreements
+from liger_hf.isolation import DoublePrecision
+from liger_hf.rules.modulation import rule as modulation
+
+pytestmark = pytest.mark.cpu
+
+WIDTH = 48
+
+
+class Block(nn.Module):
+    """Two norms between other modules, as in ESMFold2's atom layers; the conditioning has one row for each sample."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.linear, self.mix = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = norm(), norm()
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale, other_shift, other_scale = self.linear(condition).unsqueeze(1).chunk(4, dim=-1)
+        x = x + self.mix(self.first(x) * (1 + scale) + shift)
+        return x + self.mix(self.second(x) * (1.0 + other_scale) + other_shift)
+
+
+def vibevoice() -> nn.Module:
+    config = VibeVoiceConfig()
+    config.hidden_size, config.intermediate_size, config.hidden_act = WIDTH, 64, "silu"
+    config.mlp_bias, config.rms_norm_eps = False, 1e-5
+    return VibeVoiceDiffusionHeadAdaLayerNorm(config)
+
+
+def block(norm: Any) -> Any:
+    return lambda: Block(norm)
+
+
+# Module, op, how many norms it modulates, and whether the condition has a row for each token.
+MODULES: dict[str, tuple[Any, str, int, bool]] = {
+    "qwen_omni_first": (lambda: omni.Qwen2_5_OmniAdaLayerNormZero(WIDTH), "modulated_layer_norm", 1, False),
+    "qwen_omni_last": (lambda: omni.Qwen2_5_OmniAdaLayerNormZero_Final(WIDTH), "modulated_layer_norm", 1, False),
+    "vibevoice": (vibevoice, "modulated_rms_norm", 1, True),
+    "block_of_esmfold2": (block(EsmFold2RMSNorm), "modulated_rms_norm", 2, False),
+    "block_with_layer_norms": (block(lambda: nn.LayerNorm(WIDTH, elementwise_affine=False)), "modulated_layer_norm", 2, False),
+    "block_with_weights": (block(lambda: nn.RMSNorm(WIDTH, eps=1e-6)), "modulated_rms_norm", 2, False),
+}
+EACH = pytest.mark.parametrize(("make", "op", "count", "tokens"), MODULES.values(), ids=MODULES)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each modulated norm that a patched module computes, whether by the op."""
+    seen: list[bool] = []
+    fit = modulation._fit
+
+    def counted(*args: Any) -> bool:
+        seen.append(fit(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(modulation, "_fit", counted)
+    return seen
+
+
+def drawn(make: Any, dtype: torch.dtype) -> nn.Module:
+    module = make()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.2 if parameter.dim() > 1 else 0.5))
+    return module.to(dtype)
+
+
+def run(module: nn.Module, tokens: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, condition = torch.randn(3, 5, WIDTH, generator=generator), torch.randn(3, 5 if tokens else 1, WIDTH, generator=generator)
+    x, condition = (value.to(dtype).requires_grad_() for value in (x, condition if tokens else condition.squeeze(1)))
+    outputs = module(x, condition)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.stack([(y * torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype)).sum() for y in outputs]).sum().backward()
+    results = {f"output {n}": y.detach() for n, y in enumerate(outputs)} | {"x": x.grad, "condition": condition.grad}
+    return results | {name: p.grad for name, p in module.named_parameters()}  # type: ignore[return-value]
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_modulated_norm_is_one_op_and_as_accurate_as_before(
+    make: Any, op: str, count: int, tokens: bool, dtype: torch.dtype, calls: Any
+) -> None:
+    plain = drawn(make, dtype)
+    patched = copy.deepcopy(plain)
+    report = liger_hf.apply(patched, only=[op])
+    assert report.replaced == {op: 1}
+    with DoublePrecision():
+        exact = run(copy.deepcopy(plain).double(), tokens, torch.float64)
+    assert disagreements(run(patched, tokens, dtype), run(plain, tokens, dtype), exact) == {}
+    assert calls == [True] * count
+
+
+@EACH
+def test_in_float64_outputs_and_gradients_are_those_of_the_module_and_undo_restores_it(
+    make: Any, op: str, count: int, tokens: bool, calls: Any
+) -> None:
+    plain = drawn(make, torch.float32)
+    patched = copy.deepcopy(plain)
+    report = liger_hf.apply(patched)
+    assert report.replaced[op] == 1
+    with DoublePrecision():
+        results, exact = (run(copy.deepcopy(module).double(), tokens, torch.float64) for module in (patched, plain))
+    torch.testing.assert_close(results, exact, rtol=1e-10, atol=1e-12)
+    report.undo()
+    calls.clear()
+    results, expected = (run(module, tokens, torch.float32) for module in (patched, plain))
+    assert [name for name in expected if not torch.equal(results[name], expected[name])] == []
+    assert calls == []
+
+
+class Other(Block):
+    """Scales by something else than 1 + scale."""
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale, *_ = self.linear(condition).unsqueeze(1).chunk(4, dim=-1)
+        return self.mix(self.first(x) * (2 + scale) + shift)
+
+
+class Clipped(nn.Module):
+    """Not a norm, in spite of its eps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).clamp(-1, 1)
+
+
+def reasons(module: nn.Module) -> list[str]:
+    return [row.reason for row in liger_hf.apply(nn.Sequential(module)).rows if row.op.startswith("modulated")]
+
+
+def test_what_the_op_does_not_compute_is_left_with_a_reason() -> None:
+    assert reasons(Other(EsmFold2RMSNorm)) == []
+    words = "the norm that it scales and shifts must be one that it may pass over"
+    assert reasons(Block(lambda: nn.LayerNorm(WIDTH))) == [f"{words}: modulated_layer_norm has neither weight nor bias"]
+    (reason,) = reasons(Block(Clipped))
+    assert reason.startswith("no op computes what the module does; modulated_rms_norm: float32")
+    mixed = Block(EsmFold2RMSNorm)
+    mixed.second = nn.RMSNorm(WIDTH, eps=1e-6)
+    assert reasons(mixed) == ["the norms that it scales and shifts must be of one class, first, second are not"]
+    watched = Block(EsmFold2RMSNorm)
+    watched.first.register_forward_hook(lambda child, given, y: None)
+    assert reasons(watched) == [f"{words}: hooks on it have to run"]
+
+
+def test_a_hook_that_is_put_on_the_norm_later_runs(calls: Any) -> None:
+    module = Block(EsmFold2RMSNorm)
+    liger_hf.apply(module)
+    seen: list[Tensor] = []
+    module.first.register_forward_hook(lambda child, given, y: seen.append(y))
+    module(torch.randn(2, 3, WIDTH), torch.randn(2, WIDTH))
+    assert (len(seen), calls) == (1, [True])
+
+
+def test_a_scale_of_another_dtype_or_under_autocast_is_computed_as_before(calls: Any) -> None:
+    module = Block(EsmFold2RMSNorm)
+    plain, x, condition = copy.deepcopy(module), torch.randn(2, 3, WIDTH), torch.randn(2, WIDTH)
+    liger_hf.apply(module, only=["modulated_rms_norm"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(x, condition), plain(x, condition))
+    for each in (module, plain):
+        each.linear.bfloat16()
+    assert torch.equal(module(x, condition.bfloat16()), plain(x, condition.bfloat16()))
+    assert calls == [False] * 4
