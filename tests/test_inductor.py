@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from conformance.variations import LAYOUTS
 from liger_core import BackendError, relu_squared, rope, swiglu, use
 from liger_core.plugins import registry
 
@@ -47,6 +48,19 @@ def test_other_sizes_and_evaluation_use_the_same_programs(programs: dict[str, in
     with torch.no_grad(), use("inductor", only=[relu_squared]):
         relu_squared(torch.nn.Parameter(torch.randn(4, 9)))
     assert programs["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_upstream_gradients_of_any_layout_use_the_same_program(layout: str, programs: dict[str, int]) -> None:
+    x = torch.randn(6, 5, requires_grad=True)
+    with use("inductor", only=[relu_squared]):
+        first, second = relu_squared(x), relu_squared(x)
+    weights = torch.randn(6, 5)
+    torch.testing.assert_close(torch.autograd.grad(first, x, weights)[0], 2 * x.relu() * weights)
+    before = programs["unique_graphs"]
+    laid = LAYOUTS[layout](weights, 0)
+    torch.testing.assert_close(torch.autograd.grad(second, x, laid)[0], 2 * x.relu() * laid)
+    assert programs["unique_graphs"] == before
 
 
 def test_calls_past_the_limit_run_uncompiled(programs: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
