@@ -19,7 +19,6 @@ TABLE: Implementations = {
         liger_core.add_rms_norm,
         liger_core.gated_rms_norm,
         liger_core.layer_norm,
-        liger_core.poly_norm,
         liger_core.rope,
         liger_core.qk_norm_rope,
         liger_core.relu_squared,
