@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import csv
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from liger_core.plugins import registry
 
 pytest.importorskip("liger_inductor")
 from liger_inductor import compiled, plugin
+from liger_inductor.table import TABLE
+
+ROOT = Path(__file__).parents[1]
 
 pytestmark = [
     pytest.mark.cpu,
@@ -115,3 +120,18 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, fresh_se
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BackendError, match="and CXX=no-such-compiler is not a program"):
         use("inductor")
+
+
+def test_the_readme_has_every_op_with_the_committed_figures() -> None:
+    with (ROOT / "benchmarks/results/2026-11-23-cpu-inductor/results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    times = {tuple(row[key] for key in ("op", "workload", "dtype", "pass", "implementation")): float(row["median_ms"]) for row in rows}
+    shapes = dict.fromkeys((row["op"], row["workload"]) for row in rows)
+    passes = [(dtype, part) for dtype in ("bfloat16", "float32") for part in ("forward", "full")]
+    lines = []
+    for op, shape in shapes:
+        ratios = [times[op, shape, *each, "eager"] / times[op, shape, *each, "inductor"] for each in passes]
+        lines.append(" | ".join([f"| `{op}`", shape, *(f"{ratio:.1f}" for ratio in ratios)]) + " |")
+    text = (ROOT / "packages/liger-inductor/README.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("| `")] == lines
+    assert {op for op, _ in shapes} == {op.name for op in TABLE}
