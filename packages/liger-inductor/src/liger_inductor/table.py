@@ -12,7 +12,7 @@ from liger_inductor.compiled import compiled
 # - what was not faster in both passes (candidates.csv there): swiglu, geglu, dyt, softmax, group_norm, add_layer_norm, merge_streams, which PyTorch
 #   already runs in few fast loops; sparsemax and sinkhorn, which sort and iterate; the modulated norms, which are slower in small calls;
 # - poly_norm, whose bias gradient has up to 14 times the error of the reference's, and which cannot be traced without a bias.
-# layer_norm is slower than F.layer_norm, but 2 to 7 times as fast as the reference, which would run in its place.
+# layer_norm is slower than F.layer_norm, but the reference, which would run in its place, takes 2 to 7 times as long.
 TABLE: Implementations = {
     op: compiled(op)
     for op in (
