@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import csv
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from conformance.variations import LAYOUTS
 from liger_core import BackendError, relu_squared, rope, swiglu, use
 from liger_core.plugins import registry
 
 pytest.importorskip("liger_inductor")
 from liger_inductor import compiled, plugin
+from liger_inductor.table import TABLE
+
+ROOT = Path(__file__).parents[1]
 
 pytestmark = [
     pytest.mark.cpu,
@@ -47,6 +53,19 @@ def test_other_sizes_and_evaluation_use_the_same_programs(programs: dict[str, in
     with torch.no_grad(), use("inductor", only=[relu_squared]):
         relu_squared(torch.nn.Parameter(torch.randn(4, 9)))
     assert programs["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_upstream_gradients_of_any_layout_use_the_same_program(layout: str, programs: dict[str, int]) -> None:
+    x = torch.randn(6, 5, requires_grad=True)
+    with use("inductor", only=[relu_squared]):
+        first, second = relu_squared(x), relu_squared(x)
+    weights = torch.randn(6, 5)
+    torch.testing.assert_close(torch.autograd.grad(first, x, weights)[0], 2 * x.relu() * weights)
+    before = programs["unique_graphs"]
+    laid = LAYOUTS[layout](weights, 0)
+    torch.testing.assert_close(torch.autograd.grad(second, x, laid)[0], 2 * x.relu() * laid)
+    assert programs["unique_graphs"] == before
 
 
 def test_calls_past_the_limit_run_uncompiled(programs: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +120,18 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, fresh_se
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BackendError, match="and CXX=no-such-compiler is not a program"):
         use("inductor")
+
+
+def test_the_readme_has_every_op_with_the_committed_figures() -> None:
+    with (ROOT / "benchmarks/results/2026-11-23-cpu-inductor/results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    times = {tuple(row[key] for key in ("op", "workload", "dtype", "pass", "implementation")): float(row["median_ms"]) for row in rows}
+    shapes = dict.fromkeys((row["op"], row["workload"]) for row in rows)
+    passes = [(dtype, part) for dtype in ("bfloat16", "float32") for part in ("forward", "full")]
+    lines = []
+    for op, shape in shapes:
+        ratios = [times[op, shape, *each, "eager"] / times[op, shape, *each, "inductor"] for each in passes]
+        lines.append(" | ".join([f"| `{op}`", shape, *(f"{ratio:.1f}" for ratio in ratios)]) + " |")
+    text = (ROOT / "packages/liger-inductor/README.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("| `")] == lines
+    assert {op for op, _ in shapes} == {op.name for op in TABLE}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,6 +90,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
 @pytest.fixture(autouse=True)
 def _kernels(kernels_when_compiled: None) -> None:
     """Applied to every test here."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs() -> None:
+    """Past a number of programs torch.compile runs a function uncompiled, which gives other bits; those of other modules do not count."""
+    # Importing the compiler takes seconds.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture

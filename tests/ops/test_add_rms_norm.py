@@ -118,12 +118,21 @@ def test_the_sum_alone_passes_its_gradient_on(arguments: Named) -> None:
     assert [torch.equal(g, weights) for g in got] == [True, True]
 
 
-def test_writing_to_the_sum_before_backward_is_noticed(arguments: Named) -> None:
-    normed, summed = add_rms_norm(**arguments)
-    with torch.no_grad():
-        summed.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        normed.sum().backward()
+def test_writing_to_the_sum_before_backward_is_noticed_or_harmless(arguments: Named) -> None:
+    # Harmless where the backward pass begins from the arguments.
+    def overwritten(**given: Tensor) -> Tensor:
+        normed, summed = add_rms_norm(**given)
+        with torch.no_grad():
+            summed.add_(1.0)
+        return normed
+
+    try:
+        found = disagreements(overwritten, lambda **given: plain(**given)[0], **arguments)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        found = []
+    assert found == []
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

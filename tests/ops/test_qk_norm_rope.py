@@ -98,7 +98,7 @@ def test_results_lie_in_memory_as_projections_do(device: torch.device) -> None:
     assert [t.stride() for t in (*out, *grads)] == 2 * [given["q"].stride(), given["k"].stride()]
 
 
-def test_kernels_save_the_inputs_and_a_number_for_each_head(device: torch.device) -> None:
+def test_kernels_save_the_inputs_and_at_most_a_number_for_each_head(device: torch.device) -> None:
     given, saved = arguments(device), []
     if explain(qk_norm_rope, **given).backend == "reference":
         pytest.skip("autograd saves what the reference computes")
@@ -110,7 +110,9 @@ def test_kernels_save_the_inputs_and_a_number_for_each_head(device: torch.device
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         qk_norm_rope(**given)
     inputs = {t.data_ptr() for t in given.values()}
-    assert sorted(t.numel() for t in saved if t.data_ptr() not in inputs) == [2 * 7 * 2, 2 * 7 * 4]
+    # Nothing else, where the backward pass begins from the inputs.
+    assert sorted(t.numel() for t in saved if t.data_ptr() not in inputs) in ([], [2 * 7 * 2, 2 * 7 * 4])
+    assert {t.data_ptr() for t in saved} >= {given["q"].data_ptr(), given["k"].data_ptr()}
 
 
 def test_the_weight_gradient_is_summed_in_float32(device: torch.device) -> None:

@@ -79,15 +79,25 @@ class _Derived(torch.autograd.Function):
     def forward(ctx: Any, programs: Programs, names: tuple[str, ...], options: Mapping[str, Any], *tensors: Tensor) -> Any:
         ctx.programs, ctx.names, ctx.options = programs, names, options
         ctx.save_for_backward(*tensors)
-        return _run(programs, dict(zip(names, tensors, strict=True)), options)
+        made = _run(programs, dict(zip(names, tensors, strict=True)), options)
+        ctx.strides = [output.stride() for output in (made if isinstance(made, tuple) else (made,))]
+        return made
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         tensors = {name: tensor.detach() for name, tensor in zip(ctx.names, ctx.saved_tensors, strict=True)}
         asked = tuple(name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed)
-        gradients = dict(zip(asked, ctx.programs.backward(tensors, ctx.options, asked, upstream), strict=True))
+        laid = tuple(_laid(gradient, strides) for gradient, strides in zip(upstream, ctx.strides, strict=True))
+        gradients = dict(zip(asked, ctx.programs.backward(tensors, ctx.options, asked, laid), strict=True))
         return None, None, None, *(gradients.get(name) for name in ctx.names)
+
+
+def _laid(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The gradient with the strides of its output: each other layout, as of a sum or a slice, would compile a program of its own."""
+    if gradient.stride() == strides:
+        return gradient
+    return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
 def _programs(reference: Callable[..., Any]) -> Programs:

@@ -52,6 +52,13 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return layer_norm(total, weight, bias, eps), total
+
+
 def mix_streams(x: Tensor, pre: Tensor) -> Tensor:
     return (pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
 
@@ -274,6 +281,18 @@ def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
 
 # Where Transformers writes an op otherwise than its reference does.
 CALLS = by_name(
-    *(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, cross_entropy, linear_cross_entropy, linear_log_prob),
+    *(
+        rms_norm,
+        add_rms_norm,
+        layer_norm,
+        add_layer_norm,
+        rope,
+        qk_norm_rope,
+        swiglu,
+        geglu,
+        cross_entropy,
+        linear_cross_entropy,
+        linear_log_prob,
+    ),
     *(lora_linear, linear_divergence, kl_div, jsd, total_variation, embedding, experts, mix_streams, merge_streams),
 )
