@@ -22,7 +22,7 @@ from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.ownership import unshared
-from liger_hf.rules.gated_mlp.parts import HIDDEN, ROWS, Layout, Parts, watch
+from liger_hf.rules.gated_mlp.parts import HIDDEN, INPUTS, ROWS, Layout, Parts, watch
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
 NOTHING = "no module is a gated MLP: none takes one tensor through two or three Linear children around an activation"
@@ -175,7 +175,7 @@ def _cases(
     watch(module, original, parts, stand_ins)
     layers: dict[str, Any] = {name: stand_ins[name] for name in parts.linears}
     others = {name: child for name, child in stand_ins.items() if name not in layers}
-    draw = Draw(device)
+    draw = Draw(device, INPUTS)
     x, upstream = draw.normal(*ROWS, HIDDEN), draw.normal(*ROWS, HIDDEN)
     for name, dtype, scale in sized(dtypes):
         yield Case(name, dtype, run_unit(module, layers, others, (x * scale).to(dtype), upstream.to(dtype)))
