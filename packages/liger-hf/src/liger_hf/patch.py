@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -81,6 +82,12 @@ def under_autocast(module: nn.Module) -> Callable[..., Any] | None:
 def own_forward(module: nn.Module) -> Callable[..., Any] | str:
     """As `forward_of`, but without the autocast of accelerate, so that a check can run it in several dtypes."""
     return forward_of(module) if under_autocast(module) is None else type(module).forward
+
+
+def replacing(original: Callable[..., Any], build: Callable[[], Callable[..., Any]]) -> Callable[[nn.Module], list[Patch]]:
+    """Installs what `build` returns as the forward of modules: one function for all of them, which torch.compile then compiles once."""
+    built = cache(build)
+    return lambda module: [replacement(module, built(), original)]
 
 
 def replacement(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any]) -> Patch:

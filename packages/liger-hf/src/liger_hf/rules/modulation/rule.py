@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import Op, modulated_layer_norm, modulated_rms_norm
-from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.patch import forward_of, replacing
 from liger_hf.rebinding import unwrapped
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.modulation.source import modulated_norms, with_one_call
@@ -73,7 +73,6 @@ def _plain(forward: Callable[..., Any], child: nn.Module, x: Any, scale: Any, sh
 def _candidate(op: Op[..., Any], original: Any, names: tuple[str, ...], child: nn.Module) -> Candidate:
     eps, forward = norms.eps_of(child), type(child).forward
     assert eps is not None
-    made: list[Callable[..., Any]] = []
 
     def step(child: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         weight = {} if getattr(child, "weight", None) is None else {"weight": child.weight}
@@ -86,13 +85,7 @@ def _candidate(op: Op[..., Any], original: Any, names: tuple[str, ...], child: n
             return step(child, x, scale, shift)
         return _plain(nn.Module.__call__, child, x, scale, shift)
 
-    def install(module: nn.Module) -> list[Patch]:
-        # One function for all the layers of a model: torch.compile then compiles it once.
-        if not made:
-            made.append(with_one_call(original, names, modulated))
-        return [replacement(module, made[0], original)]
-
-    return Candidate(op, "", step, install)
+    return Candidate(op, "", step, replacing(original, lambda: with_one_call(original, names, modulated)))
 
 
 def _fit(weight: Any, x: Any, scale: Any, shift: Any) -> bool:

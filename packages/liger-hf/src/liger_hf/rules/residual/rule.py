@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import Op, add_layer_norm, add_rms_norm
-from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.patch import forward_of, replacing
 from liger_hf.rebinding import unwrapped
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm import rule as norms
@@ -100,7 +100,6 @@ def _layer(eps: str, offset: float) -> Step:
 
 
 def _candidate(op: Op[..., Any], words: str, original: Any, names: tuple[str, ...], forward: Callable[..., Any], step: Step) -> Candidate:
-    made: list[Callable[..., Any]] = []
     layer = op is add_layer_norm
 
     def add_norm(child: Any, left: Any, right: Any) -> tuple[Any, Any]:
@@ -108,13 +107,7 @@ def _candidate(op: Op[..., Any], words: str, original: Any, names: tuple[str, ..
             return step(child, left, right)
         return _plain(nn.Module.__call__, child, left, right)
 
-    def install(module: nn.Module) -> list[Patch]:
-        # One function for all the layers of a model: torch.compile then compiles it once.
-        if not made:
-            made.append(with_one_call(original, names, add_norm))
-        return [replacement(module, made[0], original)]
-
-    return Candidate(op, words, step, install)
+    return Candidate(op, words, step, replacing(original, lambda: with_one_call(original, names, add_norm)))
 
 
 def _fit(weight: Any, left: Any, right: Any, layer: bool) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import qk_norm_rope, rope
-from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.patch import forward_of, replacing
 from liger_hf.rebinding import rebound, unwrapped
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm import rule as norms
@@ -123,7 +123,6 @@ def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: T
     rotated_alone = with_rope(step.signature, form, step.function, tried)
     # Calls whose tables have no batch are verified for the function alone.
     with_norms = replace(tried, flat=frozenset())
-    made: list[Callable[..., Any]] = []
 
     def may(*children: Any) -> bool:
         return all(untouched(child, forward) for child in children)
@@ -147,17 +146,14 @@ def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: T
     def catch_up(held: bool, children: tuple[Any, ...], *states: Any) -> tuple[Any, ...]:
         return tuple(child(x) for child, x in zip(children, states, strict=True))
 
-    def install(module: nn.Module) -> list[Patch]:
-        # One function for all the layers of a model: torch.compile then compiles it once.
-        if not made:
-            helpers: dict[str, Callable[..., Any]] = {MAY: may, NORM: norm, ROTATE: rotate, CATCH_UP: catch_up}
-            places = {(step.name, names) for names in step.places}
-            held = with_held_norms(original, PREFIX, lambda function, names: (function, names) in places, helpers)
-            made.append(rebound(held, {step.name: rotated_alone}))
-        return [replacement(module, made[0], original)]
+    def build() -> Callable[..., Any]:
+        helpers: dict[str, Callable[..., Any]] = {MAY: may, NORM: norm, ROTATE: rotate, CATCH_UP: catch_up}
+        places = {(step.name, names) for names in step.places}
+        held = with_held_norms(original, PREFIX, lambda function, names: (function, names) in places, helpers)
+        return rebound(held, {step.name: rotated_alone})
 
     words = [*([form.name] if form.name else []), f"weight_offset={options['weight_offset']:g}", f"cast={options['cast']!r}"]
-    return Candidate(qk_norm_rope, ", ".join(words), rotate, install, covers=(rope,))
+    return Candidate(qk_norm_rope, ", ".join(words), rotate, replacing(original, build), covers=(rope,))
 
 
 def _fit(children: tuple[Any, ...], eps: str, states: list[Tensor]) -> bool:
