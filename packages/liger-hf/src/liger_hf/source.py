@@ -8,7 +8,7 @@ import ast
 import copy
 import inspect
 import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -26,6 +26,21 @@ def definition_of(function: Any) -> ast.FunctionDef | None:
     if function not in _definitions:
         _definitions[function] = _parsed(function)
     return _definitions[function]
+
+
+def once(find: Callable[[ast.FunctionDef], Iterable[str]]) -> Callable[[Any], tuple[str, ...]]:
+    """The distinct names that `find` finds in the source of a function, once for each source; none where that cannot be found."""
+    known: WeakKeyDictionary[ast.FunctionDef, tuple[str, ...]] = WeakKeyDictionary()
+
+    def names(function: Any) -> tuple[str, ...]:
+        definition = definition_of(function)
+        if definition is None:
+            return ()
+        if definition not in known:
+            known[definition] = tuple(dict.fromkeys(find(definition)))
+        return known[definition]
+
+    return names
 
 
 def copy_of(function: FunctionType) -> ast.FunctionDef:

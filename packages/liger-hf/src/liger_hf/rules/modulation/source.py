@@ -13,25 +13,20 @@ import ast
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from liger_hf.source import copy_of, definition_of, rebuilt
+from liger_hf.source import copy_of, once, rebuilt
 
 HELPER = "__liger_modulated__"
 INDICES = (ast.Name, ast.Subscript, ast.Slice, ast.Tuple, ast.Constant, ast.Load)
-_names: WeakKeyDictionary[ast.FunctionDef, tuple[str, ...]] = WeakKeyDictionary()
 
 
-def modulated_norms(function: Any) -> tuple[str, ...]:
+@once
+def modulated_norms(definition: ast.FunctionDef) -> list[str]:
     """The attributes of self whose results a forward scales and shifts."""
-    definition = definition_of(function)
-    if definition is None:
-        return ()
-    if definition not in _names:
-        finder = _Calls(definition.args.args[0].arg, ())
-        finder.visit(copy_of(function))
-        _names[definition] = tuple(dict.fromkeys(finder.found))
-    return _names[definition]
+    # Of no names: nothing is put in place of anything.
+    finder = _Calls(definition.args.args[0].arg, ())
+    finder.visit(definition)
+    return finder.found
 
 
 def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Callable[..., Any]) -> FunctionType:

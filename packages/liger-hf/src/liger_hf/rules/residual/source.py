@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from liger_hf.source import assignment, copy_of, definition_of, rebuilt
+from liger_hf.source import assignment, copy_of, once, rebuilt
 
 HELPER = "__liger_add_norm__"
-_names: WeakKeyDictionary[ast.FunctionDef, tuple[str, ...]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,10 @@ class Step:
     result: str
 
 
-def norms_of_sums(function: Any) -> tuple[str, ...]:
+@once
+def norms_of_sums(definition: ast.FunctionDef) -> Iterator[str]:
     """The attributes of self that a forward calls with a sum right after it was added."""
-    definition = definition_of(function)
-    if definition is None:
-        return ()
-    if definition not in _names:
-        _names[definition] = tuple(dict.fromkeys(step.norm.attr for step in _steps(definition)))
-    return _names[definition]
+    return (step.norm.attr for step in _steps(definition))
 
 
 def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Callable[..., Any]) -> FunctionType:
