@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from liger_core import Unsupported
 
@@ -65,6 +66,12 @@ def teacher_share(kind: str, beta: float) -> float:
     if share is None:
         raise Unsupported("it has the forward and the reverse KL and the JSD only")
     return share
+
+
+def with_one_target(hidden: Tensor, target: Tensor) -> None:
+    """Raise Unsupported for several targets per token."""
+    if target.dim() == hidden.dim():
+        raise Unsupported("it has one target per token only")
 
 
 def by_name(*calls: Callable[..., Any]) -> dict[str, Callable[..., Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_bench.peers import Peer, by_name, missing, teacher_share
+from liger_bench.peers import Peer, by_name, missing, teacher_share, with_one_target
 from liger_core.errors import Unsupported
 
 # Forward passes of rope and cross_entropy, backward passes of the gated activations; rope's backward pass also turns what arrives in place.
@@ -139,8 +139,7 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         ignore_index: int = -100,
         return_entropy: bool = False,
     ) -> Any:
-        if target.dim() == hidden.dim():
-            raise Unsupported("it has one target per token only")
+        with_one_target(hidden, target)
         function = importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
         try:
             found = function.apply(hidden, weight, target, temperature, ignore_index, return_entropy=return_entropy)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_bench.peers import Peer, by_name, missing, teacher_share
-from liger_core.errors import Unsupported
+from liger_bench.peers import Peer, by_name, missing, teacher_share, with_one_target
 
 # The classes of a tile by default in its trainers.
 CLASSES = 32768
@@ -27,8 +26,7 @@ def peers() -> list[Peer]:
     def linear_log_prob(
         hidden: Tensor, weight: Tensor, target: Tensor, return_entropy: bool = False, temperature: float = 1.0, softcap: float | None = None
     ) -> Any:
-        if target.dim() == hidden.dim():
-            raise Unsupported("it has one target per token only")
+        with_one_target(hidden, target)
         asked = ("log_probs", "entropy") if return_entropy else ("log_probs",)
         log_prob, entropy, *_ = tokens.apply(hidden, weight, None, target, temperature, CLASSES, softcap, 1.0, asked)
         return (log_prob, entropy) if return_entropy else log_prob
