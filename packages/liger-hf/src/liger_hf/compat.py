@@ -23,6 +23,11 @@ NAME = "liger_kernel"
 VERSION = "0.3.0+liger.hf"
 # Keys of liger_kernel_config beside the names of our ops. cross_entropy alone would keep all the logits.
 OTHER_KEYS = {"fused_linear_cross_entropy": "linear_cross_entropy", "cross_entropy": None}
+# liger-kernel has one op for norms: leaving it out also leaves out those that do more.
+MORE_THAN_NORMS = {
+    "rms_norm": ("add_rms_norm", "qk_norm_rope", "gated_rms_norm", "modulated_rms_norm"),
+    "layer_norm": ("add_layer_norm", "modulated_layer_norm"),
+}
 
 _installed: list[StandIn] = []
 
@@ -110,11 +115,6 @@ def _applier(show: Callable[[Report], Any] | None) -> Callable[..., None]:
 def _excluded(config: dict[str, Any]) -> list[str]:
     if any(not isinstance(value, bool) for value in config.values()):
         raise OptionError(f"liger_kernel_config: every value must be True or False, got {config}")
-    # liger-kernel has one op for norms: leaving it out also leaves out those that do more.
-    given = {
-        **dict.fromkeys(("add_rms_norm", "qk_norm_rope", "gated_rms_norm", "modulated_rms_norm"), config.get("rms_norm", True)),
-        **config,
-    }
-    given = {**dict.fromkeys(("add_layer_norm", "modulated_layer_norm"), config.get("layer_norm", True)), **given}
+    given = {op: config[norm] for norm, ops in MORE_THAN_NORMS.items() if norm in config for op in ops} | config
     names = ((OTHER_KEYS.get(key, key if key in replaceable_ops() else None), value) for key, value in given.items())
     return [name for name, value in names if name is not None and not value]

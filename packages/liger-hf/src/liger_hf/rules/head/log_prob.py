@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -46,9 +45,11 @@ def head_log_prob(
     itself = gathers_itself(head)
 
     def forward(rows: Tensor) -> Any:
+        if not itself:
+            return head(rows)
         # Also in the backward pass, which computes these rows again.
-        with held(head) if itself else nullcontext():
-            return head.forward(rows) if itself else head(rows)
+        with held(head):
+            return head.forward(rows)
 
     def compute(rows: Tensor) -> LogProb:
         if plain_linear(head):
