@@ -199,7 +199,12 @@ def layout_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case,
 
 
 def variation_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
-    """Other strides and magnitudes of the inputs, one sample per form; with a common offset, every input of an op's first sample."""
+    """Other strides and magnitudes of the inputs, one sample per form; with a common offset, every input of an op's first sample.
+
+    Strides in bfloat16 too, for which some kernels are made alone.
+    """
+    for case in cases(device, only, "low_form"):
+        yield from ((case, name) for name in INPUT_LAYOUTS)
     for case in cases(device, only, "form"):
         yield from ((case, name) for name in (*INPUT_LAYOUTS, *SCALES))
         if case.name == form_names(case.op, device)[0]:
@@ -220,6 +225,7 @@ def cases(device: torch.device, only: str | None, kind: str) -> Iterator[Case]:
     all       every dtype
     float32   every sample in float32
     form      one sample per form of call, in float32
+    low_form  the same in bfloat16
     pattern   one sample per pattern of what is saved, in float32
     repeated  every dtype on a GPU, where programs run at once and in any order; elsewhere those of "form"
     exact     the definitions in float64
@@ -233,9 +239,9 @@ def cases(device: torch.device, only: str | None, kind: str) -> Iterator[Case]:
         elif kind == "all":
             dtypes = (torch.float64, *LOW) if definition else LOW
         else:
-            dtypes = (torch.float32,)
+            dtypes = (torch.bfloat16,) if kind == "low_form" else (torch.float32,)
         for dtype in dtypes:
-            chosen = {"form": form_names, "pattern": pattern_names}.get(kind)
+            chosen = {"form": form_names, "low_form": form_names, "pattern": pattern_names}.get(kind)
             for name in chosen(op, device) if chosen else sample_names(op, device, dtype):
                 yield Case(op, backend, dtype, name, device)
 

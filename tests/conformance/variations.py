@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,15 +36,29 @@ def transposed(dense: Tensor, output: int) -> Tensor:
     return dense.permute(backwards).contiguous().permute(backwards)
 
 
+def beside(dense: Tensor) -> Any:
+    """What stands beside a slice, and must not be read: NaN, or a number where the matmuls of this CPU do read it and multiply it by 0."""
+    if not dense.is_floating_point():
+        return dense.dtype != torch.bool and -7_777
+    return 7_777.0 if dense.device.type == "cpu" and _reads_past_rows(dense.dtype) else torch.nan
+
+
+@cache
+def _reads_past_rows(dtype: torch.dtype) -> bool:
+    """True for bfloat16 on CPUs with AMX, if the width is odd (torch 2.13)."""
+    rows = torch.cat((torch.ones(64, 31, dtype=dtype), torch.full((64, 2), torch.nan, dtype=dtype)), 1)[:, :31]
+    return bool((rows @ torch.ones(31, 16, dtype=dtype)).isnan().any())
+
+
 def sliced(dense: Tensor, output: int) -> Tensor:
-    """The same values as columns of a wider tensor that holds NaN, or as every other element of a longer one.
+    """The same values as columns of a wider tensor, or as every other element of a longer one.
 
     Outputs get row strides of their own, so that none can be read with another's. The first value is not aligned to 16 bytes.
     """
-    beside = torch.nan if dense.is_floating_point() else dense.dtype != torch.bool and -7_777
+    other = beside(dense)
     if dense.dim() == 1:
-        return torch.stack((torch.full_like(dense, beside), dense), dim=-1)[:, 1]
-    left, right = (dense.new_full((*dense.shape[:-1], size), beside) for size in (1, 2 + output))
+        return torch.stack((torch.full_like(dense, other), dense), dim=-1)[:, 1]
+    left, right = (dense.new_full((*dense.shape[:-1], size), other) for size in (1, 2 + output))
     return torch.cat((left, dense, right), dim=-1)[..., 1 : -2 - output]
 
 

@@ -12,6 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from conformance.variations import beside
+
 FLOATS = ("float32", "bfloat16", "float16")
 # What a composite strategy of hypothesis gets to draw with.
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -138,8 +140,7 @@ def arranged(dense: Tensor, layout: str) -> Tensor:
     if layout in ("transposed", "rotated") and dense.dim() > 1:
         source, target = (-1, -2) if layout == "transposed" else (0, -1)
         return dense.movedim(source, target).contiguous().movedim(target, source)
-    # The elements in between must not be read.
-    other = torch.nan if dense.is_floating_point() else -7_777_777
+    other = beside(dense)
     if layout == "unaligned":
         return torch.cat((dense.new_full((1,), other), dense.reshape(-1)))[1:].view(dense.shape)
     if layout == "sliced" and dense.dim() > 1:
