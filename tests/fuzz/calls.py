@@ -360,8 +360,8 @@ def lora_linear(draw: Draw, limits: Limits) -> Example:
     arguments: dict[str, Any] = {
         "x": floats(draw, (*shape, inner), dtype),
         "weight": None,
-        "a": floats(draw, (rank, inner), own, scale=draw(factor)),
-        # The product of three large factors is in range or not by the order of its sums.
+        # The product of three large factors is in range or not by the order of its sums, and products of two cancel by it.
+        "a": moderate(draw, (rank, inner), own, scale=draw(factor)),
         "b": moderate(draw, (outer, rank), own, scale=draw(factor)),
         "scale": draw(weighted((3, (1.0, 2.0)), (1, (0.0, -0.5, 16.0)))),
     }
@@ -371,7 +371,11 @@ def lora_linear(draw: Draw, limits: Limits) -> Example:
             arguments["bias"] = floats(draw, (outer,), dtype)
     else:
         arguments["base"] = floats(draw, (*shape, outer), draw(st.sampled_from((dtype, own))))
-    return example(draw, arguments, ("x", "weight", "a", "b", "bias", "base"))
+    if draw(weighted((3, (False,)), (1, (True,)))):
+        arguments["column_scale"] = moderate(draw, (outer,), draw(st.sampled_from((dtype, own))), scale=draw(factor))
+        if arguments["weight"] is None and draw(st.booleans()):
+            arguments["bias"] = floats(draw, (outer,), dtype)
+    return example(draw, arguments, ("x", "weight", "a", "b", "bias", "base", "column_scale"))
 
 
 def linear_log_prob(draw: Draw, limits: Limits) -> Example:

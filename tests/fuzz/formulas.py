@@ -275,15 +275,19 @@ def linear_cross_entropy(
 
 
 def lora_linear(
-    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None, base: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None, base: Tensor | None = None,
+    column_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     own = base
     if weight is not None:
         # Rounded once, as a matmul with a bias is.
         own = torch.einsum("...k,mk->...m", x.to(wide(x.dtype)), weight.to(wide(x.dtype)))
-        own = (own if bias is None else own + bias).to(x.dtype)
+        own = (own if bias is None or column_scale is not None else own + bias).to(x.dtype)
     small = torch.einsum("...k,rk->...r", x.to(a.dtype), a)
     assert own is not None
+    if column_scale is not None:
+        y = (own.to(wide(own.dtype)) + torch.einsum("...r,mr->...m", small, b) * scale) * column_scale
+        return (y if bias is None else y + bias).to(own.dtype)
     return (own + torch.einsum("...r,mr->...m", small, b) * scale).to(own.dtype)
 
 

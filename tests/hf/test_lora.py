@@ -37,6 +37,8 @@ def random_adapters(model: Any) -> Any:
         for name, parameter in model.named_parameters():
             if "lora_A" in name or "lora_B" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            elif "lora_magnitude" in name:
+                parameter.mul_(torch.rand(parameter.shape, generator=generator) + 0.5)
     return model
 
 
@@ -58,6 +60,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
     "rank_stabilized": {"use_rslora": True},
     "one_projection": {"target_modules": ["v_proj"]},
+    "dora": {"use_dora": True},
+    # Dropout that drops nothing takes the path of dropout, and can be compared.
+    "dropout": {"lora_dropout": 1e-9},
+    "dora_and_dropout": {"use_dora": True, "lora_dropout": 1e-9},
     "saved_beside": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
 
@@ -66,7 +72,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_adapters_get_the_gradients_of_peft(kind: str) -> None:
     plain = adapted(make(tie_word_embeddings=False), **KINDS[kind])
     patched, inputs = twin(plain), tokens()
-    assert liger_hf.apply(patched, **ONLY).replaced == {"lora_linear": 14 if kind in ("lora", "rank_stabilized") else 2}
+    assert liger_hf.apply(patched, **ONLY).replaced == {"lora_linear": 2 if "target_modules" in KINDS[kind] else 14}
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
 
 
@@ -99,10 +105,10 @@ def test_a_type_with_adapters_computes_what_it_does_without_liger(model_type: st
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"use_dora": True}, "its adapter is a variant of LoRA, Dora"),
+        ({"alora_invocation_tokens": [1]}, "its adapter is a variant of LoRA, ALora"),
         ({"lora_bias": True}, "its adapter does not consist of two Linear without bias"),
     ],
-    ids=["dora", "bias"],
+    ids=["variant", "bias"],
 )
 def test_what_the_op_does_not_compute_is_left_to_peft_with_the_reason(options: dict[str, Any], reason: str) -> None:
     bias = {"attention_bias": True} if "lora_bias" in options else {}
@@ -111,6 +117,41 @@ def test_what_the_op_does_not_compute_is_left_to_peft_with_the_reason(options: d
     report = liger_hf.apply(patched)
     assert [(row.verdict, row.reason) for row in report.rows if row.op == "lora_linear"] == [("left", reason)]
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dropout", [0.0, 1e-9], ids=["whole", "dropout"])
+def test_dora_beside_a_quantized_layer_computes_what_peft_does(bias: bool, dropout: float, calls: list[Any]) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    layer = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 48, bias=bias, compute_dtype=torch.float32, quant_type="nf4"))
+    layer.load_state_dict(nn.Sequential(nn.Linear(64, 48, bias=bias)).state_dict())
+    config = peft.LoraConfig(r=4, use_dora=True, lora_dropout=dropout, target_modules=["0"])
+    plain = random_adapters(peft.get_peft_model(layer.to(tiny_models.DEVICE), config).train())
+    patched = twin(plain)
+    assert liger_hf.apply(patched, **ONLY).replaced == {"lora_linear": 1}
+    calls.clear()
+    x = torch.randn(3, 5, 64, device=tiny_models.DEVICE)
+    outcomes = []
+    for model in (plain, patched):
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        y.square().sum().backward()
+        outcomes.append([y, leaf.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(calls) == 1
+    assert len(outcomes[0]) == 5
+    torch.testing.assert_close(outcomes[1], outcomes[0])
+
+
+def test_dora_needs_no_matrix_of_the_size_of_the_weight_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, a, b = torch.randn(96, 32).bfloat16(), torch.randn(4, 32), torch.randn(96, 4)
+    expected = torch.linalg.vector_norm(weight.double() + 0.5 * b.double() @ a.double(), dim=1)
+    monkeypatch.setattr(rule, "NORM_ELEMENTS", 32 * 10)
+    sizes = []
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *args, **options: (sizes.append(args[0].numel()), addmm(*args, **options))[1])
+    torch.testing.assert_close(rule._norms(weight, a, b, 0.5), expected.float())
+    assert max(sizes) == 320
 
 
 def test_two_active_adapters_are_left_to_peft_with_the_reason() -> None:
@@ -195,10 +236,12 @@ def test_undo_restores_the_forward_of_peft() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_dropout_drops_the_share_that_it_should_and_keeps_the_expected_value() -> None:
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_dropout_drops_the_share_that_it_should_and_keeps_the_expected_value(dora: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(64, 64, bias=False))
-    model = peft.get_peft_model(layer, peft.LoraConfig(r=4, lora_alpha=4, lora_dropout=0.25, target_modules=["0"])).train()
+    config = peft.LoraConfig(r=4, lora_alpha=4, lora_dropout=0.25, use_dora=dora, target_modules=["0"])
+    model = peft.get_peft_model(layer, config).train()
     (linear,) = (m for m in model.modules() if hasattr(m, "lora_A"))
     nn.init.zeros_(linear.base_layer.weight)
     nn.init.normal_(linear.lora_B["default"].weight)
@@ -210,7 +253,7 @@ def test_dropout_drops_the_share_that_it_should_and_keeps_the_expected_value() -
     assert not torch.equal(dropped[0], dropped[1])
     torch.testing.assert_close(dropped.mean(0), whole, rtol=0.1, atol=0.05)
     # The variance of a sum of 64 terms, of which a quarter is missing and the others count 4/3.
-    effective = (linear.lora_B["default"].weight @ linear.lora_A["default"].weight).detach()
+    effective = linear.eval()(torch.eye(64)).t().detach()
     torch.testing.assert_close(dropped.var(0), effective.square().sum(1) / 3, rtol=0.15, atol=0.0)
 
 
@@ -305,8 +348,9 @@ def test_autocast_gives_the_dtypes_and_nearly_the_gradients_of_peft(calls: list[
     assert ours <= 1.1 * theirs
 
 
-def test_a_compiled_model_has_no_graph_break(calls: list[Any]) -> None:
-    model, inputs = adapted(make()), tokens()
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_compiled_model_has_no_graph_break(dora: bool, calls: list[Any]) -> None:
+    model, inputs = adapted(make(), use_dora=dora), tokens()
     expected = step(model, **inputs)
     liger_hf.apply(model, **ONLY)
     torch._dynamo.reset()

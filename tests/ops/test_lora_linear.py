@@ -20,10 +20,16 @@ from ops.agreement import disagreements, leaf
 ROWS, INNER, OUTER, RANK = 200, 64, 96, 8
 
 
-def peft(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
-    """The forward of a LoRA layer of PEFT."""
+def peft(
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, bias: Tensor | None = None, column_scale: Tensor | None = None
+) -> Tensor:
+    """The forward of a LoRA layer of PEFT, and of a DoRA layer, whose norms make column_scale."""
     result = F.linear(x, weight, bias)
-    return (result + F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(result.dtype)
+    lora = F.linear(F.linear(x.to(a.dtype), a), b)
+    if column_scale is None:
+        return (result + lora * scale).to(result.dtype)
+    product = result if bias is None else result - bias
+    return (result + (column_scale - 1) * product + column_scale * lora * scale).to(result.dtype)
 
 
 def call(device: torch.device, dtype: torch.dtype, adapter: torch.dtype) -> dict[str, Any]:
@@ -38,8 +44,20 @@ def test_it_is_a_layer_of_peft(dtype: torch.dtype, adapter: torch.dtype | None, 
     assert disagreements(lora_linear, peft, **call(device, dtype, adapter or dtype)) == []
 
 
-def test_gradients_of_a_float32_adapter_are_as_close_to_float64_as_those_of_peft(device: torch.device) -> None:
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+def test_with_factors_of_columns_it_is_a_dora_layer_of_peft(dtype: torch.dtype, bias: bool, device: torch.device) -> None:
+    given = call(device, dtype, torch.float32) | {"column_scale": leaf(OUTER, device=device, dtype=torch.float32)}
+    if bias:
+        given["bias"] = leaf(OUTER, device=device, dtype=dtype)
+    assert disagreements(lora_linear, peft, **given) == []
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["lora", "dora"])
+def test_gradients_of_a_float32_adapter_are_as_close_to_float64_as_those_of_peft(columns: bool, device: torch.device) -> None:
     given = call(device, torch.bfloat16, torch.float32)
+    if columns:
+        given["column_scale"] = leaf(OUTER, device=device, dtype=torch.float32)
     upstream = torch.randn(2, ROWS // 2, OUTER, device=device).bfloat16()
     got = torch.autograd.grad(lora_linear(**given), (given["a"], given["b"]), upstream)
     exact = {name: value.detach().double().requires_grad_() if isinstance(value, Tensor) else value for name, value in given.items()}

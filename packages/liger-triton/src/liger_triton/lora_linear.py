@@ -10,13 +10,17 @@ from torch import Tensor
 
 from liger_core.ops._low_rank import TORCH_PASSES, RankPasses
 from liger_core.ops.lora_linear import implementation
-from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, processors, rows_of, supported
+from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, power_of_two, processors, rows_of, supported
 
 # Tensor cores multiply at least 16 columns; wider adapters are matmuls like any other.
 LEAST_RANK, MOST_RANK = 16, 64
 # Rows and columns of a tile; with few rows, smaller tiles fill the device. One H200, 32768 × 4096: .084 ms, 64 × 128 takes .102.
 PROJECT_ROWS, PROJECT_COLUMNS = 128, 64
 REDUCE_ROWS, REDUCE_COLUMNS = 64, 64
+# A tile of what a layer and its adapter give together.
+COMBINE_ROWS, COMBINE_COLUMNS, COMBINE_INNER = 128, 128, 64
+# A tile of a sum over rows of products.
+DOT_ROWS, DOT_COLUMNS = 32, 128
 # Elements of an adapter that one program splits.
 RIGHT_BLOCK = 1024
 # Programs of a sum over rows per multiprocessor: enough to fill the device, few enough that their partial sums are small.
@@ -63,6 +67,37 @@ def reduce(left: Tensor, rows: Tensor, out: Tensor) -> None:
         torch.sum(sums, 0, out=out.t())
     else:
         out.t().copy_(sums.sum(0))
+
+
+def combine(own: Tensor, columns: Tensor, bias: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
+    count, width = out.shape
+    if not (left.dtype == right.dtype == out.dtype == torch.bfloat16) or left.shape[1] > 4 * MOST_RANK or not out.numel():
+        TORCH_PASSES.combine(own, columns, bias, left, right, out)
+        return
+    own, inner = rows_of(own), left.shape[1]
+    columns, bias = columns.contiguous(), contiguous(bias)
+    combine_launch(
+        (cdiv(count, COMBINE_ROWS), cdiv(width, COMBINE_COLUMNS)), own, columns, bias, left, right, out,
+        own.stride(0), left.stride(0), *right.stride(), out.stride(0), count, width, inner,
+        HAS_BIAS=bias is not None, ROWS=COMBINE_ROWS, COLUMNS=COMBINE_COLUMNS, INNER=COMBINE_INNER, num_warps=8, num_stages=2,
+    )  # fmt: skip
+
+
+def dot(rows: Tensor, other: Tensor, out: Tensor) -> None:
+    count, width = rows.shape
+    if out.dtype != torch.float32 or not rows.numel():
+        TORCH_PASSES.dot(rows, other, out)
+        return
+    rows, other = rows_of(rows), rows_of(other)
+    tiles, blocks = cdiv(width, DOT_COLUMNS), cdiv(count, DOT_ROWS)
+    length = cdiv(blocks, min(blocks, cdiv(SUM_PROGRAMS * processors(rows.device), tiles))) * DOT_ROWS
+    parts = cdiv(count, length)
+    sums = torch.empty(parts, width, dtype=torch.float32, device=rows.device)
+    dot_launch(
+        (tiles, parts), rows, other, sums, rows.stride(0), other.stride(0), count, length, width,
+        ROWS=DOT_ROWS, COLUMNS=DOT_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    torch.sum(sums, 0, out=out)
 
 
 def right_factor(matrix: Tensor, rows: torch.dtype) -> Tensor:
@@ -160,7 +195,46 @@ def reduce_kernel(
     tl.store(sums + place, total, mask=(column < width)[:, None] & (r < rank)[None, :])
 
 
+@triton.jit
+def combine_kernel(
+    own, columns, bias, left, right, out, own_stride, left_stride, right_inner_stride, right_stride, out_stride, count, width, inner,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, INNER)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, inner, INNER):
+        inside = start + k < inner
+        a = tl.load(left + row[:, None] * left_stride + (start + k)[None, :], mask=(row < count)[:, None] & inside[None, :], other=0.0)
+        place = (start + k)[:, None] * right_inner_stride + column[None, :] * right_stride
+        total = tl.dot(a, tl.load(right + place, mask=inside[:, None] & (column < width)[None, :], other=0.0), total)
+    mask = (row < count)[:, None] & (column < width)[None, :]
+    value = tl.load(own + row[:, None] * own_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    total += value * tl.load(columns + column, mask=column < width, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + row[:, None] * out_stride + column[None, :], total, mask=mask)
+
+
+@triton.jit
+def dot_kernel(rows, other, sums, row_stride, other_stride, count, length, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One program sums rows · other over `length` rows for a block of columns."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1).to(tl.int64) * length
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, length, ROWS):
+        row = first + start + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & (column < width)[None, :]
+        a = tl.load(rows + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0)
+        b = tl.load(other + row[:, None] * other_stride + column[None, :], mask=mask, other=0.0)
+        total += a.to(tl.float32) * b.to(tl.float32)
+    tl.store(sums + tl.program_id(1).to(tl.int64) * width + column, tl.sum(total, 0), mask=column < width)
+
+
 right_launch = Launcher(right_kernel)
 project_launch = Launcher(project_kernel)
 reduce_launch = Launcher(reduce_kernel)
-lora_linear = implementation(RankPasses(project, reduce, right_factor), TritonKernel, supported)
+combine_launch = Launcher(combine_kernel)
+dot_launch = Launcher(dot_kernel)
+lora_linear = implementation(RankPasses(project, reduce, right_factor, combine, dot), TritonKernel, supported)

@@ -21,6 +21,8 @@ from liger_core.ops._inputs import accumulator
 
 # The factors of a product of two split matrices: 0 for the high part, 1 for the middle and 2 for the low one, side by side.
 LEFT, RIGHT = (0, 1, 2, 0), (0, 0, 0, 1)
+# Elements of a block of rows that the reference holds in float32.
+BLOCK_ELEMENTS = 1 << 22
 
 
 class RankPasses(NamedTuple):
@@ -29,11 +31,15 @@ class RankPasses(NamedTuple):
     project  (rows, factor (rank, columns), scale, out): scale · rows @ factorᵀ as a left factor, see `factor_columns`
     reduce   (left factor, rows, out (rank, columns)): the sum over all rows of factorᵀ @ rows
     right    (matrix (columns, rank), dtype of rows): the right factor that a left one is multiplied with
+    combine  (own, columns, bias, left factor, right, out): columns · own + left @ right + bias, rounded once
+    dot      (rows, other, out (columns,)): the sum over all rows of rows · other
     """
 
     project: Callable[[Tensor, Tensor, float, Tensor], None]
     reduce: Callable[[Tensor, Tensor, Tensor], None]
     right: Callable[[Tensor, torch.dtype], Tensor]
+    combine: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
+    dot: Callable[[Tensor, Tensor, Tensor], None]
 
 
 class LowRankGradients(NamedTuple):
@@ -100,7 +106,24 @@ def reduce(left: Tensor, rows: Tensor, out: Tensor) -> None:
     torch.sum(matmul(left[:, : 3 * rank].t(), rows).unflatten(0, (3, -1)), 0, out=out)
 
 
-TORCH_PASSES = RankPasses(project, reduce, right_factor)
+def combine(own: Tensor, columns: Tensor, bias: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
+    for part, factor, block in zip(*map(blocks, (own, left, out)), strict=True):
+        made = matmul(factor, right).addcmul_(part.to(columns.dtype), columns)
+        block.copy_(made if bias is None else made.add_(bias))
+
+
+def dot(rows: Tensor, other: Tensor, out: Tensor) -> None:
+    out.zero_()
+    for part, factor in zip(blocks(rows), blocks(other), strict=True):
+        out += (part.to(out.dtype) * factor).sum(0)
+
+
+def blocks(rows: Tensor) -> tuple[Tensor, ...]:
+    parts: tuple[Tensor, ...] = rows.split(max(1, BLOCK_ELEMENTS // max(1, rows.shape[1])))
+    return parts
+
+
+TORCH_PASSES = RankPasses(project, reduce, right_factor, combine, dot)
 
 
 class LowRank:
@@ -114,15 +137,24 @@ class LowRank:
             make_kernel("lora_linear_backward", self._allocate_backward, self._launch_backward, self._recycle_backward),
             keep_first=True,
         )
+        self.scaled = differentiable(
+            make_kernel("lora_linear_scaled", self._allocate_scaled, self._launch_scaled),
+            make_kernel("lora_linear_scaled_backward", self._allocate_scaled_backward, self._launch_scaled_backward),
+        )
 
     def __call__(
-        self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float, bias: Tensor | None, base: Tensor | None
-    ) -> Tensor:
-        self.project.check_plain((x, weight, a, b, bias, base), "lora_linear")
+        self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float, bias: Tensor | None, base: Tensor | None,
+        columns: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        self.project.check_plain((x, weight, a, b, bias, base, columns), "lora_linear")
         # A constant for autograd: the gradients of x and a through it are part of the backward pass below.
         with torch.no_grad():
             (projected,) = self.project(x, a, scale)
-        y: Tensor = self.linear(x, weight, a, b, bias, base, projected, scale)
+        y: Tensor
+        if columns is None:
+            y = self.linear(x, weight, a, b, bias, base, projected, scale)
+        else:
+            y = self.scaled(x, weight, a, b, bias, base, columns, projected, scale)
         return y
 
     def _allocate_project(self, x: Tensor, a: Tensor, scale: float) -> Outputs:
@@ -171,9 +203,16 @@ class LowRank:
         self, gradients: LowRankGradients, /, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor,
         scale: float, needs: list[bool],
     ) -> None:  # fmt: skip
-        grad_x, grad_weight, grad_a, grad_b, grad_bias, grad_base = gradients
-        if grad_base is not None and grad_base is not grad_y:
-            grad_base.copy_(grad_y)
+        if gradients.grad_base is not None and gradients.grad_base is not grad_y:
+            gradients.grad_base.copy_(grad_y)
+        self._gradients(gradients, grad_y, grad_y, x, weight, a, b, projected, scale)
+
+    def _gradients(
+        self, gradients: LowRankGradients, grad_y: Tensor, of_layer: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor,
+        projected: Tensor, scale: float,
+    ) -> None:  # fmt: skip
+        """All but that of base, from the upstream gradients of the adapter and of the layer itself."""
+        grad_x, grad_weight, grad_a, grad_b, grad_bias, _ = gradients
         # More precise only beside such a base, which has no weight here; an adapter in the dtype of x adds nothing more precise to it.
         if a.dtype == x.dtype:
             grad_y = grad_y.to(x.dtype)
@@ -186,15 +225,69 @@ class LowRank:
                 if weight is None:
                     add_product(None, back, right, grad_x)
                 else:
-                    add_both(None, back, right, grad_y, weight, grad_x)
+                    add_both(None, back, right, of_layer, weight, grad_x)
             if grad_a is not None:
                 self.passes.reduce(back, x, grad_a)
         if grad_b is not None:
             self.passes.reduce(projected, grad_y, grad_b.t())
         if grad_weight is not None:
-            torch.mm(grad_y.t(), x, out=grad_weight)
+            torch.mm(of_layer.t(), x, out=grad_weight)
         if grad_bias is not None:
             grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
+
+    # With a factor for each column: y = columns · own + projected (columns · b)ᵀ + bias, where own is x weightᵀ or base.
+
+    def _allocate_scaled(
+        self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None, columns: Tensor,
+        projected: Tensor, scale: float,
+    ) -> Outputs:  # fmt: skip
+        (y,) = self._allocate(x, weight, a, b, None, base, projected, scale)
+        assert y is not None
+        return y, None if weight is None else torch.empty_like(y)
+
+    def _launch_scaled(
+        self, y: Tensor, own: Tensor | None, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None,
+        base: Tensor | None, columns: Tensor, projected: Tensor, scale: float,
+    ) -> None:  # fmt: skip
+        given = base if weight is None else torch.mm(x, weight.t(), out=own)
+        assert given is not None
+        right = self.passes.right(scaled_rows(b, columns), x.dtype).t()
+        self.passes.combine(given, columns, bias, projected, right, y)
+
+    def _allocate_scaled_backward(
+        self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, base: Tensor | None, columns: Tensor,
+        own: Tensor | None, projected: Tensor, scale: float, needs: list[bool],
+    ) -> Outputs:  # fmt: skip
+        made = self._allocate_backward(grad_y, x, weight, a, b, projected, scale, needs[:6])
+        return *made, torch.empty_like(columns) if needs[6] else None
+
+    def _launch_scaled_backward(
+        self, gradients: LowRankGradients, grad_columns: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor,
+        b: Tensor, base: Tensor | None, columns: Tensor, own: Tensor | None, projected: Tensor, scale: float, needs: list[bool],
+    ) -> None:  # fmt: skip
+        of_layer = grad_y
+        if gradients.grad_base is not None or (weight is not None and (gradients.grad_x is not None or gradients.grad_weight is not None)):
+            of_layer = torch.empty_like(grad_y) if gradients.grad_base is None else gradients.grad_base
+            torch.mul(grad_y, columns, out=of_layer)
+        grad_b = gradients.grad_b
+        # The gradient of columns · b, of which b and columns have their parts.
+        product = None if grad_b is None and grad_columns is None else torch.empty(b.shape, dtype=columns.dtype, device=b.device)
+        # The factors go to b: the adapter's gradients come from an upstream gradient that is not rounded.
+        scaled = scaled_rows(b, columns)
+        self._gradients(gradients._replace(grad_b=product), grad_y, of_layer, x, weight, a, scaled, projected, scale)
+        if product is None:
+            return
+        if grad_b is not None:
+            torch.mul(product, columns[:, None], out=grad_b)
+        if grad_columns is not None:
+            given = base if own is None else own
+            assert given is not None
+            self.passes.dot(grad_y, given, grad_columns)
+            grad_columns += (product * b).sum(1)
+
+
+def scaled_rows(b: Tensor, columns: Tensor) -> Tensor:
+    return (b * columns[:, None]).to(b.dtype)
 
 
 def add_both(base: Tensor | None, left: Tensor, right: Tensor, rows: Tensor, matrix: Tensor, out: Tensor) -> None:

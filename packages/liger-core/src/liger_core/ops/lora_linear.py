@@ -32,8 +32,9 @@ def check(
     *,
     bias: Tensor | None = None,
     base: Tensor | None = None,
+    column_scale: Tensor | None = None,
 ) -> None:
-    checks.floating(NAME, 3, x=x, a=a, b=b, weight=weight, bias=bias, base=base)
+    checks.floating(NAME, 3, x=x, a=a, b=b, weight=weight, bias=bias, base=base, column_scale=column_scale)
     checks.at_least_one_dimension(NAME, "x", x)
     checks.finite(NAME, "scale", scale)
     if a.dim() != 2 or a.shape[1] != x.shape[-1]:
@@ -50,9 +51,10 @@ def check(
         wanted = (*x.shape[:-1], b.shape[0])
         if base.shape != wanted:
             checks.fail(ShapeError, NAME, f"base must have shape {wanted} to match x and b, got {checks.shape(base)}")
-        if bias is not None:
+        if bias is not None and column_scale is None:
             checks.fail(OptionError, NAME, "bias must be None where base is given, which has it already")
     checks.vector(NAME, "bias", bias, b.shape[0], "b", b)
+    checks.vector(NAME, "column_scale", column_scale, b.shape[0], "b", b)
     checks.same_dtype(NAME, "a", a, b=b)
     low = autocast_dtype(x.device.type)
     if low is None:
@@ -60,6 +62,9 @@ def check(
     own = low or x.dtype
     if base is not None and base.dtype not in (own, accumulator(own)):
         checks.fail(DtypeError, NAME, f"base must have dtype {own} like x, or {accumulator(own)}, got {base.dtype}; cast it")
+    if column_scale is not None and column_scale.dtype not in (own, accumulator(own)) and low is None:
+        sentence = f"column_scale must have dtype {own} like x, or {accumulator(own)}, got {column_scale.dtype}; cast it"
+        checks.fail(DtypeError, NAME, sentence)
     if a.dtype not in (own, accumulator(own)) and not (low is not None and a.dtype in (torch.float32, x.dtype)):
         sentence = f"a and b must have dtype {own} like x, or {accumulator(own)}, got {a.dtype}; cast them"
         checks.fail(DtypeError, NAME, sentence)
@@ -89,6 +94,30 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(
         "float32_base", (x, None, a, b), {"base": normal(device, wide, 5, 40)}, why="the layer's own output has more precision than x"
     )
+    columns = normal(device, wide, 40) + 2.0
+    yield Sample(
+        "column_scale",
+        (*call((5,), 16, 40, 4), 0.5),
+        {"bias": bias, "column_scale": columns},
+        why="one factor per output column, for DoRA",
+    )
+    low = {"column_scale": columns.to(dtype)}
+    yield Sample("low_column_scale", (*call((2, 3), 16, 40, 4, dtype),), low, why="everything in one dtype, and no bias")
+    x, _, a, b = call((2, 5), 16, 40, 4)
+    given = {"base": normal(device, dtype, 2, 5, 40), "bias": bias, "column_scale": columns}
+    yield Sample(
+        "column_scale_base", (x, None, a, b, 0.5), given, why="the layer's own output is given without its bias, which is not scaled"
+    )
+    given = {"base": normal(device, wide, 2, 5, 40), "column_scale": columns}
+    yield Sample("column_scale_float32_base", (x, None, a, b), given, why="as column_scale_base, with more precision than x")
+    tall = (*call((300,), 16, 200, 4), 0.5)
+    yield Sample(
+        "column_scale_tiles", tall, {"column_scale": normal(device, wide, 200)}, why="sums over rows and columns take several tiles"
+    )
+    fixed = {"column_scale": columns.clone(), "bias": bias}
+    yield Sample(
+        "fixed_column_scale", (*call((5,), 16, 40, 4),), fixed, why="no work for the gradient of column_scale", frozen=("column_scale",)
+    )
     for name, scale in (("negative_scale", -0.5), ("zero_scale", 0.0)):
         yield Sample(name, (*call((5,), 16, 40, 4), scale), why="any scale: with 0 the adapter gets zero gradients")
     x, weight, a, b = call((5,), 16, 40, 4)
@@ -117,6 +146,11 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("both", (x, w, a, b), OptionError, "either weight or base must be given, got both", base=torch.zeros(3, 10, device=device))
     message = "bias must be None where base is given, which has it already"
     yield misuse("base_and_bias", (x, None, a, b), OptionError, message, base=torch.zeros(3, 10, device=device), bias=w[:, 0])
+    yield misuse(
+        "column_scale_shape", (x, w, a, b), ShapeError, "column_scale must have shape (10,) to match b (10, 4), got (8,)", column_scale=x[0]
+    )
+    message = "column_scale must have dtype torch.float32 like x, or torch.float32, got torch.bfloat16; cast it"
+    yield misuse("column_scale_dtype", (x, w, a, b), DtypeError, message, column_scale=torch.ones(10, device=device).bfloat16())
     message = "weight must have dtype torch.float32 like x, got torch.bfloat16; cast one of them"
     yield misuse("weight_dtype", (x, w.bfloat16(), a, b), DtypeError, message)
     message = "b must have dtype torch.float32 like a, got torch.float64; cast one of them"
@@ -150,8 +184,9 @@ def workloads() -> Iterator[Workload]:
 
 
 def work(
-    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None, base: Tensor | None = None
-) -> Work:
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None, base: Tensor | None = None,
+    column_scale: Tensor | None = None,
+) -> Work:  # fmt: skip
     """The matmuls of the layer itself; what the adapter adds is small, and could be done in the same passes."""
     outer, inner, rows = b.shape[0], x.shape[-1], x.numel() // x.shape[-1]
     own, size = (a.numel() + b.numel()) * a.element_size(), x.element_size()
@@ -172,6 +207,7 @@ def work(
 LAYOUT = Layout(
     {
         "x": "… (inner)", "weight": "(outer) (inner)", "a": "(rank) (inner)", "b": "(outer) (rank)", "bias": "(outer)", "base": "… (outer)",
+        "column_scale": "(outer)",
     },
     ("x",),
 )  # fmt: skip
@@ -191,10 +227,15 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
         *,
         bias: Tensor | None = None,
         base: Tensor | None = None,
+        column_scale: Tensor | None = None,
     ) -> Tensor:
         """Add a low-rank adapter to a linear layer.
 
             y = x weightᵀ + bias + scale · (x aᵀ) bᵀ        or        y = base + scale · (x aᵀ) bᵀ
+
+        With column_scale, for DoRA magnitude / ‖weight + scale · b a‖ (the norm of each row):
+
+            y = column_scale · (x weightᵀ + scale · (x aᵀ) bᵀ) + bias        or        y = column_scale · (base + scale · (x aᵀ) bᵀ) + bias
 
         x       (..., inner)   any floating dtype
         weight  (outer, inner) dtype of x (under autocast both are cast to its dtype); its gradient is computed only where it is required
@@ -204,14 +245,16 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
         bias    (outer,)       dtype of x
         base    (..., outer)   dtype of x, or float32: what the layer computes by itself, instead of weight and bias, for weights that
                                are quantized or sharded
+        column_scale (outer,)  dtype of x, or float32; with it, base does not include the bias
         returns (..., outer), dtype of x, or of base
 
         x is never cast to the dtype of the adapter. A float32 adapter beside a bfloat16 x is the sum of three bfloat16 matrices, which
         tensor cores multiply in one pass over x: gradients of a and b are as accurate as in float32. Kept for the backward pass are x and
-        the rows of x aᵀ.
+        the rows of x aᵀ; with a column_scale, what the layer computes by itself, too.
 
         Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-        Hu et al. 2021, arXiv:2106.09685; scale by √rank: Kalajdzievski 2023, arXiv:2312.03732.
+        Hu et al. 2021, arXiv:2106.09685; scale by √rank: Kalajdzievski 2023, arXiv:2312.03732; DoRA: Liu et al. 2024,
+        arXiv:2402.09353.
         """
         if supported is not None:
             supported(x, a)
@@ -220,9 +263,10 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
             x, weight, bias = (None if t is None else t.to(low) for t in (x, weight, bias))  # type: ignore[assignment]
         if a.dtype not in (x.dtype, accumulator(x.dtype)):
             a, b = a.to(x.dtype), b.to(x.dtype)
+        columns = None if column_scale is None else column_scale.to(accumulator(x.dtype))
         rows = x.reshape(-1, x.shape[-1])
         given = None if base is None else base.reshape(-1, b.shape[0])
-        y: Tensor = loop(rows, weight, a, b, float(scale), bias, given)
+        y: Tensor = loop(rows, weight, a, b, float(scale), bias, given, columns)
         return y.view(*x.shape[:-1], b.shape[0])
 
     return lora_linear

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA: a linear layer with an adapter beside it, as PEFT wraps one, whether the layer itself is plain or quantized.
+"""LoRA and DoRA: a linear layer with an adapter beside it, as PEFT wraps one, whether the layer itself is plain or quantized.
 
 Adapters can be switched, disabled and merged at any time, so each call looks at what is active, and what the op does not compute
 runs the module's own forward.
@@ -27,15 +27,20 @@ OP = "lora_linear"
 INNER, OUTER, RANK = 24, 40, 8
 # Fake tensors stand for plain ones when a training run is planned.
 PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
+# Classes of quantized weights that PEFT dequantizes for DoRA, by name: bitsandbytes may not be installed.
+QUANTIZED = ("Params4bit", "Int8Params")
+# Elements of the rows of a weight whose norms DoRA takes at once, in float32.
+NORM_ELEMENTS = 1 << 24
 
 
 class Adapter(NamedTuple):
-    """The one active adapter of a module."""
+    """The one active adapter of a module; DoRA has a magnitude for each output."""
 
     a: nn.Linear
     b: nn.Linear
     dropout: nn.Module
     scale: float
+    magnitude: Tensor | None = None
 
 
 def look(module: nn.Module) -> Found | None:
@@ -59,9 +64,12 @@ def look(module: nn.Module) -> Found | None:
     narrow = adapter.a.weight.dtype == weight.dtype
     plain = type(base) is nn.Linear
     bias = getattr(base, "bias", None) is not None
+    dora = adapter.magnitude is not None
+    if dora and not _is_readable(base):
+        return Found(OP, refusal=f"its adapter is DoRA, which needs the norms of its weight, a {type(base.weight).__name__}")
     return Found(
         OP,
-        kind=(type(module), type(base), weight.dtype, adapter.a.weight.dtype, type(adapter.dropout), bias, str(weight.device)),
+        kind=(type(module), type(base), weight.dtype, adapter.a.weight.dtype, type(adapter.dropout), bias, dora, str(weight.device)),
         original=original,
         candidates=lambda: [_candidate(original)],
         cases=lambda device, dtypes: _cases(module, plain, bias, narrow, device, dtypes),
@@ -77,17 +85,18 @@ def active_adapter(module: Any) -> Adapter | str:
         return f"it has {len(names)} active adapters, and the op computes one"
     (name,) = names
     variant = getattr(module, "lora_variant", {}).get(name)
-    if variant is not None or getattr(module, "use_dora", {}).get(name):
-        kind = "DoRA" if variant is None else type(variant).__name__.removesuffix("LinearVariant")
+    kind = type(variant).__name__.removesuffix("LinearVariant")
+    if variant is not None and kind != "Dora":
         return f"its adapter is a variant of LoRA, {kind}"
+    magnitude: Any = module.lora_magnitude_vector[name] if variant is not None else None
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     if type(a) is not nn.Linear or type(b) is not nn.Linear or a.bias is not None or b.bias is not None:
         return "its adapter does not consist of two Linear without bias"
     if type(dropout) not in (nn.Identity, nn.Dropout):
         return f"its adapter has a {type(dropout).__name__}"
-    if hooked(a) or hooked(b) or hooked(dropout):
+    if any(hooked(part) for part in (a, b, dropout, magnitude) if part is not None):
         return "its adapter has hooks, which have to run"
-    return Adapter(a, b, dropout, module.scaling[name])
+    return Adapter(a, b, dropout, module.scaling[name], None if magnitude is None else magnitude.weight)
 
 
 def _candidate(original: Callable[..., Any]) -> Candidate:
@@ -112,7 +121,11 @@ def _computed(module: Any, x: Any) -> Adapter | None:
     if dtype != adapter.b.weight.dtype or dtype not in (own, torch.float32) or not x.is_floating_point():
         return None
     # A float32 adapter beside float64, which only an exact run has.
-    return None if own == torch.float64 != dtype else adapter
+    if own == torch.float64 != dtype:
+        return None
+    if adapter.magnitude is not None and not (_is_plain(adapter.magnitude) and _is_readable(module.base_layer)):
+        return None
+    return adapter
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
@@ -126,24 +139,68 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in PLAIN and not (hasattr(tensor, "ds_id") or tensor.is_meta)
 
 
+def _is_readable(base: Any) -> bool:
+    """Whether DoRA can read its weight."""
+    return isinstance(base, nn.Linear) and (_is_plain(base.weight) or type(base.weight).__name__ in QUANTIZED)
+
+
 def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor | None:
     """The layer with its adapter; None if the layer does not return a tensor that one can be added to."""
     a, b, scale = adapter.a.weight, adapter.b.weight, adapter.scale
     dropout: Any = adapter.dropout
+    kept = x
+    factor = 1.0
     if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0.0:
         # The factor 1 / (1 - p) belongs to the scale: in bfloat16 it would round x.
-        kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - dropout.p)
-        scale = scale / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0
-        return _added(base(x), torch.where(kept, x, 0.0), a, b, scale)
-    own = _is_plain(base.weight) and _dtype_of(base.weight) == _dtype_of(x) if type(base) is nn.Linear else False
-    if own and not hooked(base):
-        return lora_linear(x, base.weight, a, b, scale, bias=base.bias)
-    return _added(base(x), x, a, b, scale)
+        factor = 1.0 / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0
+        kept = torch.where(torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - dropout.p), x, 0.0)
+    own = type(base) is nn.Linear and _is_plain(base.weight) and _dtype_of(base.weight) == _dtype_of(x) and not hooked(base)
+    if adapter.magnitude is None:
+        if own and kept is x:
+            return lora_linear(x, base.weight, a, b, scale, bias=base.bias)
+        return _added(base(x), kept, a, b, scale * factor)
+    weight = _dequantized(base)
+    columns = adapter.magnitude / _norms(weight, a, b, scale)
+    if own and kept is x:
+        return lora_linear(x, weight, a, b, scale, bias=base.bias, column_scale=columns)
+    y = base(x)
+    if kept is x:
+        return _added(y if base.bias is None else y - base.bias, x, a, b, scale, column_scale=columns, bias=base.bias)
+    # As PEFT: the layer itself from all of x; c - 1 times its product and c times the adapter's from what dropout leaves.
+    product = nn.functional.linear(kept, weight.to(_dtype_of(x)))
+    total = _added(torch.addcmul(y, product, (columns - 1.0) * factor), kept, a, (columns[:, None] * b).to(b.dtype), scale * factor)
+    return None if total is None else total.to(y.dtype)
 
 
-def _added(own: Any, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor | None:
+def _added(own: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, **options: Any) -> Tensor | None:
     # A router returns a tuple.
-    return lora_linear(x, None, a, b, scale, base=own) if _is_plain(own) and own.dtype in (_dtype_of(x), torch.float32) else None
+    fits = _is_plain(own) and own.dtype in (_dtype_of(x), torch.float32)
+    return lora_linear(x, None, a, b, scale, base=own, **options) if fits else None
+
+
+def _dequantized(base: Any) -> Tensor:
+    if _is_plain(base.weight):
+        found: Tensor = base.weight
+        return found
+    from peft.utils.integrations import dequantize_module_weight
+
+    weight: Tensor = dequantize_module_weight(base)
+    return weight.detach()
+
+
+@torch.no_grad()
+def _norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """The norm of each row of weight + scale · b a, in float32: a constant for the gradient, as the paper suggests."""
+    wide = torch.promote_types(torch.float32, weight.dtype)
+    a, b = a.to(wide), b.to(wide)
+    rows = max(1, NORM_ELEMENTS // weight.shape[1])
+    with torch.autocast(weight.device.type, enabled=False):
+        return torch.cat(
+            [
+                torch.linalg.vector_norm(torch.addmm(part.to(wide), factor, a, alpha=scale), dim=1)
+                for part, factor in zip(weight.split(rows), b.split(rows), strict=True)
+            ]
+        )
 
 
 class _Opaque(nn.Linear):
@@ -152,7 +209,12 @@ class _Opaque(nn.Linear):
 
 def _cases(module: nn.Module, plain: bool, bias: bool, narrow: bool, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     draw = Draw(device)
-    layers = {"base": draw.linear(INNER, OUTER, bias), "a": draw.linear(INNER, RANK, False), "b": draw.linear(RANK, OUTER, False)}
+    layers: dict[str, nn.Module] = {
+        "base": draw.linear(INNER, OUTER, bias), "a": draw.linear(INNER, RANK, False), "b": draw.linear(RANK, OUTER, False),
+    }  # fmt: skip
+    magnitude: Any = module._modules.get("lora_magnitude_vector")
+    if magnitude is not None and _active(module) in magnitude:
+        layers["magnitude"] = replica(magnitude[_active(module)], parameters={"weight": draw.normal(OUTER).abs() + 0.5})
 
     def run(x: Tensor, upstream: Tensor) -> Run:
         return _run(module, layers, plain, torch.float32 if x.dtype == torch.bfloat16 and not narrow else x.dtype, x, upstream)
@@ -164,19 +226,31 @@ def _cases(module: nn.Module, plain: bool, bias: bool, narrow: bool, device: tor
         yield of_length(length, torch.float32, run(draw.normal(1, length, INNER), draw.normal(1, length, OUTER)))
 
 
-def _run(module: Any, layers: dict[str, nn.Linear], plain: bool, adapter: torch.dtype, x: Tensor, upstream: Tensor) -> Run:
+def _active(module: Any) -> str:
+    name: str = next(name for name in module.active_adapters if name in module.lora_A)
+    return name
+
+
+def _run(module: Any, layers: dict[str, nn.Module], plain: bool, adapter: torch.dtype, x: Tensor, upstream: Tensor) -> Run:
     """A pass through a twin of the module with these layers, whose adapter is active, in this dtype and without dropout."""
-    name = next(name for name in module.active_adapters if name in module.lora_A)
+    name = _active(module)
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        base, a, b = (
-            replica(layer, parameters={n: weights[f"{part}.{n}"] for n, _ in layer.named_parameters()}) for part, layer in layers.items()
-        )
+        made = {
+            part: replica(layer, parameters={n: weights[f"{part}.{n}"] for n, _ in layer.named_parameters()})
+            for part, layer in layers.items()
+        }
         if not plain:
-            base.__class__ = _Opaque
-        children = {"base_layer": base, "lora_A": {name: a}, "lora_B": {name: b}, "lora_dropout": {name: nn.Identity()}}
-        made = {n: nn.ModuleDict(part) if isinstance(part, dict) else part for n, part in children.items()}
-        twin = replica(module, children=made)
+            made["base"].__class__ = _Opaque
+        children = {
+            "base_layer": made["base"],
+            "lora_A": {name: made["a"]},
+            "lora_B": {name: made["b"]},
+            "lora_dropout": {name: nn.Identity()},
+        }
+        if "magnitude" in made:
+            children["lora_magnitude_vector"] = {name: made["magnitude"]}
+        twin = replica(module, children={n: nn.ModuleDict(part) if isinstance(part, dict) else part for n, part in children.items()})
         twin._disable_adapters, twin.merged_adapters, twin.scaling = False, [], {name: 0.5}
         return {"output": function(twin, inputs["x"])}
 
