@@ -155,13 +155,17 @@ def linear_cross_entropy(
 
 
 def lora_linear(
-    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, bias: Tensor | None = None, base: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, bias: Tensor | None = None, base: Tensor | None = None,
+    column_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """As PEFT: x in the dtype of the adapter, and everything added in it."""
-    own = F.linear(x, weight, bias) if base is None and weight is not None else base
+    own = F.linear(x, weight, bias if column_scale is None else None) if base is None and weight is not None else base
     if own is None:
         raise Unsupported("it adds to a layer")
-    return (own + F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(own.dtype)
+    y = own + F.linear(F.linear(x.to(a.dtype), a), b) * scale
+    if column_scale is not None:
+        y = y * column_scale if bias is None else y * column_scale + bias
+    return y.to(own.dtype)
 
 
 def linear_log_prob(

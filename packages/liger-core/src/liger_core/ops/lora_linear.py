@@ -164,21 +164,29 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def make(rows: int, inner: int, outer: int, rank: int) -> Callable[..., Any]:
+    def make(rows: int, inner: int, outer: int, rank: int, dora: bool) -> Callable[..., Any]:
         def draw(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
             own = accumulator(dtype)
             x, weight = normal(device, dtype, rows, inner), normal(device, dtype, outer, inner, scale=inner**-0.5)
-            return (x, weight, normal(device, own, rank, inner, scale=inner**-0.5), normal(device, own, outer, rank, scale=0.02), 2.0), {}
+            options = {"column_scale": 1.0 + 0.1 * normal(device, own, outer)} if dora else {}
+            return (
+                x,
+                weight,
+                normal(device, own, rank, inner, scale=inner**-0.5),
+                normal(device, own, outer, rank, scale=0.02),
+                2.0,
+            ), options
 
         return draw
 
-    def of_size(rows: int, inner: int, outer: int, rank: int = 16, axis: str = "", quick: bool = False) -> Workload:
-        made = workload(make(rows, inner, outer, rank), axis, quick, N=rows, K=inner, M=outer, R=rank)
-        return Workload(made.name, made.make, made.quick, ("weight",), made.axis)
+    def of_size(rows: int, inner: int, outer: int, rank: int = 16, axis: str = "", quick: bool = False, dora: bool = False) -> Workload:
+        made = workload(make(rows, inner, outer, rank, dora), axis, quick, N=rows, K=inner, M=outer, R=rank)
+        return Workload(made.name + "-dora" * dora, made.make, made.quick, ("weight",), made.axis)
 
     yield of_size(512, 256, 256, quick=True)
     for sizes in USUAL:
         yield of_size(*sizes)
+    yield of_size(*USUAL[0], dora=True)
     for rank in (8, 32, 64, 128):
         yield of_size(*USUAL[0], rank, "R")
 
