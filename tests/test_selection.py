@@ -355,6 +355,13 @@ def test_only_takes_ops_and_their_names(third: None) -> None:
         assert (runs(rms_norm), runs(swiglu)) == ("reference", "third")
 
 
+@pytest.mark.parametrize("only", ["swiglu", swiglu], ids=["name", "op"])
+def test_only_must_be_a_list(only: Any, third: None) -> None:
+    with pytest.raises(BackendError, match=re.escape("use('third'): only must be a list of ops, got swiglu; write only=['swiglu']")):
+        use("third", only=only)
+    assert runs(swiglu) == "reference"
+
+
 def test_use_is_stronger_than_the_environment(third: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGER_BACKEND", "third")
     with use("reference"):
