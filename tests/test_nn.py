@@ -258,6 +258,19 @@ def test_an_op_of_a_package_of_its_own_becomes_a_module() -> None:
     assert nn.function_module("Scaled", scaled)(factor=3.0)(torch.ones(())) == 3.0
 
 
+def halved(x: Tensor, by: float = 2.0) -> Tensor:
+    return x / by
+
+
+Halved = nn.function_module("Halved", halved)
+
+
+def test_a_module_of_ones_own_can_be_pickled() -> None:
+    module = pickle.loads(pickle.dumps(Halved(by=4.0)))
+    assert type(module) is Halved
+    assert module(torch.ones(())) == 0.25
+
+
 def test_an_embedding_is_that_of_torch_with_exact_sums(device: torch.device) -> None:
     ours, theirs = nn.Embedding(5, 8, padding_idx=1, device=device), torch.nn.Embedding(5, 8, padding_idx=1, device=device)
     theirs.load_state_dict(ours.state_dict())

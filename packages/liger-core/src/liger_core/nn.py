@@ -8,6 +8,7 @@ they have in torch and in Transformers.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -320,6 +321,8 @@ def function_module(name: str, function: Any) -> type[FunctionModule]:
     of_call = [p for p in parameters if p.default is p.empty or p.annotation in _TENSORS]
     options = {p.name: p for p in parameters if p not in of_call}
     body = {"function": function if isinstance(function, Op) else staticmethod(function), "tensors": tuple(p.name for p in of_call)}
+    # The module that holds the class, where pickle looks for it.
+    body["__module__"] = sys._getframe(1).f_globals["__name__"]
     return type(name, (FunctionModule,), {**_described(function, options.values()), **body, "known": options})
 
 
@@ -334,7 +337,7 @@ def norm_module(name: str, op: Op[..., Any]) -> type[Norm]:
 
 def _described(function: Any, options: Any) -> dict[str, Any]:
     keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in options]
-    return {"__doc__": function.__doc__, "__module__": __name__, "__signature__": inspect.Signature(keywords)}
+    return {"__doc__": function.__doc__, "__signature__": inspect.Signature(keywords)}
 
 
 def _named(module: nn.Module, names: tuple[str, ...], inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
