@@ -64,10 +64,14 @@ def assert_same(got: Any, expected: Any) -> None:
 def test_rows_are_scaled_by_one_at_first(name: str, offset: float, device: torch.device) -> None:
     kind = NORMS[name]
     options = {"weight_offset": offset} if "weight_offset" in kind.known else {}
-    # A sample of three tokens has one row of what modulates it.
-    one = "tokens" in kind.op.layout.arguments["x"]
-    rows = [torch.randn(*(() if one and name != "x" else (3,)), 8, device=device) for name in kind.rows]
+    rows = [torch.randn(shape, device=device) for shape in shapes_of(kind)]
     assert_same(kind(8, device=device, **options)(*rows), kind.op(*rows))
+
+
+def shapes_of(kind: Any) -> list[tuple[int, ...]]:
+    """Those of three rows; a sample of three tokens has one row of what modulates it."""
+    one = "tokens" in kind.op.layout.arguments["x"]
+    return [(8,) if one and name != "x" else (3, 8) for name in kind.rows]
 
 
 @pytest.mark.parametrize(("name", "options"), [("RMSNorm", {}), ("LayerNorm", {}), ("LayerNorm", {"bias": False})], ids=str)
@@ -173,6 +177,26 @@ def test_a_wrong_option_is_an_error_when_the_module_is_made(make: Any, message: 
 def test_too_many_tensors_are_an_error() -> None:
     with pytest.raises(TypeError, match="ReLUSquared: the call must have at most x, up, got 3 values"):
         nn.ReLUSquared()(torch.ones(1), torch.ones(1), torch.ones(1))
+    with pytest.raises(TypeError, match="RMSNorm: the call must have at most x, got 2 values"):
+        nn.RMSNorm(8)(torch.ones(8), torch.ones(8))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_takes_its_rows_by_name(name: str, device: torch.device) -> None:
+    kind = NORMS[name]
+    rows = {row: torch.randn(shape, device=device) for row, shape in zip(kind.rows, shapes_of(kind), strict=True)}
+    assert_same(kind(8, device=device)(**rows), kind(8, device=device)(*rows.values()))
+
+
+def test_a_call_without_a_tensor_names_it() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'residual'"):
+        nn.AddRMSNorm(8)(torch.ones(8))
+
+
+@pytest.mark.parametrize("module", [nn.SwiGLU(), nn.GatedRMSNorm(8)], ids=["function", "norm"])
+def test_a_tensor_that_is_given_twice_is_an_error(module: torch.nn.Module) -> None:
+    with pytest.raises(TypeError, match=f"{type(module).__name__}: gate must be given once, got it by position and by name"):
+        module(torch.ones(1, 8), torch.ones(1, 8), gate=torch.ones(1, 8))
 
 
 def test_a_module_prints_its_options() -> None:
@@ -232,6 +256,19 @@ def test_an_op_of_a_package_of_its_own_becomes_a_module() -> None:
         return x * factor
 
     assert nn.function_module("Scaled", scaled)(factor=3.0)(torch.ones(())) == 3.0
+
+
+def halved(x: Tensor, by: float = 2.0) -> Tensor:
+    return x / by
+
+
+Halved = nn.function_module("Halved", halved)
+
+
+def test_a_module_of_ones_own_can_be_pickled() -> None:
+    module = pickle.loads(pickle.dumps(Halved(by=4.0)))
+    assert type(module) is Halved
+    assert module(torch.ones(())) == 0.25
 
 
 def test_an_embedding_is_that_of_torch_with_exact_sums(device: torch.device) -> None:

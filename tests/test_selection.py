@@ -25,7 +25,21 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from liger_core import Backend, BackendError, Op, Unsupported, explain, layer_norm, linear_log_prob, rms_norm, rope, selection, swiglu, use
+from liger_core import (
+    Backend,
+    BackendError,
+    Op,
+    OptionError,
+    Unsupported,
+    explain,
+    layer_norm,
+    linear_log_prob,
+    rms_norm,
+    rope,
+    selection,
+    swiglu,
+    use,
+)
 from liger_core.builtin import CATALOGUE
 from liger_core.op import Choice
 from liger_core.plugins import registry
@@ -353,6 +367,18 @@ def test_only_takes_ops_and_their_names(third: None) -> None:
         assert (runs(rms_norm), runs(swiglu)) == ("third", "reference")
     with use("third", only=["swiglu"]):
         assert (runs(rms_norm), runs(swiglu)) == ("reference", "third")
+
+
+def test_what_is_explained_must_be_an_op() -> None:
+    with pytest.raises(OptionError, match=re.escape("explain: op must be an op such as liger_core.rms_norm, got 'rms_norm'")):
+        explain("rms_norm", X)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("only", ["swiglu", swiglu], ids=["name", "op"])
+def test_only_must_be_a_list(only: Any, third: None) -> None:
+    with pytest.raises(BackendError, match=re.escape("use('third'): only must be a list of ops, got swiglu; write only=['swiglu']")):
+        use("third", only=only)
+    assert runs(swiglu) == "reference"
 
 
 def test_use_is_stronger_than_the_environment(third: None, monkeypatch: pytest.MonkeyPatch) -> None:

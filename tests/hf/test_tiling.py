@@ -237,9 +237,10 @@ def test_a_module_whose_rows_depend_on_each_other_is_left_whole() -> None:
     assert torch.equal(model[0](x), Mixing.forward(model[0], x))
 
 
-def test_the_rows_must_be_at_least_one() -> None:
-    with pytest.raises(OptionError, match="mlp_rows must be at least 1, got 0"):
-        liger_hf.apply(make(), mlp_rows=0)
+@pytest.mark.parametrize("rows", [0, "16k"])
+def test_the_rows_must_be_at_least_one(rows: Any) -> None:
+    with pytest.raises(OptionError, match=f"mlp_rows must be an integer of at least 1, got {rows!r}"):
+        liger_hf.apply(make(), mlp_rows=rows)
 
 
 def trains(rank: int, ways: tuple[str, ...], store: str) -> None:

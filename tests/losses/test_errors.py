@@ -55,6 +55,21 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
         ShapeError,
         "losses.kto: reference must be (sequences, tokens) or (sequences,) like policy (4, 3), got (3,)",
     ),
+    "averaging": (
+        lambda: grpo(X, X, X, mask=MASK, averaging="token"),
+        OptionError,
+        "losses.grpo: averaging must be of type Averaging, got 'token'",
+    ),
+    "dft_averaging": (
+        lambda: losses.dft(X, mask=MASK, averaging="token"),
+        OptionError,
+        "losses.dft: averaging must be of type Averaging, got 'token'",
+    ),
+    "cpo_averaging": (lambda: cpo(X, mask=MASK, averaging=1), OptionError, "losses.cpo: averaging must be of type Averaging, got 1"),
+    "penalty": (lambda: grpo(X, X, X, mask=MASK, penalty=0.04), OptionError, "losses.grpo: penalty must be of type Penalty, got 0.04"),
+    "off_policy": (lambda: grpo(X, X, X, mask=MASK, off_policy=2), OptionError, "losses.grpo: off_policy must be of type OffPolicy, got 2"),
+    "clip": (lambda: ppo(X, X, X, mask=MASK, clip=0.2), OptionError, "losses.ppo: clip must be of type Clip, got 0.2"),
+    "no_clip": (lambda: ppo(X, X, X, mask=MASK, clip=0.0), OptionError, "losses.ppo: clip must be of type Clip, got 0.0"),
     "beta": (lambda: dpo(X, X, mask=MASK, beta=0.0), OptionError, "losses.dpo: beta must be a finite number > 0, got 0.0"),
     "variant": (
         lambda: dpo(X, X, mask=MASK, variant="ppo"),

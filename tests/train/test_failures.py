@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import platform
@@ -408,6 +410,23 @@ def test_every_end_has_its_row_and_exit_code(
     (row,) = json.loads((tmp_path / "train.json").read_text())
     assert {name: value for name, value in row.items() if value is True} == outcome
     assert (tmp_path / "train.csv").read_text().splitlines()[0].split(",") == COLUMNS
+
+
+class Full(io.StringIO):
+    """A log on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["table", "json"])
+def test_a_row_that_cannot_be_printed_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool) -> None:
+    monkeypatch.setattr(command, "_trained", lambda setup, search, options, extras: row_of(setup, WHERE, {"losses": [1.5]}))
+    monkeypatch.setattr("sys.stdout", Full())
+    with pytest.raises(OSError, match="No space left on device"):
+        command.train(model="tiny", device="cpu", out=tmp_path, as_json=as_json)
+    (row,) = json.loads((tmp_path / "train.json").read_text())
+    assert row["losses"] == [1.5]
 
 
 def test_memory_that_runs_out_is_a_row(small: Setup, whole: list[float]) -> None:

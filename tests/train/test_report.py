@@ -246,6 +246,11 @@ def test_runs_that_ran_out_of_memory_failed_or_were_skipped_have_a_reason() -> N
     assert {each.words: each.here for each in statements(sweep)}["Transformers: first OOM"] == "at 16"
 
 
+def test_an_interrupted_run_says_how_far_it_came() -> None:
+    assert "interrupted after 2 of 6 steps" in text_of([row(ORIGINAL, interrupted=True)])
+    assert "interrupted" not in text_of([row(ORIGINAL)])
+
+
 def test_the_command_of_a_sweep_repeats_it() -> None:
     rows = by_batch(1, 4, strategies=["none", "all"])
     words = shlex.split(sweep_command(found(rows)[0]))

@@ -237,6 +237,7 @@ def test_given_options_are_not_printed_as_defaults(monkeypatch: pytest.MonkeyPat
         (("--memory-limit", "24GiB"), "--memory-limit needs a GPU, got --device cpu"),
         (("--optimizer", "adam"), "--optimizer must be one of"),
         (("--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library, got no/such/file"),
+        (("--data", "/dev/null"), "got /dev/null, which is neither a file nor a folder; write what it gives to a file"),
     ],
 )
 def test_a_wrong_option_raises_a_clear_error(liger: InProcess, arguments: tuple[str, ...], sentence: str) -> None:

@@ -191,8 +191,11 @@ def test_a_wrong_file_of_setups_is_refused(text: str, message: str, tmp_path: Pa
         ({"setups": "a.toml", "matrix": True}, "verify: --matrix has its setups, --setups those of a file; leave one of them out"),
         ({"matrix": True, "tolerance": 0.0}, "compare: tolerance must be > 0, got 0.0"),
         ({"model": ["llama", "qwen3"], "ranks": 3, "tp": 2}, "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3"),
+        ({"tp": 3}, "verify: tp must divide the 8 key heads of llama, since a head is never split, got 3"),
+        ({"step": "a.py:b", "model": ["llama"]}, "verify: --step is a step of your own; leave out --model, which is for models"),
+        ({"step": "a.py:b", "liger": False}, "verify: --step is a step of your own; leave out --plain, which is for models"),
     ],
-    ids=["one_setup", "step", "both", "tolerance", "impossible"],
+    ids=["one_setup", "step", "both", "tolerance", "impossible", "heads", "step_and_model", "step_and_plain"],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as raised:

@@ -11,7 +11,7 @@ import typer
 
 from liger_core.errors import OptionError
 from liger_verify import compare
-from liger_verify.command import loaded, verify
+from liger_verify.command import verify
 from liger_verify.training import Training
 from verify import steps
 
@@ -143,7 +143,16 @@ def test_the_command_prints_json_and_ends_with_1_where_something_differs(capfd: 
     assert "it is 2 times the right one, which is ranks (2)" in found["sentences"][0]
 
 
-@pytest.mark.parametrize("step", ["nowhere.py:step", f"{__file__}:nothing"], ids=["file", "function"])
-def test_a_step_that_is_not_there_is_refused(step: str) -> None:
-    with pytest.raises(OptionError, match="verify: --step must"):
-        loaded(*step.rsplit(":", 1))
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("nowhere.py:step", "be FILE.py:FUNCTION, there is no Python file 'nowhere.py'"),
+        (f"{__file__}:nothing", "name a function of .*, which has no function 'nothing'"),
+        (__file__, "be FILE.py:FUNCTION, got '.*', which names no function"),
+        (f"{__file__}:", "be FILE.py:FUNCTION, got '.*:', which names no function"),
+    ],
+    ids=["file", "function", "no_function", "empty"],
+)
+def test_a_step_that_is_not_there_is_refused(step: str, message: str) -> None:
+    with pytest.raises(OptionError, match=f"verify: --step must {message}"):
+        verify(step=step)

@@ -124,6 +124,11 @@ def choice(op: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         fail(OptionError, op, f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def instance(op: str, name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        fail(OptionError, op, f"{name} must be of type {kind.__name__}, got {value!r}")
+
+
 def constant(op: str, **tensors: Any) -> None:
     """The op has no gradient for these; one that asks for it would stay silently untrained."""
     for name, tensor in tensors.items():

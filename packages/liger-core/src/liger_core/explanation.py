@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from liger_core.errors import Unsupported
+from liger_core.errors import OptionError, Unsupported
 from liger_core.op import Op
 from liger_core.plugins import Registry, registry
 from liger_core.selection import AUTO, in_words, ranking, selected
@@ -34,8 +34,10 @@ class Explanation:
 def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Which implementation the call `op(*args, **kwargs)` would run, and why, without running it.
 
-    Raises what the call itself would raise for wrong arguments.
+    Raises what the call itself would raise for wrong arguments, and OptionError for anything but an op.
     """
+    if not isinstance(op, Op):
+        raise OptionError(f"explain: op must be an op such as liger_core.rms_norm, got {op!r}")
     op.check(*args, **kwargs)
     found = registry()
     first = args[0] if args else kwargs[op.first]

@@ -8,6 +8,7 @@ they have in torch and in Transformers.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -41,9 +42,7 @@ class FunctionModule(nn.Module):
         self.options = options
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if len(inputs) > len(self.tensors):
-            raise TypeError(f"{type(self).__name__}: the call must have at most {', '.join(self.tensors)}, got {len(inputs)} values")
-        return self.function(**{**self.options, **dict(zip(self.tensors, inputs, strict=False)), **named})
+        return self.function(**{**self.options, **_named(self, self.tensors, inputs, named)})
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -86,9 +85,9 @@ class Norm(nn.Module):
         for name, weight in self.named_parameters(recurse=False):
             nn.init.constant_(weight, 0.0 if name == "bias" else 1.0 - self.options.get("weight_offset", 0.0))
 
-    def forward(self, *rows: Tensor) -> Any:
+    def forward(self, *rows: Tensor, **named: Tensor) -> Any:
         weights = {name: getattr(self, name) for name in self.weights}
-        return self.op(**dict(zip(self.rows, rows, strict=True)), **weights, eps=self.eps, **self.options)
+        return self.op(**_named(self, self.rows, rows, named), **weights, eps=self.eps, **self.options)
 
     def extra_repr(self) -> str:
         return ", ".join([str(self.width), f"eps={self.eps}", *(f"{name}={value!r}" for name, value in self.options.items())])
@@ -322,6 +321,8 @@ def function_module(name: str, function: Any) -> type[FunctionModule]:
     of_call = [p for p in parameters if p.default is p.empty or p.annotation in _TENSORS]
     options = {p.name: p for p in parameters if p not in of_call}
     body = {"function": function if isinstance(function, Op) else staticmethod(function), "tensors": tuple(p.name for p in of_call)}
+    # The module that holds the class, where pickle looks for it.
+    body["__module__"] = sys._getframe(1).f_globals["__name__"]
     return type(name, (FunctionModule,), {**_described(function, options.values()), **body, "known": options})
 
 
@@ -336,7 +337,18 @@ def norm_module(name: str, op: Op[..., Any]) -> type[Norm]:
 
 def _described(function: Any, options: Any) -> dict[str, Any]:
     keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in options]
-    return {"__doc__": function.__doc__, "__module__": __name__, "__signature__": inspect.Signature(keywords)}
+    return {"__doc__": function.__doc__, "__signature__": inspect.Signature(keywords)}
+
+
+def _named(module: nn.Module, names: tuple[str, ...], inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, be they passed by position or by name."""
+    if len(inputs) > len(names):
+        raise TypeError(f"{type(module).__name__}: the call must have at most {', '.join(names)}, got {len(inputs)} values")
+    by_position = dict(zip(names, inputs, strict=False))
+    for name in named:
+        if name in by_position:
+            raise TypeError(f"{type(module).__name__}: {name} must be given once, got it by position and by name")
+    return by_position | named
 
 
 def _check(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:

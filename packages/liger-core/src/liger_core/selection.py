@@ -58,6 +58,9 @@ class use:
 
     def __init__(self, backend: str, *, only: Iterable[Op[..., Any] | str] | None = None) -> None:
         with LOCK:
+            if isinstance(only, (str, Op)):
+                named = only if isinstance(only, str) else only.name
+                raise BackendError(f"use({backend!r}): only must be a list of ops, got {named}; write only=[{named!r}]")
             names = None if only is None else [o.name if isinstance(o, Op) else o for o in only]
             self._layer = _parse(registry(), backend, f"use({backend!r})", names)
             self._outer: _Layer | None = None

@@ -52,8 +52,8 @@ def apply(
     Raises ModelError if model is not a module or if only= names nothing that it has, OptionError for unknown ops, DeviceError for
     weights on the meta device.
     """
-    if mlp_rows is not None and mlp_rows < 1:
-        raise OptionError(f"liger_hf.apply: mlp_rows must be at least 1, got {mlp_rows}")
+    if mlp_rows is not None and (not isinstance(mlp_rows, int) or mlp_rows < 1):
+        raise OptionError(f"liger_hf.apply: mlp_rows must be an integer of at least 1, got {mlp_rows!r}")
     report, patches = survey(model, "liger_hf.apply", only, exclude, verify)
     mlps = [] if mlp_rows is None else tiling.tileable(model, verify)
     if patches and only is None:

@@ -470,6 +470,8 @@ def check(setup: Setup) -> None:
     Raises OptionError or DeviceError with what to do, before anything large is loaded.
     """
     check_values(setup)
+    if setup.memory_limit is not None and setup.device == "cpu":
+        raise DeviceError("train: --memory-limit needs a GPU, got --device cpu")
     for technique in chosen(setup):
         given = f"--{technique.option} {getattr(setup, technique.option)}"
         if setup.device not in technique.devices:

@@ -58,6 +58,15 @@ class Script:
         return loaded(self.path, self.name)(world)
 
 
+def loaded_from(step: str) -> tuple[str, str]:
+    """The file and the name of a function that is there."""
+    path, colon, name = step.rpartition(":")
+    if not colon or not name:
+        raise OptionError(f"verify: --step must be FILE.py:FUNCTION, got {step!r}, which names no function")
+    loaded(path, name)
+    return path, name
+
+
 def loaded(path: str, name: str) -> Step:
     """The function `name` of a Python file."""
     spec = importlib.util.spec_from_file_location("liger_verify_script", path)
@@ -119,8 +128,10 @@ def verify(
         chosen = steps_of(model or (MODELS if matrix else MODELS[:1]), listed, ways, length=length, seed=seed)
         right = _several(outcomes(chosen, limit=limit, **options), len(chosen), as_json, start)
     elif step is not None:
-        path, _, name = step.rpartition(":")
-        loaded(path, name)
+        of_a_model = {"model": model is not None, "shard": shard != "fsdp2", "liger": liger is True, "plain": liger is False}
+        for option in (name for name, given in of_a_model.items() if given):
+            raise OptionError(f"verify: --step is a step of your own; leave out --{option}, which is for models")
+        path, name = loaded_from(step)
         sizes = {"tp": tp, "cp": cp, "accumulation": accumulation}
         run = partial(compare, Script(path, name), ranks=count, sizes=sizes, **options)
         right = _single(run, f"{step} on {count} ranks", as_json, all_rows, start)

@@ -68,6 +68,13 @@ class Training:
             )
         if self.length % self.cp:
             raise OptionError(f"verify: length must be a multiple of cp = {self.cp}, got {self.length}")
+        if self.tp > 1:
+            text = self.config().get_text_config()
+            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+            if heads % self.tp:
+                raise OptionError(
+                    f"verify: tp must divide the {heads} key heads of {self.model}, since a head is never split, got {self.tp}"
+                )
 
     @property
     def dp(self) -> int:
@@ -177,6 +184,12 @@ class Training:
 
     # -- the model
 
+    def config(self) -> Any:
+        """Of the model type, made tiny, or in the folder."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.model) if _is_folder(self.model) else tiny_config(self.model, self.options)
+
     def made(self, world: World) -> Any:
         """On one process, in its dtype; saved for the others."""
         from transformers import AutoModelForCausalLM
@@ -186,8 +199,7 @@ class Training:
         if _is_folder(self.model):
             model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float64, attn_implementation=name, **EXPERTS)
         else:
-            config = tiny_config(self.model, self.options)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=name, **EXPERTS)
+            model = AutoModelForCausalLM.from_config(self.config(), attn_implementation=name, **EXPERTS)
             generator = torch.Generator().manual_seed(self.seed)
             with torch.no_grad():
                 for parameter in model.parameters():

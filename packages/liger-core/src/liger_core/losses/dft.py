@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_core import checks
 from liger_core.losses.averaging import TOKEN, Averaging, mean_of
 from liger_core.losses.head import LogProbs
 from liger_core.losses.numerics import weighted
@@ -34,6 +35,7 @@ def dft(policy: LogProbs, *, mask: Tensor | None = None, averaging: Averaging = 
     Without a counted token the loss is 0, with zero gradients. Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
     Wu et al. 2025, arXiv:2508.05629.
     """
+    checks.instance("losses.dft", "averaging", averaging, Averaging)
     tokens = tokens_of("losses.dft", policy, mask)
     p = tokens.log_prob.detach().exp()
     loss = averaging(-weighted(p, tokens.log_prob), tokens.mask)

@@ -99,7 +99,7 @@ def grpo(
             'averaging must be Averaging("constant", length=…) with variant="dr-grpo", the longest answer that can be sampled, got None'
         )
         checks.fail(OptionError, name, sentence)
-    if off_policy is not None and off_policy.weight is not None and isinstance(surrogate, Vespo):
+    if isinstance(off_policy, OffPolicy) and off_policy.weight is not None and isinstance(surrogate, Vespo):
         sentence = "off_policy must have weight=None with vespo, which corrects by itself: pass the log-probabilities of the sampler as old"
         checks.fail(OptionError, name, sentence)
     return _loss(name, _batch(name, policy, old, advantages, mask, penalty), surrogate, averaging, penalty, off_policy)
@@ -127,8 +127,10 @@ def ppo(
     Schulman et al. 2017, arXiv:1707.06347.
     """
     name = "losses.ppo"
+    clip = Clip() if clip is None else clip
+    checks.instance(name, "clip", clip, Clip)
     batch = _batch(name, policy, old, advantages, mask, penalty)
-    return _loss(name, batch, clip or Clip(), averaging, penalty, off_policy)
+    return _loss(name, batch, clip, averaging, penalty, off_policy)
 
 
 class _Batch(NamedTuple):
@@ -140,6 +142,7 @@ class _Batch(NamedTuple):
 def _batch(
     name: str, policy: LogProbsAndEntropy, old: LogProbs | None, advantages: Tensor, mask: Tensor | None, penalty: Penalty
 ) -> _Batch:
+    checks.instance(name, "penalty", penalty, Penalty)
     tokens = tokens_of(name, policy, mask, entropy=penalty.entropy != 0.0)
     shape = tokens.log_prob.shape
     checks.floating(name, policy=tokens.log_prob, advantages=advantages)
@@ -153,6 +156,9 @@ def _batch(
 
 
 def _loss(name: str, batch: _Batch, surrogate: Surrogate, averaging: Averaging, penalty: Penalty, off_policy: OffPolicy | None) -> Result:
+    checks.instance(name, "averaging", averaging, Averaging)
+    if off_policy is not None:
+        checks.instance(name, "off_policy", off_policy, OffPolicy)
     tokens, old, advantage = batch
     log_ratio = tokens.log_prob - old
     gain = surrogate(log_ratio, advantage, tokens)

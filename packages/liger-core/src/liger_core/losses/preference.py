@@ -104,6 +104,7 @@ def cpo(
     Xu et al. 2024, arXiv:2401.08417. With variant="hinge" SLiC-HF, arXiv:2305.10425.
     """
     name = "losses.cpo"
+    checks.instance(name, "averaging", averaging, Averaging)
     tokens = tokens_of(name, policy, mask)
     score = tokens.log_prob.sum(-1)
     if length_normalized:

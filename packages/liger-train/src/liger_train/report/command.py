@@ -60,7 +60,8 @@ def report(
     if docs is not None:
         docs.write_text(text, encoding="utf-8")
     written = " and ".join(str(path) for path in (html, docs) if path)
-    Console(highlight=False).print(f"{written}: {len(rows)} training runs, {count} pictures", soft_wrap=True)
+    found = ", ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in ((len(rows), "training run"), (count, "picture")))
+    Console(highlight=False).print(f"{written}: {found}", soft_wrap=True)
 
 
 @dataclass(frozen=True)

@@ -225,8 +225,15 @@ def _others(rest: Sequence[Record], heading: bool) -> list[str]:
     return [
         f"## {'Other runs' if heading else 'Runs'}",
         table,
-        markdown.reasons((f"{_named(r)} {r['liger']}", r["reason"]) for r in rest),
+        markdown.reasons((f"{_named(r)} {r['liger']}", _ending(r)) for r in rest),
     ]
+
+
+def _ending(row: Record) -> str:
+    """Why its figures are not those of all its steps; empty if they are."""
+    if row.get("interrupted"):
+        return f"interrupted after {len(row.get('losses') or [])} of {row['steps']} steps"
+    return str(row["reason"])
 
 
 def _named(row: Record) -> str:

@@ -219,9 +219,11 @@ def train(
         raise typer.Exit(2) from None
     ended_badly = row.failed or row.out_of_memory
     if ranks.speaks(failed=ended_badly):
-        # Print first: the disk may be full.
-        print(json.dumps({"rows": [row.columns()]})) if as_json else _print(row, printed=notes)
-        files.append([row.columns()])
+        # Print first, and write even if that fails: either disk may be full.
+        try:
+            print(json.dumps({"rows": [row.columns()]}), flush=True) if as_json else _print(row, printed=notes)
+        finally:
+            files.append([row.columns()])
     code = ranks.FAILED if ended_badly else INTERRUPTED if row.interrupted else 0
     ranks.leave(code)
     if code:

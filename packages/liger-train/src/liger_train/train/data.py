@@ -57,8 +57,9 @@ def check_source(source: str) -> None:
     """Raise OptionError if there is nothing to read."""
     path = Path(source).expanduser()
     if source != LIBRARY and not path.is_dir() and not path.is_file():
+        problem = "is neither a file nor a folder; write what it gives to a file" if path.exists() else "does not exist"
         raise OptionError(
-            f"train: --data must be a file, a folder, a dataset saved by datasets, or {LIBRARY}, got {source}, which does not exist"
+            f"train: --data must be a file, a folder, a dataset saved by datasets, or {LIBRARY}, got {source}, which {problem}"
         )
 
 

@@ -168,8 +168,6 @@ def _device(setup: Setup) -> torch.device:
     """The device of this rank, with its memory capped as the setup says."""
     device = machine.measurable_device("train", setup.device)
     if device.type == "cpu":
-        if setup.memory_limit is not None:
-            raise DeviceError("train: --memory-limit needs a GPU, got --device cpu")
         return device
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if device.index >= torch.cuda.device_count():
