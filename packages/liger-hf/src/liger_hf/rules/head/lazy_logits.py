@@ -367,7 +367,7 @@ APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-def
 
 
 def not_in_a_function(logits: LazyLogits) -> None:
-    """Raises LogitsError within a custom autograd function that got these logits: as they are no tensor, it would give them no gradient."""
+    """Raises LogitsError within a custom autograd function that got these logits: it would give them no gradient, since they are not a tensor."""
     if torch.compiler.is_compiling():
         return
     frame: FrameType | None = sys._getframe(1)
