@@ -278,6 +278,30 @@ def test_a_function_that_takes_the_place_of_the_activation_counts() -> None:
     torch.testing.assert_close(copied(x), model(x))
 
 
+class Scaled(Unit):
+    """A gated MLP with settings that do nothing as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.SiLU())
+        self.strength, self.ablated, self.words = 1.0, False, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.ablated else super().forward(x) * self.factor()
+
+    def factor(self) -> float:
+        return self.strength if self.words is None else 2.0
+
+
+@pytest.mark.parametrize(("name", "value"), [("strength", 0.5), ("ablated", True), ("words", "twice")])
+def test_a_setting_that_changes_after_apply_counts(name: str, value: Any) -> None:
+    model, x = nn.Sequential(Scaled()), torch.randn(3, 8)
+    assert liger_hf.apply(model).replaced == {"swiglu": 1}
+    before = model(x)
+    setattr(model[0], name, value)
+    assert not torch.allclose(model(x), before)
+    assert torch.equal(model(x), Scaled.forward(model[0], x))
+
+
 def test_units_of_one_class_whose_activations_differ_are_checked_one_by_one() -> None:
     report = liger_hf.apply(nn.Sequential(Unit(nn.GELU("tanh")), Unit(nn.GELU())))
     assert [row.reason.partition("agree")[2] for row in report.rows] == [", approximate='tanh'", ", approximate='none'"]

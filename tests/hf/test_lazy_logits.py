@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_hf
 import liger_hf.rules.head.causal_loss
@@ -349,6 +352,38 @@ def test_a_forward_that_writes_into_its_logits_is_served(monkeypatch: pytest.Mon
     results, expected = patched(**tokens()), plain(**tokens())
     torch.testing.assert_close(results.loss, expected.loss)
     torch.testing.assert_close(results.logits + 0, expected.logits)
+
+
+@dataclass
+class TwoLogits(CausalLMOutputWithPast):
+    next_logits: Any = None
+    unused_logits: Any = None
+
+
+def test_logits_beside_the_first_ones_are_treated_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        logits, next_logits, unused = self.lm_head(hidden), self.lm_head(hidden * 2), self.lm_head(hidden * 3)
+        size = self.config.vocab_size
+        loss = self.loss_function(logits, labels, size) + self.loss_function(next_logits, labels, size) if labels is not None else None
+        return TwoLogits(loss=loss, logits=logits, next_logits=next_logits, unused_logits=unused)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    plain = make().train()
+    patched = twin(plain)
+    assert liger_hf.apply(patched).replaced["linear_cross_entropy"] == 1
+    expected = plain(**tokens())
+    for outputs in (patched(**tokens(), keep_logits=True), patched(**tokens())):
+        for name, value in expected.items():
+            torch.testing.assert_close(outputs[name] + 0, value)
+            assert getattr(outputs, name) is outputs[name]
+    assert isinstance(patched(**tokens(), keep_logits=True).next_logits, Tensor)
+    outputs = patched(**tokens())
+    assert isinstance(outputs.unused_logits, Tensor)
+    outputs.loss.backward()
+    torch.optim.SGD(patched.parameters(), lr=1.0).step()
+    with pytest.raises(liger_hf.LogitsError, match="has been updated"):
+        outputs.next_logits.sum()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import Trainer
 
 import liger_hf
@@ -177,6 +178,78 @@ WATCHES: dict[str, Callable[[Any], Any]] = {
 def test_a_gradient_of_the_logits_without_the_loss_is_refused(models: tuple[Any, Any, Any], watch: Callable[[Any], Any]) -> None:
     with pytest.raises(liger_hf.LogitsError, match=r"the loss is computed without them, .* call the model without labels"):
         watch(models[0](**tokens()))
+
+
+class SquaredMean(torch.autograd.Function):
+    """A loss with a backward pass of its own, as those of other packages."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any) -> Tensor:
+        ctx.factor = 2 * logits.detach() / logits.numel()
+        return (logits * logits).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ctx.factor * grad
+
+
+class CrossEntropy(torch.autograd.Function):
+    """One that differentiates in its forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any) -> Tensor:
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            (ctx.grad,) = torch.autograd.grad(F.cross_entropy(leaf.flatten(0, 1), TARGET), leaf)
+        return F.cross_entropy(logits.flatten(0, 1), TARGET)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ctx.grad * grad
+
+
+class CrossEntropyOfRows(CrossEntropy):
+    """One that reads the logits by nothing but the loss that takes them as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), TARGET)
+
+
+FUNCTIONS: dict[str, Callable[[Any], Tensor]] = {
+    "own": SquaredMean.apply,
+    "own_after_a_look": lambda z: (without_gradients(lambda outputs: outputs.argmax(-1))(z), SquaredMean.apply(z))[1],
+    "own_of_a_slice": lambda z: SquaredMean.apply(z[:, 1:]),
+    "differentiated_at_once": CrossEntropy.apply,
+    "cross_entropy_alone": CrossEntropyOfRows.apply,
+    "reentrant_checkpoint": lambda z: checkpoint(lambda logits: logits.float().logsumexp(-1).square().mean(), z, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_an_autograd_function_that_would_get_no_gradient_is_refused(
+    models: tuple[Any, Any, Any], function: Callable[[Any], Tensor]
+) -> None:
+    with pytest.raises(
+        liger_hf.LogitsError, match=r"an autograd function, must be given a tensor, .* call the model with keep_logits=True"
+    ):
+        function(models[0](**tokens()).logits)
+
+
+def test_an_autograd_function_of_kept_logits_gets_the_plain_gradient(models: tuple[Any, Any, Any]) -> None:
+    def loss(outputs: Any) -> Tensor:
+        return outputs.loss + SquaredMean.apply(outputs.logits)
+
+    patched, plain, exact = models
+    kept = results(patched, loss, **tokens(), keep_logits=True)
+    assert disagreements(kept, results(plain, loss), results(exact, loss)) == {}
+
+
+def test_an_autograd_function_whose_logits_need_no_gradient_is_served(models: tuple[Any, Any, Any]) -> None:
+    logits = models[0](**tokens()).logits
+    with torch.no_grad():
+        constant = logits[:, 1:]
+    assert torch.equal(SquaredMean.apply(constant), SquaredMean.apply(constant.detach()))
 
 
 def test_a_look_under_autocast_changes_no_gradient(models: tuple[Any, Any, Any]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -261,6 +262,57 @@ def test_an_activation_that_depends_on_the_whole_row_is_the_reason_for_leaving_a
 
     (row,) = [row for row in liger_hf.apply(nn.Sequential(Unit(above_average))).rows if row.op == "swiglu"]
     assert row.reason == "what happens between its projections is not elementwise: one gate changes what becomes of the others in its row"
+
+
+class FadingNorm(HalfNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y if self.training else y * 0.9
+
+
+class FadingEmbedding(nn.Embedding):
+    def forward(self, index: Tensor) -> Tensor:
+        y = super().forward(index)
+        return y if self.training else y * 0.9
+
+
+class FadingGroups(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.training else y * 0.9
+
+
+class FadingSquare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(min=0).square() * (1.0 if self.training else 0.9)
+
+
+FADING: dict[str, Callable[[], nn.Module]] = {
+    "rms_norm": lambda: FadingNorm(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+    "swiglu": lambda: Unit(lambda unit, gate, up: unit.dropout(gate * up * (1.0 if unit.training else 0.9))),
+    "embedding": lambda: FadingEmbedding(9, 8),
+    "group_norm": lambda: FadingGroups(2, 8),
+    "relu_squared": lambda: FadingSquare(),
+}
+
+
+@pytest.mark.parametrize("op", FADING)
+def test_a_module_that_does_something_else_in_evaluation_is_left(op: str) -> None:
+    (row,) = [row for row in liger_hf.apply(nn.Sequential(FADING[op]()), only=[op]).rows if row.op == op]
+    assert row.verdict == "left"
+    assert "in evaluation" in row.reason
+
+
+def test_experts_that_do_something_else_in_evaluation_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("mixtral")
+    kind = next(type(module) for module in model.modules() if hasattr(type(module), "_apply_gate"))
+    original = kind.forward
+    # `wraps` lets the rule read the arguments.
+    forward = wraps(original)(lambda self, *args: original(self, *args) * (1.0 if self.training else 0.9))
+    monkeypatch.setattr(kind, "forward", forward)
+    (row,) = [row for row in liger_hf.apply(model, only=["experts"]).rows if row.op == "experts"]
+    assert row.verdict == "left"
+    assert "in evaluation" in row.reason
 
 
 # Where modules distinguish short inputs from long ones, and one token from several.

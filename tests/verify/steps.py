@@ -166,3 +166,18 @@ def without_tokens(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
 def parts(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
     """A gradient of which rank 1 has nothing."""
     return torch.ones(()), {"a.b.weight": torch.arange(3.0) * (world.rank == 0), "a.c.weight": torch.ones(3)}
+
+
+@dataclass(frozen=True)
+class OnRankOne:
+    """Two right gradients, one of which is another on rank 1: a factor times it, None, or "absent", of which it does not even know the name."""
+
+    value: float | str | None
+
+    def __call__(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+        gradients: dict[str, Tensor | None] = {"a.b.weight": torch.ones(3), "a.c.weight": torch.ones(4)}
+        if world.rank == 1 and self.value == "absent":
+            del gradients["a.b.weight"]
+        elif world.rank == 1:
+            gradients["a.b.weight"] = torch.ones(3) * self.value if isinstance(self.value, float) else None
+        return torch.ones(()), gradients

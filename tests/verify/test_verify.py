@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -102,6 +103,20 @@ def test_a_mean_over_no_tokens_is_named() -> None:
 def test_a_missing_gradient_is_named() -> None:
     report = compare(steps.without_a_gradient, ranks=2)
     assert "gradients part at a.c.weight in a: it has no gradient (1 of 2 gradients differ)" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (math.nan, "it is not finite on rank 1"),
+        (math.inf, "it is not finite on rank 1"),
+        (None, "it has no gradient on rank 1"),
+        ("absent", "it is not there on rank 1"),
+    ],
+)
+def test_a_gradient_that_one_rank_has_not_is_named_and_no_rank_waits_for_it(value: Any, sentence: str) -> None:
+    report = compare(steps.OnRankOne(value), ranks=2, patience=20)
+    assert f"gradients part at a.b.weight in a: {sentence} (1 of 2 gradients differ)" in str(report)
 
 
 def test_the_ranks_that_are_wrong_are_named() -> None:

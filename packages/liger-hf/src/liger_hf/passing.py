@@ -1,25 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replaced forward passes over: children and functions that the module's own forward uses, and the new one does not."""
+"""What a replaced forward passes over: children, functions and settings that the module's own forward uses, and the new one does not."""
 
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
 from liger_hf.patch import MARK, slot
+from liger_hf.rebinding import names_in
 
-# On a module: name → the children and functions that its own forward uses and the unit does not.
+# On a module: name → the children, functions and settings that its own forward uses and the unit does not.
 PASSED = "liger_passed_over"
 
 
 def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
-    """Everything that the module owns, except what is called."""
+    """Everything that the module owns, except what is called, and the numbers, flags and words that its class reads."""
     children = {name: child for name, child in module._modules.items() if child is not None and name not in called}
     functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value) and name not in (slot(module), "forward")}
-    return {**children, **functions}
+    kind: Any = type(module)
+    read = _names_read(kind) - {"training"}
+    settings = {
+        name: value for name, value in vars(module).items() if name in read and isinstance(value, (bool, int, float, str, type(None)))
+    }
+    return {**children, **functions, **settings}
+
+
+@cache
+def _names_read(kind: type[nn.Module]) -> frozenset[str]:
+    """By what a class and its bases add to nn.Module, after __init__."""
+    own = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    functions = [inspect.unwrap(f) for base in own for name, f in vars(base).items() if inspect.isfunction(f) and name != "__init__"]
+    return frozenset(name for function in functions for name in names_in(function.__code__))
 
 
 def may_pass(module: nn.Module) -> bool:
@@ -28,7 +43,7 @@ def may_pass(module: nn.Module) -> bool:
         if isinstance(known, nn.Module):
             if module._modules.get(name) is not known or hooked(known) or global_hooks._has_any_global_hook():
                 return False
-        elif module.__dict__.get(name) is not known:
+        elif module.__dict__.get(name) != known:
             return False
     return True
 

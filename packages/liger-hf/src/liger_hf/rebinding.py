@@ -21,7 +21,7 @@ def called(function: Any, picked: Callable[[str, Any], bool], depth: int = 0) ->
     if not isinstance(function, FunctionType) or depth > 4:
         return {}
     space = function.__globals__
-    found = {n: space[n] for n in _names(function.__code__) if n in space and picked(n, space[n])}
+    found = {n: space[n] for n in names_in(function.__code__) if n in space and picked(n, space[n])}
     for cell in function.__closure__ or ():
         found |= called(_content(cell), picked, depth + 1)
     return {name: value for name, value in found.items() if callable(value)}
@@ -30,7 +30,7 @@ def called(function: Any, picked: Callable[[str, Any], bool], depth: int = 0) ->
 def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., Any]]) -> FunctionType:
     """The same code, with the replaced functions in place of those of these names."""
     space, cells = function.__globals__, function.__closure__
-    names = set(_names(function.__code__))
+    names = set(names_in(function.__code__))
     if names & replaced.keys():
         # Not __name__, which is also an attribute of classes: with it torch.compile looks globals up in the module of that name.
         space = {name: space[name] for name in names - {"__name__"} if name in space}
@@ -78,11 +78,12 @@ def twin(function: FunctionType, code: CodeType, space: dict[str, Any], cells: t
     return made
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """The globals and attributes that it names, also in functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _content(cell: CellType) -> Any:

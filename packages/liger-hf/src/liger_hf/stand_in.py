@@ -8,7 +8,9 @@ Every rule checks its candidates in the same way: it draws inputs and weights (`
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,21 +91,44 @@ def sized(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype, flo
             yield f"{str(dtype).removeprefix('torch.')}, {size} input", dtype, scale
 
 
+class _Mode(threading.local):
+    """Of the replicas that this thread makes. In training a dropout that is written as a function is active."""
+
+    training = True
+
+
+MODE = _Mode()
+
+
+@contextmanager
+def _mode(training: bool) -> Iterator[None]:
+    before, MODE.training = MODE.training, training
+    try:
+        yield
+    finally:
+        MODE.training = before
+
+
 def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
-    """A case of one sequence of so many tokens, of whose results some rows are compared, the first and the last among them."""
+    """A case of one sequence of so many tokens, of whose results some rows are compared, the first and the last among them.
+
+    One token is in evaluation, as in generating.
+    """
     rows = sorted({*range(0, length, max(1, length // 8)), length - 1})
 
     def few(function: Callable[..., Any], exact: bool) -> Results:
-        results = run(function, exact)
+        with _mode(training=length > 1):
+            results = run(function, exact)
         return {name: value[:, rows] if value.dim() > 2 and value.shape[1] == length else value for name, value in results.items()}
 
-    return Case(f"{str(dtype).removeprefix('torch.')}, length {length}", dtype, few)
+    words = f"{str(dtype).removeprefix('torch.')}, length {length}"
+    return Case(words if length > 1 else f"{words}, in evaluation", dtype, few)
 
 
 def replica(
     module: nn.Module, *, parameters: Mapping[str, Tensor | None] | None = None, children: Mapping[str, nn.Module] | None = None
 ) -> Any:
-    """A module of the same class and attributes, without hooks, in training mode, with these parameters and children in place of its own."""
+    """A module of the same class and attributes, without hooks, with these parameters and children in place of its own."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     for name in [
@@ -118,8 +143,7 @@ def replica(
     twin._parameters = own
     twin._buffers = dict(module._buffers)
     twin._modules = {**module._modules, **(children or {})}
-    # A dropout that is written as a function is active only in training.
-    twin.training = True
+    twin.training = MODE.training
     return twin
 
 

@@ -156,7 +156,14 @@ def _rank(rank: int, run: Run, port: int) -> None:
     with _process(rank, run.ranks, run, port):
         truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
         loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder)))
-        measured = {name: measure(None if g is None else _whole(g), truth.get(name), sums=True) for name, g in gradients.items()}
+        measured: dict[str, dict[str, float]] = {}
+        # In the order of the truth, and all of that on every rank: the others would wait for one that has no such gradient.
+        for name in dict.fromkeys((*truth, *gradients)):
+            found = gradients.get(name)
+            whole = None if found is None else _whole(found)
+            sums = _sums(whole, truth.get(name))
+            if name in gradients:
+                measured[name] = measure(whole, truth.get(name)) | sums
         torch.save({"loss": float(loss), "gradients": measured}, Path(run.results, f"{rank}.pt"))
         dist.barrier()
 
@@ -183,8 +190,8 @@ def _whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def measure(gradient: Tensor | None, truth: Tensor | None, *, sums: bool = False) -> dict[str, float]:
-    """What distinguishes a wrong gradient from a right one: its squared norm, its product with the true one, the same of its sum over ranks.
+def measure(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
+    """What distinguishes a wrong gradient from a right one: its squared norm and its product with the true one.
 
     Numbers are enough: the distance to any multiple k of the truth is |g|² - 2k g·t + k² |t|².
     """
@@ -196,17 +203,23 @@ def measure(gradient: Tensor | None, truth: Tensor | None, *, sums: bool = False
         }
     whole = gradient.double()
     found = {"square": float(whole.square().sum()), "product": float((whole * truth).sum()), "apart": float((whole - truth).square().sum())}
-    found["truth"] = float(truth.square().sum())
-    if sums:
-        added = whole.clone()
-        dist.all_reduce(added)
-        found |= {"sum square": float(added.square().sum()), "sum product": float((added * truth).sum())}
-    return found
+    return found | {"truth": float(truth.square().sum())}
+
+
+def _sums(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
+    """The same of the sum over ranks, to which one without a gradient adds nothing."""
+    if truth is None:
+        return {}
+    fits = gradient is not None and gradient.shape == truth.shape
+    added = gradient.double().clone() if gradient is not None and fits else torch.zeros_like(truth)
+    dist.all_reduce(added)
+    return {"sum square": float(added.square().sum()), "sum product": float((added * truth).sum())}
 
 
 def report_of(truth: Any, measured: list[Any], sizes: Mapping[str, int], tolerance: float) -> Report:
     """The comparison of all ranks, from what each of them measured."""
-    gradients = {name: [rank["gradients"].get(name) for rank in measured] for name in measured[0]["gradients"]}
+    names = dict.fromkeys(name for rank in measured for name in rank["gradients"])
+    gradients = {name: [rank["gradients"].get(name) for rank in measured] for name in names}
     usual = _usual(truth["gradients"])
     differences = [
         Difference.of(name, ranks, usual * truth["gradients"][name].numel() ** 0.5 if truth["gradients"].get(name) is not None else 0.0)

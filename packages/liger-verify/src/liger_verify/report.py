@@ -34,12 +34,14 @@ class Difference:
     @classmethod
     def of(cls, name: str, ranks: Sequence[dict[str, float] | None], least: float) -> Difference:
         """From what each rank measured; `least` is the norm that a gradient is compared with at least."""
-        for found in ranks:
-            if found is None or "apart" not in found:
-                return cls(name, *_incomparable(found))
+        apart = [i for i, found in enumerate(ranks) if found is None or "apart" not in found]
+        if apart:
+            return cls(name, *_incomparable(ranks[apart[0]], "" if len(apart) == len(ranks) else f" on {_ranks(apart)}"))
         known = [found for found in ranks if found is not None]
         size = max(known[0]["truth"] ** 0.5, least)
-        errors = tuple(found["apart"] ** 0.5 / size if size else (math.inf if found["square"] else 0.0) for found in known)
+        # Not a number is more than any error.
+        distances = [math.inf if math.isnan(found["apart"]) else found["apart"] ** 0.5 for found in known]
+        errors = tuple(distance / size if size else (math.inf if distance else 0.0) for distance in distances)
         worst = known[max(range(len(known)), key=lambda i: errors[i])]
         factor, rest = _multiple(worst["square"], worst["product"], worst["truth"], size)
         return cls(name, max(errors), factor, rest, errors, _multiple(worst["sum square"], worst["sum product"], worst["truth"], size))
@@ -51,15 +53,16 @@ class Difference:
         return ".".join(parts[:-2] or parts[:-1] or parts)
 
 
-def _incomparable(found: dict[str, float] | None) -> tuple[Any, ...]:
+def _incomparable(found: dict[str, float] | None, where: str) -> tuple[Any, ...]:
     if found is None:
-        why = "it is not there on every rank"
+        why = "it is not there"
     elif found["unknown"]:
         why = "one process has no gradient for it" if not found["missing"] else ""
     elif found["missing"]:
         why = "it has no gradient"
     else:
         why = "its gradient has another shape"
+    why += where if why else ""
     return (math.inf if why else 0.0, math.nan, math.nan, (), (math.nan, math.nan), why)
 
 
@@ -175,6 +178,8 @@ class Report:
         # Round-off of the measurement itself.
         exact = max(10 * self.tolerance, 1e-3)
         if d.rest <= exact:
+            if not math.isfinite(d.factor):
+                return f"it is not finite{where}"
             if not d.factor:
                 return f"it is zero{where}"
             return f"it is {d.factor:.4g} times the right one{self._size(d.factor)}{where}"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_core import embedding
 from liger_hf.patch import forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, replica, sized, trial
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
 NOTHING = "no module is an nn.Embedding"
 # Of the stand-in: rows that come several times each, one of them for padding.
@@ -91,7 +91,7 @@ def _cases(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype
         yield Case(name, dtype, _run(module, index, (table * scale).to(dtype), upstream.to(dtype)))
     for length in LENGTHS:
         run = _run(module, draw.integers(ROWS, 1, length), table, draw.normal(1, length, WIDTH))
-        yield Case(f"float32, length {length}", torch.float32, run)
+        yield of_length(length, torch.float32, run)
 
 
 def _run(module: nn.Module, index: Tensor, table: Tensor, upstream: Tensor) -> Run:

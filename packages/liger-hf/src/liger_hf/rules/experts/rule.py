@@ -20,7 +20,7 @@ from liger_core import experts
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, replica, sized, trial
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
 NOTHING = "no module holds experts that Transformers runs through its experts interface"
 # How the interface says which weights there are and how they are stored.
@@ -157,7 +157,7 @@ def _cases(module: nn.Module, weights: Weights, device: torch.device, dtypes: It
     for name, dtype, scale in sized(dtypes):
         yield Case(name, dtype, run(21, dtype, scale))
     for length in LENGTHS:
-        yield Case(f"float32, {length} tokens", torch.float32, run(length, torch.float32, 1.0))
+        yield of_length(length, torch.float32, run(length, torch.float32, 1.0))
 
 
 def _run(

@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from liger_core import cross_entropy, linear_cross_entropy
 from liger_hf.errors import LogitsError
-from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits, still_valid
+from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits, not_in_a_function, still_valid
 from liger_hf.rules.head.projection import compute, eager_logits, gathers_itself, in_one_call, replay, scale_and_cap
 from liger_hf.rules.head.tensor_parallel import over_classes
 from liger_hf.rules.head.weights import HELD, gathered, held
@@ -92,6 +92,7 @@ def _real(logits: Any) -> Tensor | None:
     """The logits where there is nothing to save: they exist, or the head no longer has the weights that they are of."""
     if not isinstance(logits, LazyLogits):
         return logits
+    not_in_a_function(logits)
     weights = logits.cell.weights
     if torch.compiler.is_compiling() or logits.cell.open or weights is None or weights.are_in(logits.head):
         return logits.available()

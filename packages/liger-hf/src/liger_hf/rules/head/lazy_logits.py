@@ -8,6 +8,8 @@ takes it as it is; anything else that touches it gets the logits that the unpatc
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -76,6 +78,7 @@ class LazyLogits:
 
     def materialize(self) -> Tensor:
         """The logits themselves; where gradients are off, their values."""
+        not_in_a_function(self)
         found = self.available()
         if found is not None:
             return found
@@ -358,6 +361,25 @@ def _rows(index: Any, dimensions: int) -> tuple[Any, ...] | None:
             return None
         parts = parts[:-1]
     return parts
+
+
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def not_in_a_function(logits: LazyLogits) -> None:
+    """Raises LogitsError within a custom autograd function that got these logits: it would give them no gradient, since they are not a tensor."""
+    if torch.compiler.is_compiling():
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is APPLY:
+            for given in frame.f_locals["args"]:
+                if isinstance(given, LazyLogits) and given.cell is logits.cell and given.requires_grad and not given.constant:
+                    raise LogitsError(
+                        f"logits: {frame.f_locals['cls'].__name__}, an autograd function, must be given a tensor, since it gets no gradient of "
+                        "anything else, got logits that are computed on demand; call the model with keep_logits=True"
+                    )
+        frame = frame.f_back
 
 
 def still_valid(logits: LazyLogits) -> None:

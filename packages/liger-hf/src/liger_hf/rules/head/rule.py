@@ -198,10 +198,11 @@ def _settled(outputs: Any, keep: bool, defer: bool) -> Any:
         return tuple(_real(value, keep, defer) if isinstance(value, LazyLogits) else value for value in outputs)
     if isinstance(outputs, LazyLogits):
         return _real(outputs, keep, defer)
-    logits = outputs.get("logits") if hasattr(outputs, "get") else None
-    if isinstance(logits, LazyLogits):
-        # By item: an attribute of a ModelOutput that is set alone leaves the old value under its key.
-        outputs["logits"] = _real(logits, keep, defer)
+    # Models with several heads in one, such as those that predict several tokens, return others beside "logits".
+    for name, value in list(outputs.items()) if hasattr(outputs, "items") else ():
+        if isinstance(value, LazyLogits):
+            # By item: an attribute of a ModelOutput that is set alone leaves the old value under its key.
+            outputs[name] = _real(value, keep, defer)
     return outputs
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import Op, group_norm, layer_norm, rms_norm
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, replica, trial
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, of_length, replica, trial
 
 
 class Form(NamedTuple):
@@ -70,7 +70,7 @@ def cases(
         yield Case(str(dtype).removeprefix("torch."), dtype, _run(module, x.to(dtype), upstream.to(dtype), own))
     for length in LENGTHS:
         x, upstream = draw.normal(1, *form.shape(length)), draw.normal(1, *form.shape(length))
-        yield Case(f"float32, length {length}", torch.float32, _run(module, x, upstream, values))
+        yield of_length(length, torch.float32, _run(module, x, upstream, values))
 
 
 def _run(module: nn.Module, x: Tensor, upstream: Tensor, weights: dict[str, Tensor]) -> Run:
