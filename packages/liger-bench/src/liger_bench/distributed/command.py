@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -106,8 +107,7 @@ def _deepspeed() -> str:
 def _print(rows: list[Row], all_columns: bool) -> None:
     console = output()
     plain = {row.strategy: row for row in rows if row.implementation == PLAIN}
-    titles, figures = [row.strategy for row in rows], [_cells(row, plain.get(row.strategy)) for row in rows]
-    print_implementations(console, rows, titles, figures, FIGURES, all_columns)
+    print_implementations(console, rows, attrgetter("strategy"), lambda row: _cells(row, plain.get(row.strategy)), FIGURES, all_columns)
     for last in rows[-1:]:
         tokens = f"{last.model}, {last.ranks} ranks × {last.batch} × {last.sequence} tokens, {last.steps} steps, {last.dtype}"
         print_source(console, tokens, last)

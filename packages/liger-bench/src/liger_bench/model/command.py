@@ -141,9 +141,8 @@ def _shapes(given: list[str] | None, model: str, limit: int | None) -> list[tupl
 
 def _print(rows: list[Row], found: list[Profiled], verdicts: list[Verdict], all_columns: bool) -> None:
     console = output()
-    columns = [row.columns() for row in rows]
-    titles, figures = [title(row) for row in columns], [cells(row, columns) for row in columns]
-    print_implementations(console, rows, titles, figures, FIGURES, all_columns)
+    columns = list(map(vars, rows))
+    print_implementations(console, rows, lambda row: title(vars(row)), lambda row: cells(vars(row), columns), FIGURES, all_columns)
     for verdict in verdicts:
         target, value = verdict.target, verdict.value
         if value is not None:

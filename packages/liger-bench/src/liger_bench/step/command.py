@@ -80,9 +80,8 @@ def step(
 
 def _print(rows: list[Row], all_columns: bool) -> None:
     console = output()
-    columns = [row.columns() for row in rows]
-    titles, figures = [title(row) for row in columns], [cells(row, columns) for row in columns]
-    print_implementations(console, rows, titles, figures, FIGURES, all_columns)
+    columns = list(map(vars, rows))
+    print_implementations(console, rows, lambda row: title(vars(row)), lambda row: cells(vars(row), columns), FIGURES, all_columns)
     for known in [row for row in rows if row.product_flops_per_second][-1:]:
         rate, copy = (known.product_flops_per_second or 0) / 1e12, (known.copy_bytes_per_second or 0) / 1e12
         console.print(f"measured peaks: matmul {rate:,.3g} TFLOP/s, copy {copy:.3g} TB/s", markup=False)
