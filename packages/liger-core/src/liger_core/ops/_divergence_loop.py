@@ -297,9 +297,9 @@ class Shard(NamedTuple):
     counted: Tensor
     invalid: Tensor
 
-    def ranks(self, most: int) -> RowSum | None:
+    def ranks(self, most: int) -> RowSum:
         """What adds up the gradient of hidden, `most` rows at a time, over the ranks that share the vocabulary."""
-        return None if self.vocab.group is None else RowSum(self.vocab, self.rows, self.taken, most)
+        return RowSum(self.vocab, self.rows, self.taken, most)
 
 
 def _packed(
@@ -383,9 +383,8 @@ def _weighed(kept: Tensor, factor: Tensor, shard: Shard, sums: Sums, rows: int) 
             part = slice(start, min(start + rows, count))
             out = buffer[: part.stop - part.start]
             accumulate(out, kept[part], shard.pair.weight, first=True)
-            if ranks is not None:
-                ranks.start(out)
-                ranks.end(out)
+            ranks.start(out)
+            ranks.end(out)
             torch.mul(out, factor[part, None], out=of_hidden[part])
     if of_weight is not None:
         if count:
