@@ -127,6 +127,12 @@ class ChunkOptions(NamedTuple):
             accumulate_dtype=self.accumulate_dtype,
         )
 
+    def gradients(self, head: Any, needs: list[bool]) -> Gradients:
+        """New memory for the gradients over a head that are needed."""
+        given = (head.hidden, head.weight if self.main_grad is None else None, head.bias)
+        asked = (t if need else None for need, t in zip(needs, given, strict=True))
+        return Gradients(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in asked))
+
 
 class Head(NamedTuple):
     """Rows (N, H), the weights that turn them into logits, and the target class of each (N,)."""

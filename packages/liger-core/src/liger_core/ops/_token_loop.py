@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._chunked_loss import CHUNK_BYTES, CPU_BYTES, ChunkOptions, Counted, Head, Packed, accumulate, chunking
-from liger_core.ops._inputs import accumulator
+from liger_core.ops._inputs import accumulator, power_of_two_above
 from liger_core.ops._token_passes import MOMENTS, AskedOfTokens, LogitOptions, Slopes, Sums, TokenPasses
 from liger_core.ops._vocabulary import Exchange, RowSum, Vocabulary
 
@@ -230,12 +230,7 @@ class TokenLoop:
         self, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, vocab: Vocabulary, found: Found,
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
-        given = (head.hidden, head.weight if chunks.main_grad is None else None, head.bias)
-        made = [
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
-            for need, t in zip(needs, given, strict=True)
-        ]
-        return TokenGradients._make((*made, None))
+        return TokenGradients(*chunks.gradients(head, needs), None)
 
     def _recycle_backward(
         self, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, vocab: Vocabulary, found: Found,
@@ -428,8 +423,7 @@ def _slopes(
         return slopes, None
     # p · grad underflows where grad is 1/tokens, so a power of two is factored out and put back at the end. Where the gradient is large,
     # as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows from underflow.
-    largest = torch.maximum(torch.where(counted[:, None], terms, 0.0).abs().amax(), given.abs().amax())
-    largest = torch.ldexp(torch.ones_like(largest), torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
+    largest = power_of_two_above(torch.maximum(torch.where(counted[:, None], terms, 0.0).abs().amax(), given.abs().amax()))
     largest = largest / largest.clamp(1.0, 16384.0)
     return slopes._replace(terms=terms / largest, gradient=given / largest), largest
 
