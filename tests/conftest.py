@@ -174,7 +174,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     cases = seen["compared"] - seen["declined"]
     if not cases:
         return
-    ops, backends, dtypes, samples = (len({case[i] for case in cases}) for i in range(4))
+    ops, backends, dtypes = (len({case[i] for case in cases}) for i in range(3))
     by_backend = ", ".join(f"{name} {count}" for name, count in sorted(Counter(case[1] for case in cases).items()))
     samples = len({(case[0], case[3]) for case in cases})
     terminalreporter.write_sep("-", "conformance")

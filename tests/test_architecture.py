@@ -185,12 +185,6 @@ def test_importing_a_package_loads_no_layer_above_it(package: str) -> None:
     assert {name.split(".")[0] for name in done.stdout.split()} & set(FORBIDDEN[package]) == set()
 
 
-def test_importing_core_loads_no_compiler_and_no_transformers() -> None:
-    code = "import sys, liger_core; print('triton' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
-
-
 def test_loading_the_plugins_loads_no_compiler_and_no_transformers() -> None:
     # Where a backend is available its implementations are loaded with it, to compare their signatures.
     code = (

@@ -753,7 +753,7 @@ def test_rope_may_be_named_with_its_keywords(third: None) -> None:
 
 
 @pytest.fixture
-def third_thcomputeds_over(install: Install) -> None:
+def handing_over(install: Install) -> None:
     """The backend that `auto` takes, which leaves rms_norm in compiled regions to the compiler."""
     source = THIRD.replace("DEVICES", "('cpu',)").replace("PRIORITY", "50")
     handing_over = f"{{**table, liger_core.rms_norm: liger_core.Implementation(rms_norm, {X.numel()})}}"
@@ -761,7 +761,7 @@ def third_thcomputeds_over(install: Install) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["auto", "named"])
-def test_a_compiled_region_gets_the_reference_of_an_op_that_is_handed_over(third_thcomputeds_over: None, named: bool) -> None:
+def test_a_compiled_region_gets_the_reference_of_an_op_that_is_handed_over(handing_over: None, named: bool) -> None:
     compiled = torch.compile(lambda x: (rms_norm(x), swiglu(x, x)), backend="eager", fullgraph=True)
     with use("third" if named else "auto"):
         normed, gated = compiled(X)
@@ -770,13 +770,13 @@ def test_a_compiled_region_gets_the_reference_of_an_op_that_is_handed_over(third
     assert torch.equal(gated, swiglu.reference(X, X) + 1)
 
 
-def test_a_large_call_of_an_op_that_is_handed_over_runs_the_backend_when_compiled_too(third_thcomputeds_over: None) -> None:
+def test_a_large_call_of_an_op_that_is_handed_over_runs_the_backend_when_compiled_too(handing_over: None) -> None:
     large = torch.cat((X, X))
     compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True)
     assert torch.equal(compiled(large), rms_norm.reference(large) + 1)
 
 
-def test_explain_shows_what_is_handed_over(third_thcomputeds_over: None) -> None:
+def test_explain_shows_what_is_handed_over(handing_over: None) -> None:
     suffix = f"; a compiled region gets the reference up to {X.numel():,} elements"
     assert explain(rms_norm, X).reason.endswith(suffix)
     assert not explain(rms_norm, torch.cat((X, X))).reason.endswith(suffix)

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from bench.commands import START, Finished, InProcess, run_liger
-from liger_bench.distributed.job import IDENTITY, IMPLEMENTATIONS, LIGER, PLAIN, REORDERED, Job, Row, row_of, together
+from liger_bench.distributed.job import IMPLEMENTATIONS, LIGER, PLAIN, REORDERED, Job, Row, together
 from liger_bench.distributed.run import measured
 from liger_bench.distributed.strategies import STRATEGIES, Strategy
 from liger_bench.process import DONE, FAILED, Answer
 from liger_bench.ranks import answers_of
+from liger_bench.row import row_from
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 
@@ -149,7 +150,7 @@ def test_the_slowest_rank_and_the_fullest_one_count() -> None:
 
 def measured_row(implementation: str, losses: list[float], dtype: str, before: list[Row]) -> Row:
     job = replace(JOB, implementation=implementation, dtype=dtype)
-    return row_of(job, WHERE, together(job, [of_rank(losses, [1.0] * 3)] * 2, before))
+    return row_from(Row, job, WHERE, together(job, [of_rank(losses, [1.0] * 3)] * 2, before))
 
 
 @pytest.mark.parametrize(
@@ -170,10 +171,6 @@ def test_a_loss_that_is_not_a_number_is_a_failure_that_json_can_represent() -> N
     row = measured_row(LIGER, [3.0, float("nan"), 1.0], "float32", [measured_row(PLAIN, [3.0, 2.0, 1.0], "float32", [])])
     assert (row.failed, row.agrees, row.reason) == (True, False, "a loss is not finite")
     assert json.loads(json.dumps(row.columns(), allow_nan=False))["losses"] is None
-
-
-def test_another_commit_or_number_of_ranks_is_another_measurement() -> None:
-    assert {"commit", "versions", "machine", "ranks", "strategy", "steps"} <= set(IDENTITY)
 
 
 @pytest.mark.parametrize(

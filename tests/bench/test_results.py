@@ -7,7 +7,8 @@ import csv
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from filelock import FileLock
 
 from liger_bench import results
 from liger_bench.distributed import job as distributed
+from liger_bench.measurements import Files, completed
 from liger_bench.model import job as model
 from liger_bench.results import LOCK, append_csv, append_json, check_csv, read_json
-from liger_bench.row import Recorded
+from liger_bench.row import Measured, Recorded, row_from
 from liger_bench.sharded import job as sharded
 from liger_bench.step import job as step
 from liger_core.errors import OptionError
@@ -60,10 +62,28 @@ def test_a_row_ends_with_where_and_when_it_was_measured(kind: type[Recorded]) ->
 
 def test_a_row_without_figures_says_why_and_what_was_asked_for() -> None:
     job = step.Job("lora", "liger", True, "cpu", "float32")
-    row = step.row_of(job, dict.fromkeys(("machine", "versions", "commit", "date"), "here"), {"reason": "no PEFT"})
+    row = row_from(step.Row, job, dict.fromkeys(("machine", "versions", "commit", "date"), "here"), {"reason": "no PEFT"})
     assert (row.case, row.implementation, row.reason, row.failed, row.date) == ("lora", "liger", "no PEFT", False, "here")
     assert row.step_seconds is None
     assert list(row.columns()) == step.COLUMNS
+
+
+@pytest.mark.parametrize("other", ["machine", "versions", "commit", "dtype", "implementation", None])
+def test_only_a_row_of_the_same_job_and_place_is_not_measured_again(other: str | None) -> None:
+    jobs = [step.Job("lora", name, True, "cpu", "float32") for name in ("hf", "liger")]
+    where = dict.fromkeys(("machine", "versions", "commit", "date"), "here")
+    before = [row_from(step.Row, jobs[1], where, {"loss": 1.0})]
+    before = [replace(row, **{other: "another"}) for row in before] if other else before
+    asked: list[step.Job] = []
+
+    def measure(todo: list[step.Job], kept: list[step.Row], show: object) -> Iterator[Measured[step.Row]]:
+        asked.extend(todo)
+        yield from (Measured(row_from(step.Row, job, where, {"loss": 2.0})) for job in todo[::-1])
+
+    rows, found = completed(step.Job, jobs, where, before, Files("step", step.COLUMNS), measure)
+    assert asked == (jobs if other else jobs[:1])
+    assert [(row.implementation, row.loss) for row in rows] == [("hf", 2.0), ("liger", 2.0 if other else 1.0)]
+    assert len(found) == len(asked)
 
 
 @pytest.mark.parametrize("cut", range(1, 30))

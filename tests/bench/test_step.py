@@ -17,11 +17,12 @@ from bench.test_report import cells, text_of
 from liger_bench.bench.limits import Limits
 from liger_bench.process import DONE, FAILED
 from liger_bench.report.pictures import step_picture, styles
+from liger_bench.row import row_from
 from liger_bench.step import run, training
 from liger_bench.step.arithmetic import arithmetic
 from liger_bench.step.cases import CASES, HF, LIGER
 from liger_bench.step.command import step
-from liger_bench.step.job import Job, Row, row_of
+from liger_bench.step.job import Job, Row
 from liger_bench.step.run import Timing, Turn
 from liger_core.errors import DeviceError, OptionError
 
@@ -167,7 +168,7 @@ def measured_row(implementation: str, **figures: Any) -> Row:
     known = {"batch": 16, "sequence": 2048, "tokens_per_second": 8000.0, "step_seconds": 4.096, "low_seconds": 4.0, "high_seconds": 4.2}
     known |= {"limit_seconds": 2.048, "limit_without_recompute_seconds": 1.5, "share": 0.5, "peak_bytes": 28 << 30, "loss": 12.5}
     known |= {"product_flops_per_second": 7e14, "copy_bytes_per_second": 4.2e12}
-    return row_of(Job("lora", implementation, False, "cuda", "bfloat16"), WHERE, known | figures)
+    return row_from(Row, Job("lora", implementation, False, "cuda", "bfloat16"), WHERE, known | figures)
 
 
 def test_the_report_has_a_table_and_a_picture(tmp_path: Path) -> None:

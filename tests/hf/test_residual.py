@@ -130,45 +130,29 @@ def of_a_subclass(layer: nn.Module) -> None:
     layer.__class__ = type(f"Sharded{type(layer).__name__}", (type(layer),), {})
 
 
-def test_layers_that_get_another_class_after_apply_are_still_checkpointed(calls: Any) -> None:
+@pytest.mark.parametrize("before", [False, True], ids=["after_apply", "before_apply"])
+def test_layers_that_get_another_class_are_replaced_and_checkpointed(before: bool, calls: Any) -> None:
     plain = make().train()
     patched = twin(plain)
-    applied(patched, calls)
+    if not before:
+        applied(patched, calls)
     for layer in patched.model.layers:
         of_a_subclass(layer)
+    if before:
+        assert not any("replaced on the class" in note for note in applied(patched, calls).notes)
     checkpoint_layers(patched)
     inputs = tokens()
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
     assert len(calls) == 2 * LAYERS
 
 
-def test_layers_that_had_another_class_before_apply_are_replaced_and_checkpointed(calls: Any) -> None:
-    plain = make().train()
-    patched = twin(plain)
-    for layer in patched.model.layers:
-        of_a_subclass(layer)
-    report = applied(patched, calls)
-    assert not any("replaced on the class" in note for note in report.notes)
-    checkpoint_layers(patched)
-    inputs = tokens()
-    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
-    assert len(calls) == 2 * LAYERS
-
-
-def test_a_compiled_checkpointed_layer_does_not_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_a_compiled_layer_does_not_fall_back(checkpointed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = make().train(), tokens() | {"use_cache": False}
     expected = model(**inputs).loss
     liger_hf.apply(model)
-    checkpoint_layers(model)
-    monkeypatch.setattr(residual, "_plain", lambda *args: pytest.fail("added and normed one after the other"))
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).loss, expected)
-
-
-def test_a_compiled_layer_does_not_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = make().train(), tokens()
-    expected = model(**inputs).loss
-    liger_hf.apply(model)
+    if checkpointed:
+        checkpoint_layers(model)
     monkeypatch.setattr(residual, "_plain", lambda *args: pytest.fail("added and normed one after the other"))
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).loss, expected)

@@ -450,14 +450,6 @@ class HalfInABranch(Attention):
         return q, k
 
 
-LEFT = (SeenBetween, OneOfTheOther, SeenByAFunction, InALoop, Scaled, OtherNames, InTheTest, HalfInABranch)
-
-
-@pytest.mark.parametrize("kind", LEFT)
-def test_where_a_statement_sees_what_would_be_held_the_forward_is_left(kind: type[Attention]) -> None:
-    assert norms_before_rotary(kind.forward, "apply_rotary") == []
-
-
 class PassesToALoop(Attention):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
         q = self.q_norm(self.qkv(x)).transpose(1, 2)
@@ -467,5 +459,9 @@ class PassesToALoop(Attention):
         return q, k
 
 
-def test_a_rotary_function_in_a_loop_is_left() -> None:
-    assert norms_before_rotary(PassesToALoop.forward, "apply_rotary") == []
+LEFT = (SeenBetween, OneOfTheOther, SeenByAFunction, InALoop, Scaled, OtherNames, InTheTest, HalfInABranch, PassesToALoop)
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_where_a_statement_sees_what_would_be_held_the_forward_is_left(kind: type[Attention]) -> None:
+    assert norms_before_rotary(kind.forward, "apply_rotary") == []

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,10 +30,10 @@ class Row(Protocol):
 
 Job = TypeVar("Job")
 R = TypeVar("R", bound=Row)
-
-
 M = TypeVar("M", bound=Measured[Any])
 Show = Callable[[str], object]
+# What measures the jobs that are left, beside the rows that are known, and shows what it does.
+Measure = Callable[[list[Job], list[R], Show], Generator[M, None, None]]
 
 
 def check_known(command: str, option: str, names: Iterable[str], known: Collection[str]) -> None:
@@ -88,17 +89,23 @@ def rows_as(kind: type[R], found: Sequence[Columns]) -> list[R]:
     return [kind(**{name: row.get(name) for name in names}) for row in found]
 
 
-def remaining(
-    jobs: Sequence[Job], empty: Callable[[Job], R], before: Sequence[R], identity: Callable[[R], tuple[Any, ...]]
-) -> tuple[list[Job], list[R]]:
-    """The jobs that no row of `before` is of, and the rows of the others; empty(job) is its row without figures."""
-    known = {identity(row): row for row in before}
-    keys = [identity(empty(job)) for job in jobs]
-    left = [job for job, key in zip(jobs, keys, strict=True) if key not in known]
-    return left, [known[key] for key in keys if key in known]
+def completed(
+    case: type, jobs: Sequence[Job], where: Mapping[str, str], before: Sequence[R], files: Files, measure: Measure[Job, R, M]
+) -> tuple[list[R], list[M]]:
+    """The rows of all jobs, in their order, and the measurements of those that no row of `before` is of.
+
+    case  the dataclass of the fields that a job and its row share, which identify a measurement on the same machine, versions and commit
+    """
+    asked, place = attrgetter(*(field.name for field in fields(case))), attrgetter("machine", "versions", "commit")
+    known = {asked(row): row for row in before if place(row) == (where["machine"], where["versions"], where["commit"])}
+    todo = [job for job in jobs if asked(job) not in known]
+    kept = [known[asked(job)] for job in jobs if asked(job) in known]
+    found = _measured(len(todo), lambda show: measure(todo, kept, show), files)
+    order = {asked(job): number for number, job in enumerate(jobs)}
+    return sorted([*kept, *(result.row for result in found)], key=lambda row: order[asked(row)]), found
 
 
-def all_measured(count: int, begin: Callable[[Show], Generator[M, None, None]], files: Files) -> list[M]:
+def _measured(count: int, begin: Callable[[Show], Generator[M, None, None]], files: Files) -> list[M]:
     """Measure with a progress bar, and write each row at once, so that no failure loses it."""
     found: list[M] = []
     with progress_bar() as bar:

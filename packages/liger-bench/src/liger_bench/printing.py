@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -19,23 +19,23 @@ AllColumns = Annotated[bool, typer.Option("--all-columns", help="Print every col
 def print_implementations(
     console: Console,
     rows: Sequence[Any],
-    titles: Sequence[str],
-    cells: Sequence[Sequence[str]],
+    title: Callable[[Any], str],
+    cells: Callable[[Any], Sequence[str]],
     figures: Sequence[Column],
     all_columns: bool,
 ) -> None:
     """A table of implementations, below a title wherever it changes, then the reasons of the rows that have no figures."""
     lines: list[list[Cell]] = []
     before = ""
-    for row, title, of_row in zip(rows, titles, cells, strict=True):
-        if title != before:
-            lines.append([Text(title, "bold"), *[""] * len(figures)])
-            before = title
-        lines.append([f"  {row.implementation}", *of_row])
+    for row in rows:
+        if title(row) != before:
+            before = title(row)
+            lines.append([Text(before, "bold"), *[""] * len(figures)])
+        lines.append([f"  {row.implementation}", *cells(row)])
     print_table(console, [Column("implementation"), *figures], lines, all_columns=all_columns)
-    for row, title in zip(rows, titles, strict=True):
+    for row in rows:
         if row.reason:
-            console.print(f"{title} {row.implementation}: {row.reason}", markup=False)
+            console.print(f"{title(row)} {row.implementation}: {row.reason}", markup=False)
 
 
 def print_source(console: Console, what: str, row: Recorded) -> None:
@@ -53,6 +53,12 @@ def change(value: float, base: float) -> str:
 def ratio(value: float | None, base: float | None) -> str:
     """A cell with the ratio of a value to its base, if both are known."""
     return f"{value / base:.2f}" if value is not None and base else "–"
+
+
+def speed_ratio(row: Mapping[str, Any], base: str, rows: Sequence[Mapping[str, Any]], title: Callable[[Mapping[str, Any]], str]) -> str:
+    """A cell with the ratio of a row's throughput to that of the implementation `base` under the same title."""
+    same = (other for other in rows if title(other) == title(row) and other["implementation"] == base != row["implementation"])
+    return ratio(row["tokens_per_second"], next((other["tokens_per_second"] for other in same if other["tokens_per_second"]), None))
 
 
 def unit_of(largest: float) -> tuple[int, str]:

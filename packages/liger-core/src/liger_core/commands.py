@@ -185,7 +185,7 @@ def _print_report(report: dict[str, Any]) -> None:
     ]
     print_table(console, columns, rows)
     variable = report[selection.VARIABLE]
-    console.print(f"{selection.VARIABLE}: {variable if variable else 'not set (auto)'}")
+    console.print(f"{selection.VARIABLE}: {variable or 'not set (auto)'}")
     for fault in [*dict.fromkeys(chain(*report["failed_plugins"].values())), *filter(None, [report["selection_error"]])]:
         console.print(f"[red]error[/red]: {escape(fault)}")
     for name in report["disabled_plugins"]:

@@ -59,8 +59,6 @@ AUTO_NOTE = "layers with full recompute: {}, with selective recompute: {}, witho
 NOT_RUN = "not run"
 # Marks a speedup within the spread of the steps.
 WITHIN_SPREAD = "≈ "
-# The columns that identify a measurement.
-IDENTITY = (*SETUP, "machine", "versions", "commit")
 
 
 def overlapping(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -105,6 +105,11 @@ class Setup:
         return self.ranks // (self.tp * self.cp)
 
     @property
+    def sequences_per_step(self) -> int:
+        """Of all micro-batches and ranks."""
+        return self.batch * self.accumulation * self.replicas
+
+    @property
     def sharing_ranks(self) -> int:
         """The number of ranks over which --shard shards weights: data- and context-parallel ones."""
         return self.ranks // self.tp

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_triton import _norm_wide
-from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, column_sum_launch, read, store_sums
+from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, column_sum_launch, read, store_sums, zero
 from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two, processors, shared_memory, strided_rows
 
 # Wider rows are processed in tiles: beyond this, a row in float32 and its gradient no longer fit in the registers of a program.
@@ -127,9 +127,7 @@ def backward(
     count = inverse.numel()
     sums = (grad_weight is not None) + (grad_bias is not None)
     if count == 0:
-        for grad in (grad_weight, grad_bias):
-            if grad is not None:
-                grad.zero_()
+        zero(grad_weight, grad_bias)
         return
     x, x_stride = strided_rows(x)
     grad_y, grad_stride = strided_rows(grad_y)

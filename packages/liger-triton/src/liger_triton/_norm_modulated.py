@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs
-from liger_triton._norm_sum import column_sum_launch, read
+from liger_triton._norm_sum import column_sum_launch, read, zero
 from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two, processors, rows_of, shared_memory, strided_rows
 
 WIDEST = 16384
@@ -54,9 +54,7 @@ def backward(
     grad_weight = Σ (1 + scale) · S over samples.
     """
     if x.numel() == 0:
-        for grad in (grad_scale, grad_shift, grad_weight):
-            if grad is not None:
-                grad.zero_()
+        zero(grad_scale, grad_shift, grad_weight)
         return
     (tokens, width), samples = x.shape[-2:], x.numel() // (x.shape[-2] * x.shape[-1])
     grad_y, grad_stride = strided_rows(grad_y)

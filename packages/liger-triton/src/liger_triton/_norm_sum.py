@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import knobs
 
 from liger_triton.launch import Launcher
@@ -20,6 +21,13 @@ STRIP, STRIP_ROWS = 512 if knobs.runtime.interpret else 32, 128
 
 # No hint on how long the cache keeps what is read.
 ANY = tl.constexpr("")
+
+
+def zero(*gradients: Tensor | None) -> None:
+    """The sums over no rows."""
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()
 
 
 @triton.jit

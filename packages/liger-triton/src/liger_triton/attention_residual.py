@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._norm_sum import read
+from liger_triton._norm_sum import read, zero
 from liger_triton.launch import (
     Launcher,
     TritonKernel,
@@ -75,9 +75,7 @@ def _launch_backward(
     weight: Tensor | None, statistics: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if layers.numel() == 0:
-        for grad in (grad_query, grad_weight):
-            if grad is not None:
-                grad.zero_()
+        zero(grad_query, grad_weight)
         return
     layers, grad_y, query, weight = _stacked(layers), rows_of(grad_y), query.contiguous(), contiguous(weight)
     depth, rows, width = layers.shape

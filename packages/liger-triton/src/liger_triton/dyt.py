@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._norm_sum import column_sum_launch, read, store_sums
+from liger_triton._norm_sum import column_sum_launch, read, store_sums, zero
 from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, strided_rows, supported
 
 
@@ -63,9 +63,7 @@ def _launch_backward(
     alpha: Tensor, weight: Tensor | None, bias: Tensor | None, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
-        for grad in (grad_alpha, grad_weight, grad_bias):
-            if grad is not None:
-                grad.zero_()
+        zero(grad_alpha, grad_weight, grad_bias)
         return
     width = x.shape[-1]
     rows = x.numel() // width

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._norm_sum import column_sum_launch
+from liger_triton._norm_sum import column_sum_launch, zero
 from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported
 
 NEIGHBORS = 8
@@ -80,9 +80,7 @@ def _launch_backward(
     weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
-        for grad in (grad_weight, grad_bias):
-            if grad is not None:
-                grad.zero_()
+        zero(grad_weight, grad_bias)
         return
     x, grad_y, weight = x.contiguous(), grad_y.contiguous(), contiguous(weight)
     samples, channels = x.shape[:2]

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._norm_sum import read
+from liger_triton._norm_sum import read, zero
 from liger_triton._streams import BLOCK, FOLD, WARPS, check_streams, positions
 from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, supported
 
@@ -48,9 +48,7 @@ def _launch_backward(
     y: Tensor, post: Tensor, res: Tensor | None, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
-        for grad in (grad_y, grad_post, grad_res):
-            if grad is not None:
-                grad.zero_()
+        zero(grad_y, grad_post, grad_res)
         return
     streams, width = x.shape[-2:]
     block = check_streams(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._norm_sum import column_sum_launch, read
+from liger_triton._norm_sum import column_sum_launch, read, zero
 from liger_triton.launch import (
     Launcher,
     TritonKernel,
@@ -62,9 +62,7 @@ def _launch_backward(
     bias: Tensor | None, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
-        for grad in (grad_weight, grad_bias):
-            if grad is not None:
-                grad.zero_()
+        zero(grad_weight, grad_bias)
         return
     width = x.shape[-1]
     rows = x.numel() // width

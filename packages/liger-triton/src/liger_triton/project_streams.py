@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._norm_sum import column_sum_launch, read
+from liger_triton._norm_sum import column_sum_launch, read, zero
 from liger_triton._streams import positions
 from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, processors, supported
 
@@ -58,9 +58,7 @@ def _launch_backward(
     needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0 or y.numel() == 0:
-        for grad in (grad_x, grad_weight):
-            if grad is not None:
-                grad.zero_()
+        zero(grad_x, grad_weight)
         return
     grad_y, x, weight = positions(grad_y, 1), positions(x.flatten(-2), 1, adjacent=True), positions(weight, 1, adjacent=True)
     (rows, columns), count = x.shape, weight.shape[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._norm_sum import column_sum_launch
+from liger_triton._norm_sum import column_sum_launch, zero
 from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, fuses, power_of_two, processors, supported
 from liger_triton.rope import rows_at, table_strides
 
@@ -105,9 +105,7 @@ def _launch_backward(
     sums = (grad_q_weight is not None) + (grad_k_weight is not None)
     programs = min(q_count + k_count, BACKWARD.programs * processors(q.device))
     if not programs:
-        for grad in (grad_q_weight, grad_k_weight):
-            if grad is not None:
-                grad.zero_()
+        zero(grad_q_weight, grad_k_weight)
         return
     part = q.new_empty((sums, programs, q.shape[3]), dtype=torch.float32) if sums else None
     backward_launch(

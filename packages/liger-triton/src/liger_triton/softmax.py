@@ -100,16 +100,9 @@ def _launch(y: Tensor, /, x: Tensor) -> None:
         )  # fmt: skip
     else:
         wide_forward_launch(
-            (_programs(rows, shape, x),),
-            x,
-            y,
-            x_stride,
-            rows,
-            width,
-            EVEN=width % shape.block == 0,
-            BLOCK=shape.block,
-            num_warps=shape.warps,
-        )
+            (_programs(rows, shape, x),), x, y, x_stride, rows, width,
+            EVEN=width % shape.block == 0, BLOCK=shape.block, num_warps=shape.warps,
+        )  # fmt: skip
 
 
 def _programs(rows: int, shape: Shape, x: Tensor) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, get_type_hints
 
 from liger_core.errors import OptionError, nearest
@@ -116,44 +116,29 @@ def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, l
         check(training.ranks, tolerance)
     for _, alike in groupby(matrix, lambda training: training.model):
         with TemporaryDirectory(prefix="liger-verify-") as folder:
-            truths = _Truths(folder, patience, limit)
+            # By their words: options cannot be hashed.
+            truths: dict[str, tuple[str, str]] = {}
             for training in alike:
-                start = time.perf_counter()
-                report, problem = None, truths.problem(training)
+                start, report, words = time.perf_counter(), None, repr(training.truth)
+                if words not in truths:
+                    truths[words] = _truth(training.truth, mkdtemp(dir=folder), patience, limit)
+                place, problem = truths[words]
                 if not problem:
                     options: dict[str, Any] = {"tolerance": tolerance, "patience": patience, "limit": limit}
                     try:
-                        report = compare_with_truth(
-                            training, truths.folder(training), ranks=training.ranks, sizes=training.sizes, **options
-                        )
+                        report = compare_with_truth(training, place, ranks=training.ranks, sizes=training.sizes, **options)
                     except Exception as error:
                         problem = _said(error)
                 yield Outcome(training, time.perf_counter() - start, report, problem)
 
 
-class _Truths:
-    """What one process computes for a model, each in a folder."""
-
-    def __init__(self, folder: str, patience: float, limit: float) -> None:
-        self._folder, self._patience, self._limit = folder, patience, limit
-        # Why there is none, if so.
-        self._problems: list[tuple[Training, str]] = []
-
-    def folder(self, training: Training) -> str:
-        return str(Path(self._folder, str([truth for truth, _ in self._problems].index(training.truth))))
-
-    def problem(self, training: Training) -> str:
-        """Compute the truth of a training step unless it is there; returns why that failed."""
-        for truth, problem in self._problems:
-            if truth == training.truth:
-                return problem
-        self._problems.append((training.truth, ""))
-        Path(self.folder(training)).mkdir()
-        try:
-            leave_truth(training.truth, self.folder(training), patience=self._patience, limit=self._limit)
-        except Exception as error:
-            self._problems[-1] = (training.truth, f"one process in float64: {_said(error)}")
-        return self._problems[-1][1]
+def _truth(training: Training, folder: str, patience: float, limit: float) -> tuple[str, str]:
+    """The folder in which one process leaves what it computes, and why it left nothing, if so."""
+    try:
+        leave_truth(training, folder, patience=patience, limit=limit)
+    except Exception as error:
+        return folder, f"one process in float64: {_said(error)}"
+    return folder, ""
 
 
 def _said(error: Exception) -> str:

@@ -13,10 +13,10 @@ import torch
 import typer
 
 from liger_bench import machine
-from liger_bench.distributed.job import COLUMNS, IDENTITY, IMPLEMENTATIONS, PLAIN, WARM_UP, Job, Row, row_of
+from liger_bench.distributed.job import COLUMNS, IMPLEMENTATIONS, PLAIN, WARM_UP, Job, Row
 from liger_bench.distributed.run import measured
 from liger_bench.distributed.strategies import STRATEGIES
-from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
+from liger_bench.measurements import Files, check_known, completed, print_failures, rows_as
 from liger_bench.printing import AllColumns, print_implementations, print_source, ratio
 from liger_core.errors import DeviceError, DtypeError, OptionError
 from liger_core.tables import Column, output
@@ -75,14 +75,10 @@ def distributed(
     where = machine.describe(place)
     where["versions"] += _deepspeed()
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
-    todo, kept = remaining(jobs, lambda job: row_of(job, where, {}), before, attrgetter(*IDENTITY))
-    found = all_measured(
-        len(todo),
-        lambda show: measured(todo, where, patience, kept, lambda job: show(f"{job.strategy} {job.implementation}")),
-        files,
+    rows, found = completed(
+        *(Job, jobs, where, before, files),
+        lambda todo, kept, show: measured(todo, where, patience, kept, lambda job: show(f"{job.strategy} {job.implementation}")),
     )
-    places = {(job.strategy, job.implementation): place for place, job in enumerate(jobs)}
-    rows = sorted([*kept, *(result.row for result in found)], key=lambda row: places[row.strategy, row.implementation])
     if as_json:
         print(json.dumps({"rows": [row.columns() for row in rows]}))
     else:
@@ -111,8 +107,7 @@ def _deepspeed() -> str:
 def _print(rows: list[Row], all_columns: bool) -> None:
     console = output()
     plain = {row.strategy: row for row in rows if row.implementation == PLAIN}
-    titles, figures = [row.strategy for row in rows], [_cells(row, plain.get(row.strategy)) for row in rows]
-    print_implementations(console, rows, titles, figures, FIGURES, all_columns)
+    print_implementations(console, rows, attrgetter("strategy"), lambda row: _cells(row, plain.get(row.strategy)), FIGURES, all_columns)
     for last in rows[-1:]:
         tokens = f"{last.model}, {last.ranks} ranks × {last.batch} × {last.sequence} tokens, {last.steps} steps, {last.dtype}"
         print_source(console, tokens, last)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from liger_bench.agreement import bound, largest_difference
-from liger_bench.row import Recorded, row_from
+from liger_bench.row import Recorded
 
 PLAIN, REORDERED, LIGER = "hf", "hf-reordered", "liger"
 IMPLEMENTATIONS = (PLAIN, REORDERED, LIGER)
@@ -60,13 +60,6 @@ class Row(Recorded, Job):
 
 
 COLUMNS = Row.header()
-JOB = tuple(field.name for field in fields(Job))
-# The columns that identify a measurement.
-IDENTITY = (*JOB, "machine", "versions", "commit")
-
-
-def row_of(job: Job, where: Mapping[str, str], results: Mapping[str, Any]) -> Row:
-    return row_from(Row, job, where, results)
 
 
 def together(job: Job, of_ranks: Sequence[dict[str, Any]], before: Sequence[Row]) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Generator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from liger_bench.distributed.job import Job, Row, row_of, together
+from liger_bench.distributed.job import Job, Row, together
 from liger_bench.distributed.rank import Share, answer
 from liger_bench.distributed.strategies import STRATEGIES
 from liger_bench.process import FAILED, Process
 from liger_bench.ranks import answers_of
-from liger_bench.row import Measured
+from liger_bench.row import Measured, row_from
 
 Phase = Callable[[Job], object]
 
@@ -29,7 +29,7 @@ def measured(
             rest = list(same)
             missing = STRATEGIES[name].missing()
             if missing is not None:
-                yield from (Measured(row_of(job, where, {"reason": missing})) for job in rest)
+                yield from (Measured(row_from(Row, job, where, {"reason": missing})) for job in rest)
                 continue
             while rest:
                 # After a failure, the remaining jobs start in new processes.
@@ -53,9 +53,9 @@ def _until_one_fails(
             answers = answers_of(ranks, patience)
             failed = next((results for state, results in answers if state == FAILED), None)
             if failed is not None:
-                yield Measured(row_of(job, where, failed), "\n".join(process.written() for process in ranks))
+                yield Measured(row_from(Row, job, where, failed), "\n".join(process.written() for process in ranks))
                 return
-            row = row_of(job, where, together(job, [results for _, results in answers], before))
+            row = row_from(Row, job, where, together(job, [results for _, results in answers], before))
             before.append(row)
             yield Measured(row)
         for process in ranks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +12,10 @@ import typer
 from rich.console import Console
 
 from liger_bench import machine
-from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
+from liger_bench.measurements import Files, check_known, completed, print_failures, rows_as
 from liger_bench.memory import bytes_of
 from liger_bench.model.implementations import IMPLEMENTATIONS
-from liger_bench.model.job import COLUMNS, IDENTITY, Job, Row, row_of
+from liger_bench.model.job import COLUMNS, Case, Job, Row
 from liger_bench.model.run import Profiled, measured
 from liger_bench.model.table import FIGURES, cells, title
 from liger_bench.printing import AllColumns, print_implementations, print_source
@@ -90,9 +89,12 @@ def model(
     files.check()
     where = machine.describe(place)
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
-    todo, kept = remaining(jobs, lambda job: row_of(job, where, {}), before, attrgetter(*IDENTITY))
-    found = all_measured(len(todo), lambda show: measured(todo, where, together, lambda job, doing: show(_doing(job, doing))), files)
-    rows = _in_order(jobs, [*kept, *(result.row for result in found)])
+    rows, found = completed(
+        *(Case, jobs, where, before, files),
+        lambda todo, kept, show: measured(
+            todo, where, together, lambda job, doing: show(f"{doing} {job.model} {job.shape} {job.implementation}")
+        ),
+    )
     verdicts = _verdicts(rows, wanted)
     if as_json:
         print(json.dumps(_object(rows, found, verdicts)))
@@ -137,20 +139,10 @@ def _shapes(given: list[str] | None, model: str, limit: int | None) -> list[tupl
     return sorted(found, key=lambda sizes: sizes[0] * sizes[1])
 
 
-def _in_order(jobs: list[Job], rows: list[Row]) -> list[Row]:
-    places = {(job.model, job.batch, job.sequence, job.implementation): place for place, job in enumerate(jobs)}
-    return sorted(rows, key=lambda row: places[row.model, row.batch, row.sequence, row.implementation])
-
-
-def _doing(job: Job, doing: str) -> str:
-    return f"{doing} {job.model} {job.shape} {job.implementation}"
-
-
 def _print(rows: list[Row], found: list[Profiled], verdicts: list[Verdict], all_columns: bool) -> None:
     console = output()
-    columns = [row.columns() for row in rows]
-    titles, figures = [title(row) for row in columns], [cells(row, columns) for row in columns]
-    print_implementations(console, rows, titles, figures, FIGURES, all_columns)
+    columns = list(map(vars, rows))
+    print_implementations(console, rows, lambda row: title(vars(row)), lambda row: cells(vars(row), columns), FIGURES, all_columns)
     for verdict in verdicts:
         target, value = verdict.target, verdict.value
         if value is not None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from liger_bench.row import Recorded, row_from
@@ -61,8 +61,6 @@ class Row(Recorded, Case):
 
 
 COLUMNS = Row.header()
-# The columns that identify a measurement; the same machine, versions and commit give the same figures.
-IDENTITY = (*(field.name for field in fields(Case)), "machine", "versions", "commit")
 
 
 def row_of(job: Job, where: Mapping[str, str], results: Mapping[str, Any]) -> Row:

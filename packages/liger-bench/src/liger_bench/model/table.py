@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from liger_bench.printing import speed_ratio
 from liger_core.tables import Column
 
 BASES = ("hf", "hf-compiled", "liger-kernel")
@@ -29,7 +30,7 @@ def cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str
     return [
         f"{row['tokens_per_second']:,.0f}",
         f"{row['low_tokens_per_second']:,.0f} – {row['high_tokens_per_second']:,.0f}",
-        *(_ratio(row, base, rows) for base in BASES),
+        *(speed_ratio(row, base, rows, title) for base in BASES),
         f"{row['peak_bytes'] / 2**30:.2f}",
         f"{row['loss']:.5f}",
         f"{row['grad_norm']:.5g}",
@@ -41,10 +42,3 @@ def title(row: Mapping[str, Any]) -> str:
     """The model and its shape, and the memory that it was allowed."""
     limit = row["memory_limit_bytes"]
     return f"{row['model']} {row['batch']} × {row['sequence']}" + (f" in {limit / 2**30:g} GiB" if limit else "")
-
-
-def _ratio(row: Mapping[str, Any], base: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    if row["implementation"] == base:
-        return "–"
-    same = [other for other in rows if title(other) == title(row) and other["implementation"] == base and other["tokens_per_second"]]
-    return f"{row['tokens_per_second'] / same[0]['tokens_per_second']:.2f}" if same else "–"

@@ -14,7 +14,7 @@ from liger_bench.report.steps import steps_section
 from liger_bench.targets import STATED, Verdict
 
 MIB, GIB = 1 << 20, 1 << 30
-PASSES = {"forward": "forward", "full": "full", "evaluation": "evaluation"}
+PASSES = ("forward", "full", "evaluation")
 OURS = ("triton", "liger", "liger-compiled")
 ABOUT = """
 `triton` is Liger's backend, and `eager` what Transformers computes. `roofline` is the fraction of the roofline that is reached: the least time that
@@ -181,12 +181,8 @@ def _targets(verdicts: Sequence[Verdict]) -> str:
     return "\n\n".join(parts)
 
 
-def _missed(verdict: Verdict) -> bool:
-    return verdict.word == "missed"
-
-
 def _word(verdict: Verdict) -> str:
-    return f"**{verdict.word}**" if _missed(verdict) else verdict.word
+    return f"**{verdict.word}**" if verdict.word == "missed" else verdict.word
 
 
 SHARDED_ABOUT = """

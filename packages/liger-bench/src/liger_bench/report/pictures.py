@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator
 from liger_bench.model.table import title
 from liger_bench.printing import change
 from liger_bench.records import Record, distinct, find, sizes_of
-from liger_bench.report.page import NAMES
+from liger_bench.report.page import NAMES, PASSES
 from liger_bench.step.table import title as step_title
 
 # Distinguishable with any kind of color vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
@@ -43,7 +43,6 @@ MARKERS = ("o", "s", "^", "D")
 FAMILIES = {"hf-compiled": "compile", "liger-compiled": "liger"}
 # A part of the axes' height: two labels that are closer overlap.
 LABEL_GAP = 0.065
-PASSES = ("forward", "full", "evaluation")
 SIZES = {
     "N": "N, tokens",
     "T": "T, tokens",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +11,10 @@ import torch
 import typer
 
 from liger_bench import machine
-from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
+from liger_bench.measurements import Files, check_known, completed, print_failures, rows_as
 from liger_bench.printing import AllColumns, print_source
 from liger_bench.sharded.heads import GATHERED, IMPLEMENTATIONS, LIGER, OPS
-from liger_bench.sharded.job import COLUMNS, IDENTITY, Job, Row, row_of
+from liger_bench.sharded.job import COLUMNS, Job, Row
 from liger_bench.sharded.run import measured
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Column, output, print_table
@@ -68,12 +67,10 @@ def sharded(
     files.check()
     where = machine.describe(place)
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
-    todo, kept = remaining(jobs, lambda job: row_of(job, where, {}), before, attrgetter(*IDENTITY))
-    found = all_measured(
-        len(todo), lambda say: measured(todo, where, repetitions, patience, lambda job: say(f"{job.op} on {job.ranks} ranks")), files
+    measured_rows, found = completed(
+        *(Job, jobs, where, before, files),
+        lambda todo, kept, show: measured(todo, where, repetitions, patience, lambda job: show(f"{job.op} on {job.ranks} ranks")),
     )
-    places = {job: place for place, job in enumerate(jobs)}
-    measured_rows = sorted([*kept, *(result.row for result in found)], key=lambda row: places[_job(row)])
     if as_json:
         print(json.dumps({"rows": [row.columns() for row in measured_rows]}))
     else:
@@ -81,10 +78,6 @@ def sharded(
     print_failures(found)
     if any(row.failed for row in measured_rows):
         raise typer.Exit(1)
-
-
-def _job(row: Row) -> Job:
-    return Job(row.op, row.rows, row.width, row.classes, row.implementation, row.ranks, row.device, row.dtype)
 
 
 def _ranks(wanted: str | None, on_gpus: bool) -> list[int]:

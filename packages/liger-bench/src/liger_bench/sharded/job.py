@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from liger_bench.row import Recorded, row_from
+from liger_bench.row import Recorded
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,6 @@ class Row(Recorded, Job):
 
 
 COLUMNS = Row.header()
-JOB = tuple(field.name for field in fields(Job))
-# What distinguishes a measurement.
-IDENTITY = (*JOB, "machine", "versions", "commit")
-
-
-def row_of(job: Job, where: Mapping[str, str], results: Mapping[str, Any]) -> Row:
-    return row_from(Row, job, where, results)
 
 
 def together(job: Job, of_ranks: Sequence[Mapping[str, Any]], alone: float | None) -> dict[str, Any]:

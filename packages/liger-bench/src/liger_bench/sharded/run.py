@@ -19,9 +19,9 @@ from torch import Tensor
 
 from liger_bench.process import DONE, FAILED, Answer, Process, failure
 from liger_bench.ranks import answers_of, joined
-from liger_bench.row import Measured
+from liger_bench.row import Measured, row_from
 from liger_bench.sharded.heads import LIGER, Loss, loss_of
-from liger_bench.sharded.job import Job, Row, row_of, together
+from liger_bench.sharded.job import Job, Row, together
 
 # Calls before the first that counts: kernels are compiled, and NCCL connects the ranks.
 WARM_UP = 2
@@ -50,18 +50,18 @@ def measured(
             failed = next((results for state, results in answers if state == FAILED), None)
             for job in these:
                 if failed is not None:
-                    yield Measured(row_of(job, where, failed), written)
+                    yield Measured(row_from(Row, job, where, failed), written)
                     continue
                 found = [results[job.implementation] for _, results in answers]
                 problem = next((rank for rank in found if "reason" in rank), None)
                 if problem is not None:
-                    yield Measured(row_of(job, where, problem), written)
+                    yield Measured(row_from(Row, job, where, problem), written)
                     continue
                 figures = together(job, found, alone.get(tuple(head)))
                 if ranks == 1 and job.implementation == LIGER:
                     alone[tuple(head)] = figures["seconds"]
                     figures["efficiency"] = 1.0
-                yield Measured(row_of(job, where, figures))
+                yield Measured(row_from(Row, job, where, figures))
 
 
 def _answers(jobs: tuple[Job, ...], repetitions: int, patience: float, folder: Path) -> tuple[list[Answer], str]:

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import json
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from liger_bench import machine
-from liger_bench.measurements import Files, all_measured, check_known, print_failures, remaining, rows_as
+from liger_bench.measurements import Files, check_known, completed, print_failures, rows_as
 from liger_bench.printing import AllColumns, print_implementations, print_source
 from liger_bench.step.cases import CASES, HF, LIGER, LIGER_KERNEL
-from liger_bench.step.job import COLUMNS, IDENTITY, Job, Row, row_of
+from liger_bench.step.job import COLUMNS, Job, Row
 from liger_bench.step.run import Timing, measured
 from liger_bench.step.table import FIGURES, cells, title
 from liger_core.errors import DeviceError, OptionError
@@ -65,11 +64,11 @@ def step(
     files.check()
     where = machine.describe(place)
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
-    todo, kept = remaining(jobs, lambda job: row_of(job, where, {}), before, attrgetter(*IDENTITY))
     timing = Timing(steps, seconds, rounds, patience)
-    found = all_measured(len(todo), lambda say: measured(todo, where, timing, lambda job: say(f"{job.case} {job.implementation}")), files)
-    places = {(job.case, job.implementation): number for number, job in enumerate(jobs)}
-    rows = sorted([*kept, *(result.row for result in found)], key=lambda row: places[row.case, row.implementation])
+    rows, found = completed(
+        *(Job, jobs, where, before, files),
+        lambda todo, kept, show: measured(todo, where, timing, lambda job: show(f"{job.case} {job.implementation}")),
+    )
     if as_json:
         print(json.dumps({"rows": [row.columns() for row in rows]}))
     else:
@@ -81,9 +80,8 @@ def step(
 
 def _print(rows: list[Row], all_columns: bool) -> None:
     console = output()
-    columns = [row.columns() for row in rows]
-    titles, figures = [title(row) for row in columns], [cells(row, columns) for row in columns]
-    print_implementations(console, rows, titles, figures, FIGURES, all_columns)
+    columns = list(map(vars, rows))
+    print_implementations(console, rows, lambda row: title(vars(row)), lambda row: cells(vars(row), columns), FIGURES, all_columns)
     for known in [row for row in rows if row.product_flops_per_second][-1:]:
         rate, copy = (known.product_flops_per_second or 0) / 1e12, (known.copy_bytes_per_second or 0) / 1e12
         console.print(f"measured peaks: matmul {rate:,.3g} TFLOP/s, copy {copy:.3g} TB/s", markup=False)

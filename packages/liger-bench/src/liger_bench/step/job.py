@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from liger_bench.row import Recorded, row_from
+from liger_bench.row import Recorded
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,3 @@ class Row(Recorded, Job):
 
 
 COLUMNS = Row.header()
-# What distinguishes a measurement.
-IDENTITY = (*(field.name for field in fields(Job)), "machine", "versions", "commit")
-
-
-def row_of(job: Job, where: Mapping[str, str], results: Mapping[str, Any]) -> Row:
-    return row_from(Row, job, where, results)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from liger_bench.process import DONE, Answer, Process, failure
-from liger_bench.row import Measured
+from liger_bench.row import Measured, row_from
 from liger_bench.step.cases import CASES
-from liger_bench.step.job import Job, Row, row_of
+from liger_bench.step.job import Job, Row
 
 QUANTILES = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
 LIMITS = ("product_flops_per_second", "copy_bytes_per_second", "limit_seconds", "limit_without_recompute_seconds")
@@ -65,7 +65,7 @@ def measured(
             for job in these:
                 batch, sequence = CASES[job.case].shape(job.tiny)
                 figures = _together(answers[job], reasons[job], batch * sequence)
-                yield Measured(row_of(job, where, {"batch": batch, "sequence": sequence} | figures), written[job])
+                yield Measured(row_from(Row, job, where, {"batch": batch, "sequence": sequence} | figures), written[job])
 
 
 def _answer(turn: Turn, patience: float, folder: Path) -> tuple[Answer, str]:

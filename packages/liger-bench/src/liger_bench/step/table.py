@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from liger_bench.printing import speed_ratio
 from liger_bench.step.cases import CASES, HF, LIGER_KERNEL
 from liger_core.tables import Column
 
@@ -38,18 +39,10 @@ def cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str
     return [
         f"{row['tokens_per_second']:,.0f}",
         f"{tokens / row['high_seconds']:,.0f} – {tokens / row['low_seconds']:,.0f}",
-        *(_ratio(row, base, rows) for base in (HF, LIGER_KERNEL)),
+        *(speed_ratio(row, base, rows, title) for base in (HF, LIGER_KERNEL)),
         f"{row['share']:.2f}",
         f"{tokens / row['limit_seconds']:,.0f}",
         f"{tokens / row['limit_without_recompute_seconds']:,.0f}",
         f"{row['peak_bytes'] / 2**30:.2f}",
         f"{row['loss']:.5f}",
     ]
-
-
-def _ratio(row: Mapping[str, Any], base: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    if row["implementation"] == base:
-        return "–"
-    same = (other for other in rows if title(other) == title(row) and other["implementation"] == base and other["tokens_per_second"])
-    found = next(same, None)
-    return f"{row['tokens_per_second'] / found['tokens_per_second']:.2f}" if found else "–"

@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._softmax_loss import Asked, RowOptions, RowPasses, RowResults, row_results
-from liger_core.ops._vocabulary import RowSum
+from liger_core.ops._vocabulary import ALONE, RowSum
 
 Chunk = int | Literal["report"] | None
 
@@ -126,6 +126,12 @@ class ChunkOptions(NamedTuple):
             budget=self.budget,
             accumulate_dtype=self.accumulate_dtype,
         )
+
+    def gradients(self, head: Any, needs: list[bool]) -> Gradients:
+        """New memory for the gradients over a head that are needed."""
+        given = (head.hidden, head.weight if self.main_grad is None else None, head.bias)
+        asked = (t if need else None for need, t in zip(needs, given, strict=True))
+        return Gradients(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in asked))
 
 
 class Head(NamedTuple):
@@ -280,9 +286,9 @@ def logits_of(head: Head, rows: int, buffer: Tensor | None = None) -> Iterator[t
 
 
 class Running:
-    """The running sums over the chunks; `ranks` if these share the vocabulary."""
+    """The running sums over the chunks; `ranks` add up the gradient of hidden if they share the vocabulary."""
 
-    def __init__(self, sums: Sums, ranks: RowSum | None = None) -> None:
+    def __init__(self, sums: Sums, ranks: RowSum = ALONE) -> None:
         self.sums, self.ranks = sums, ranks
         self.first = True
 
@@ -290,16 +296,15 @@ class Running:
         """Add the gradient of one chunk of logits."""
         of_hidden, of_weight, of_bias = self.sums
         out = None
-        if of_hidden is not None and self.ranks is None:
-            torch.mm(gradient, head.weight, out=of_hidden[part])
-        elif of_hidden is not None and self.ranks is not None:
+        if of_hidden is not None:
+            out = of_hidden[part]
             # The parts of the ranks are added in float32, while the gradient of weight is computed.
-            out = torch.empty(of_hidden[part].shape, dtype=accumulator(of_hidden.dtype), device=of_hidden.device)
+            out = torch.empty_like(out, dtype=accumulator(out.dtype)) if self.ranks.shared else out
             accumulate(out, gradient, head.weight, first=True)
             self.ranks.start(out)
         if of_weight is not None:
             accumulate(of_weight, gradient.t(), head.hidden[part], self.first)
-        if out is not None and of_hidden is not None and self.ranks is not None:
+        if of_hidden is not None and out is not None and self.ranks.shared:
             self.ranks.end(out)
             of_hidden[part] = out
         if of_bias is not None:

@@ -32,7 +32,7 @@ from liger_core.ops._chunked_loss import (
     logits_of,
 )
 from liger_core.ops._divergence import DivergenceOptions, DivergencePasses, DivergenceResults, divergence_results
-from liger_core.ops._inputs import accumulator
+from liger_core.ops._inputs import accumulator, power_of_two_above
 from liger_core.ops._token_passes import blocks
 from liger_core.ops._vocabulary import RowSum, Vocabulary, end_sum, merge_divergence, start_sum
 
@@ -208,11 +208,7 @@ class DivergenceLoop:
         self, grad_loss: Tensor, pair: HeadPair, moments: Tensor, number: Tensor, kept: Tensor | None, options: DivergenceOptions,
         chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
     ) -> Outputs:  # fmt: skip
-        given = (pair.hidden, pair.weight if chunks.main_grad is None else None, pair.bias)
-        return tuple(
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
-            for need, t in zip(needs, given, strict=True)
-        )
+        return chunks.gradients(pair, needs)
 
     def _launch_rows_backward(
         self, gradients: Gradients, /, grad_loss: Tensor, pair: HeadPair, moments: Tensor, number: Tensor, kept: Tensor | None,
@@ -297,9 +293,9 @@ class Shard(NamedTuple):
     counted: Tensor
     invalid: Tensor
 
-    def ranks(self, most: int) -> RowSum | None:
+    def ranks(self, most: int) -> RowSum:
         """What adds up the gradient of hidden, `most` rows at a time, over the ranks that share the vocabulary."""
-        return None if self.vocab.group is None else RowSum(self.vocab, self.rows, self.taken, most)
+        return RowSum(self.vocab, self.rows, self.taken, most)
 
 
 def _packed(
@@ -339,8 +335,7 @@ def _factors(grad_loss: Tensor, counted: Tensor, dtype: torch.dtype) -> tuple[Te
     factor = torch.where(counted, grad_loss, 0.0)
     if dtype != torch.float16 or not factor.numel():
         return factor, None
-    largest = factor.abs().amax()
-    largest = torch.ldexp(torch.ones_like(largest), torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
+    largest = power_of_two_above(factor.abs().amax())
     return factor / largest, largest
 
 
@@ -383,9 +378,8 @@ def _weighed(kept: Tensor, factor: Tensor, shard: Shard, sums: Sums, rows: int) 
             part = slice(start, min(start + rows, count))
             out = buffer[: part.stop - part.start]
             accumulate(out, kept[part], shard.pair.weight, first=True)
-            if ranks is not None:
-                ranks.start(out)
-                ranks.end(out)
+            ranks.start(out)
+            ranks.end(out)
             torch.mul(out, factor[part, None], out=of_hidden[part])
     if of_weight is not None:
         if count:

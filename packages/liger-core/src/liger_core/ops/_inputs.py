@@ -94,6 +94,11 @@ def misuses_of(op: str) -> Callable[..., Misuse]:
     return misuse
 
 
+def power_of_two_above(number: Tensor) -> Tensor:
+    """For a number ≥ 0 on the device; 1 for 0."""
+    return torch.ldexp(torch.ones_like(number), torch.frexp(torch.where(number > 0, number, 1.0))[1])
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums and statistics have: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -53,7 +53,7 @@ def check_target(name: str, target: Tensor, classes: int, ignore_index: int) -> 
     checks.targets(name, target, classes, ignore_index)
 
 
-def loss_option_samples(device: torch.device, rows: int, classes: int) -> Iterator[tuple[str, dict[str, Any], str]]:
+def loss_option_samples(device: torch.device, classes: int) -> Iterator[tuple[str, dict[str, Any], str]]:
     """(name, options, why) for the options that both losses have; class weights are under the key "class_weight"."""
     weight = torch.rand(classes, device=device) + 0.5
     yield "sum", {"reduction": "sum"}, "no normalizer"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._chunked_loss import CHUNK_BYTES, CPU_BYTES, ChunkOptions, Counted, Head, Packed, accumulate, chunking
-from liger_core.ops._inputs import accumulator
+from liger_core.ops._inputs import accumulator, power_of_two_above
 from liger_core.ops._token_passes import MOMENTS, AskedOfTokens, LogitOptions, Slopes, Sums, TokenPasses
 from liger_core.ops._vocabulary import Exchange, RowSum, Vocabulary
 
@@ -230,12 +230,7 @@ class TokenLoop:
         self, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, vocab: Vocabulary, found: Found,
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
-        given = (head.hidden, head.weight if chunks.main_grad is None else None, head.bias)
-        made = [
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
-            for need, t in zip(needs, given, strict=True)
-        ]
-        return TokenGradients._make((*made, None))
+        return TokenGradients(*chunks.gradients(head, needs), None)
 
     def _recycle_backward(
         self, upstream: Upstream, head: TokenHead, options: TokenOptions, chunks: ChunkOptions, vocab: Vocabulary, found: Found,
@@ -428,8 +423,7 @@ def _slopes(
         return slopes, None
     # p · grad underflows where grad is 1/tokens, so a power of two is factored out and put back at the end. Where the gradient is large,
     # as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows from underflow.
-    largest = torch.maximum(torch.where(counted[:, None], terms, 0.0).abs().amax(), given.abs().amax())
-    largest = torch.ldexp(torch.ones_like(largest), torch.frexp(torch.where(largest > 0, largest, 1.0))[1])
+    largest = power_of_two_above(torch.maximum(torch.where(counted[:, None], terms, 0.0).abs().amax(), given.abs().amax()))
     largest = largest / largest.clamp(1.0, 16384.0)
     return slopes._replace(terms=terms / largest, gradient=given / largest), largest
 
@@ -452,23 +446,22 @@ class _Totals:
         self.main_grad = None if main_grad is None else main_grad.data[:classes]
         wide, count = accumulator(hidden.dtype), hidden.shape[0]
         self.grad_hidden, self.hidden = gradients.grad_hidden, packed.like(gradients.grad_hidden)
+        self.ranks = RowSum(vocab, 0 if self.grad_hidden is None else self.grad_hidden.shape[0], packed.index, tiles.rows)
         # A gradient that several tiles or ranks add to is summed in float32 before it is rounded.
-        several = len(tiles.blocks(classes)) > 1 or vocab.group is not None
-        groups = tiles.rows < count
+        several = len(tiles.blocks(classes)) > 1 or self.ranks.shared
         self.hidden_sum = (
             hidden.new_empty(min(tiles.rows, count), hidden.shape[1], dtype=wide) if several and hidden.dtype != wide else None
         )
         self.weight_sum = None
-        if groups and self.weight is not None and tiles.dtype != weight.dtype:
+        if tiles.rows < count and self.weight is not None and tiles.dtype != weight.dtype:
             self.weight_sum = torch.empty(weight.shape, dtype=tiles.dtype, device=weight.device)
         self.bias_sum = None if self.bias is None else weight.new_zeros(classes, dtype=wide)
-        self.ranks = RowSum(vocab, 0 if self.grad_hidden is None else self.grad_hidden.shape[0], packed.index, tiles.rows)
 
     def add(self, part: slice, block: slice, slope: Tensor) -> None:
         """Take in the gradient of a tile of logits."""
         head, last = self.packed.head, block.stop == self.packed.head.weight.shape[0]
         if self.hidden is not None:
-            out = self.hidden[part] if self.hidden_sum is None else self.hidden_sum[: part.stop - part.start]
+            out = self.rows(part)
             accumulate(out, slope, head.weight[block], first=block.start == 0)
             if last:
                 # While the gradient of weight is computed.
@@ -486,30 +479,30 @@ class _Totals:
         if last:
             self.round(part)
 
+    def rows(self, part: slice) -> Tensor:
+        """Where the gradient of these rows is summed."""
+        assert self.hidden is not None
+        return self.hidden[part] if self.hidden_sum is None else self.hidden_sum[: part.stop - part.start]
+
     def round(self, part: slice) -> None:
         """The gradient of these rows is whole, once what the ranks add is."""
         if self.hidden is None:
             return
-        out = self.hidden[part] if self.hidden_sum is None else self.hidden_sum[: part.stop - part.start]
-        self.ranks.end(out)
+        self.ranks.end(self.rows(part))
         if self.hidden_sum is not None:
-            self.hidden[part] = out
+            self.hidden[part] = self.rows(part)
 
-    def none(self) -> None:
-        """Of a shard without classes: only the sums of the others."""
-        if self.hidden is None:
-            return
-        count = self.hidden.shape[0]
-        for start in range(0, count, self.tiles.rows):
-            part = slice(start, min(start + self.tiles.rows, count))
-            out = self.hidden[part] if self.hidden_sum is None else self.hidden_sum[: part.stop - part.start]
-            self.ranks.start(out.zero_())
+    def without_classes(self) -> None:
+        """The gradient of hidden is that of the other ranks alone."""
+        for start in range(0, 0 if self.hidden is None else self.hidden.shape[0], self.tiles.rows):
+            part = slice(start, min(start + self.tiles.rows, self.packed.head.hidden.shape[0]))
+            self.ranks.start(self.rows(part).zero_())
             self.round(part)
 
     def finish(self) -> None:
         """Round what was summed; without any tile the sums are zero."""
         if not self.packed.head.weight.shape[0]:
-            self.none()
+            self.without_classes()
         if self.weight is not None and not self.packed.head.hidden.shape[0]:
             self.weight.zero_()
         elif self.weight is not None and self.weight_sum is not None:

@@ -134,10 +134,11 @@ class RowSum:
     rows   of hidden
     index  those of them that the gradient has; None if it has all
     most   of those that come at once
+    shared whether there are other ranks at all
     """
 
     def __init__(self, vocab: Vocabulary, rows: int, index: Tensor | None, most: int) -> None:
-        self.vocab, self.rows, self.index = vocab, rows, index
+        self.vocab, self.rows, self.index, self.shared = vocab, rows, index, vocab.group is not None
         count = rows if index is None else index.shape[0]
         # All at once, and not so few of them that to send the others costs more than what it saves.
         self.scatters = vocab.scattered and count <= most and rows % vocab.ranks() == 0 and 2 * count >= rows > 0
@@ -165,6 +166,10 @@ class RowSum:
         else:
             here = (self.index >= start) & (self.index < start + count)
             out.copy_(torch.where(here[:, None], mine[(self.index - start).clamp(0, count - 1)], out))
+
+
+# Of a rank that has all classes.
+ALONE = RowSum(Vocabulary(None, 0, 0), 0, None, 0)
 
 
 def _size(name: str) -> int:

@@ -65,7 +65,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("ignored_rows", (n(7, 50), targets_with_ignored(device, 50, 7)), why="ignored rows get no loss and zero gradient")
     target = targets_with_ignored(device, 50, 7, ignore_index=3)
     yield Sample("ignore_index", (n(7, 50), target), {"ignore_index": 3}, why="a class can be the ignored one")
-    for name, options, why in loss_option_samples(device, 6, 70):
+    for name, options, why in loss_option_samples(device, 70):
         kwargs = dict(options)
         if "class_weight" in kwargs:
             kwargs["weight"] = kwargs.pop("class_weight")

@@ -110,7 +110,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     ignored = {"ignore_index": 3, "chunk": 4}
     target = targets_with_ignored(device, 50, 7, ignore_index=3)
     yield sample("ignore_index", (*call((7,), 24, 50), target), ignored, why="a class can be the ignored one")
-    for name, options, why in loss_option_samples(device, 9, 70):
+    for name, options, why in loss_option_samples(device, 70):
         yield sample(name, (*call((9,), 20, 70), some(70, 9)), options, why=why)
     chunked_rows = {"reduction": "none", "chunk": 4}
     yield sample("none_chunks", (*call((9,), 20, 70), some(70, 9)), chunked_rows, why="logits are recomputed by chunks in the backward")

@@ -69,7 +69,7 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     Raises OptionError if there is no text, or not enough.
     """
     notes: list[str] = []
-    a_step = setup.batch * setup.accumulation * setup.replicas
+    a_step = setup.sequences_per_step
     if holds_chats(setup.data):
         tokenizer, whole = _chats(setup, own_tokenizer, notes)
         needed, count = f"the data must have at least the {a_step} conversations of a step", len(whole)
@@ -103,8 +103,7 @@ def _chats(setup: Setup, own_tokenizer: bool, notes: list[str]) -> tuple[Any, Te
 
 def _texts(setup: Setup, vocabulary: int, own_tokenizer: bool, notes: list[str]) -> tuple[Any, Tensor, int]:
     """The tokenizer of the model or of the text, sequences, and the number of tokens."""
-    a_step = setup.batch * setup.accumulation * setup.replicas
-    wanted = math.ceil(CHARACTERS_OF_A_TOKEN * setup.steps * a_step * setup.sequence / (1 - setup.validation))
+    wanted = math.ceil(CHARACTERS_OF_A_TOKEN * setup.steps * setup.sequences_per_step * setup.sequence / (1 - setup.validation))
     # An epoch is the whole text.
     limit = max(CHARACTERS, wanted) if epochs(setup.set) is None else sys.maxsize
     texts = _up_to(_documents(setup.data, notes), limit)
@@ -138,8 +137,7 @@ def with_steps(setup: Setup, data: Data) -> Setup:
     number = epochs(setup.set)
     if number is None:
         return setup
-    a_step = setup.batch * setup.accumulation * setup.replicas
-    return replace(setup, steps=max(1, math.ceil(number * (len(data.sequences) // a_step))))
+    return replace(setup, steps=max(1, math.ceil(number * (len(data.sequences) // setup.sequences_per_step))))
 
 
 def _documents(source: str, notes: list[str]) -> Iterator[str]:

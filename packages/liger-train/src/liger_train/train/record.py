@@ -226,7 +226,7 @@ class Recorder(TrainerCallback):
 
     def _tokens(self) -> int:
         """Tokens per step, of all ranks."""
-        return self.setup.batch * self.setup.sequence * self.setup.accumulation * self.setup.replicas
+        return self.setup.sequences_per_step * self.setup.sequence
 
     def _show_figures(self) -> None:
         """Show the last step that has ended; on a GPU, later ones are already enqueued."""

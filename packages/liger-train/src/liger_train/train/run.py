@@ -258,7 +258,7 @@ class _Run:
         if folder is None:
             return None
         found: list[Any] = [None, []]
-        if _rank() == 0:
+        if ranks.first():
             saved.check_new(folder, resume)
             found[0] = saved.newest(folder, found[1]) if resume else None
             if resume and found[0] is None:
@@ -292,7 +292,7 @@ class _Run:
         self._show(None, "exporting the model")
         # The memory of merging, and of loading weights again, does not count.
         self.known |= {name: value for name, value in self.recorder.results().items() if name.startswith("peak_")}
-        if _rank() == 0:
+        if ranks.first():
             exporting.export(self.setup, model, tokenizer, folder)
         self.notes.append(f"Exported the trained model to {folder}.")
 
@@ -346,14 +346,14 @@ class _Sealer(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The Trainer's own callback and the recorder, which run before this one, decide whether to save.
-        if control.should_save and _rank() == 0:
+        if control.should_save and ranks.first():
             saved.begin(_checkpoint(args, state))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         progress = self.progress()
         if dist.is_initialized():
             dist.barrier()
-        if _rank() == 0:
+        if ranks.first():
             folder = _checkpoint(args, state)
             self.tokenizer.save_pretrained(folder)
             saved.seal(folder, progress)
@@ -442,7 +442,3 @@ def _projectors(optimizer: str) -> list[Any]:
         return []
     module, kind = PROJECTORS[name]
     return [getattr(importlib.import_module(module), kind)]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

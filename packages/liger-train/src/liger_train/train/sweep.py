@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ import torch
 import typer
 
 from liger_bench import machine
-from liger_bench.measurements import Files, all_measured, print_failures, remaining, rows_as
+from liger_bench.measurements import Files, completed, print_failures, rows_as
 from liger_bench.printing import ratio, unit_of
 from liger_bench.process import Answer
 from liger_bench.row import Measured
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Column, output, print_table
 from liger_train import techniques
-from liger_train.row import COLUMNS, IDENTITY, SETUP, WITHIN_SPREAD, Row, overlapping, row_of, where_of
+from liger_train.row import COLUMNS, WITHIN_SPREAD, Row, overlapping, row_of, where_of
 from liger_train.setup import Setup
 from liger_train.train.cells import STRATEGIES, cells, hopeless, strategies_of, swept
 from liger_train.train.data import check_source
@@ -135,14 +134,17 @@ def sweep(
     files.check()
     before = rows_as(Row, files.read()) if resume else []
     good = [row for row in before if not row.failed and not row.interrupted and (skip or _tried(row))]
-    todo, kept = remaining(setups, lambda setup: row_of(setup, where, {}), good, attrgetter(*IDENTITY))
-    found = all_measured(
-        len(todo),
-        lambda report: measured(todo, where, gpus=chosen, skip=skip, before=kept, extras=extras, phase=lambda setup: report(named(setup))),
-        files,
+    rows, found = completed(
+        *(Setup, setups, where, good, files),
+        lambda todo, kept, show: measured(
+            *(todo, where),
+            gpus=chosen,
+            skip=skip,
+            before=kept,
+            extras=extras,
+            phase=lambda setup: show(f"{setup.model} {setup.batch} × {setup.sequence} {setup.liger}"),
+        ),
     )
-    places = {attrgetter(*SETUP)(setup): place for place, setup in enumerate(setups)}
-    rows = sorted([*kept, *(result.row for result in found)], key=lambda row: places[attrgetter(*SETUP)(row)])
     if as_json:
         print(json.dumps({"rows": [row.columns() for row in rows]}))
     else:
@@ -151,10 +153,6 @@ def sweep(
     if any(row.failed for row in rows):
         raise typer.Exit(1)
     return rows
-
-
-def named(setup: Setup) -> str:
-    return f"{setup.model} {setup.batch} × {setup.sequence} {setup.liger}"
 
 
 def show(rows: Sequence[Row], varied: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -52,7 +53,7 @@ def look(module: nn.Module) -> Found | None:
             op,
             kind=kind,
             original=original,
-            candidates=lambda: (_shaped_candidate(*way, original, arguments[0]) for way in form.ways),
+            candidates=lambda: (_candidate(*way, original, arguments[0]) for way in form.ways),
             cases=lambda device, dtypes: cases(module, form, weights, device, dtypes),
             device=lambda: device_of(module),
             dtype=dtype,
@@ -104,48 +105,39 @@ def _special_candidate(op: Op[..., Any], detail: str, form: Form, original: Call
     return Candidate(op, detail, forward, lambda module: [replacement(module, forward, original)])
 
 
-def _shaped_candidate(op: Op[..., Any], detail: str, way: Callable[..., Tensor], original: Callable[..., Any], argument: str) -> Candidate:
+def _candidates(original: Callable[..., Any], argument: str, eps: str, weights: tuple[str, ...]) -> Iterator[Candidate]:
+    if "bias" not in weights:
+        for cast, offset in CONVENTIONS if weights else CONVENTIONS[:1]:
+            detail = f"weight_offset={offset:g}, cast={cast!r}" if weights else "no weight"
+            yield _candidate(rms_norm, detail, partial(_rms, eps=eps, weight_offset=offset, cast=cast), original, argument, promoted=False)
+    for detail, added in (("", 0), ("weight + 1", 1))[: 1 + bool(weights)]:
+        yield _candidate(layer_norm, detail, partial(_layer, eps=eps, added=added), original, argument)
+
+
+def _rms(module: Any, x: Tensor, *, eps: str, **options: Any) -> Tensor:
+    return rms_norm(x, getattr(module, "weight", None), getattr(module, eps), **options)
+
+
+def _layer(module: Any, x: Tensor, *, eps: str, added: int) -> Tensor:
+    weight = getattr(module, "weight", None)
+    weight = weight + added if added and weight is not None else weight
+    return layer_norm(x, weight, getattr(module, "bias", None), getattr(module, eps))
+
+
+def _candidate(
+    op: Op[..., Any], detail: str, way: Callable[..., Tensor], original: Callable[..., Any], argument: str, promoted: bool = True
+) -> Candidate:
+    """promoted: autocast makes the result of the module float32."""
+
     def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
         (x,) = inputs or (named.pop(argument),)
         weight = getattr(self, "weight", None)
-        if (weight is not None and x.dtype != weight.dtype) or torch.is_autocast_enabled(x.device.type):
+        # The treatment of mixed dtypes differs between classes.
+        if (weight is not None and x.dtype != weight.dtype) or (promoted and torch.is_autocast_enabled(x.device.type)):
             return original(self, x)
         return way(self, x)
 
     return Candidate(op, detail, forward, lambda module: [replacement(module, forward, original)])
-
-
-def _candidates(original: Callable[..., Any], argument: str, eps: str, weights: tuple[str, ...]) -> Iterator[Candidate]:
-    if "bias" not in weights:
-        for cast, offset in CONVENTIONS:
-            if offset == 0.0 or weights:
-                detail = f"weight_offset={offset:g}, cast={cast!r}" if weights else "no weight"
-                yield _candidate(rms_norm, detail, original, argument, eps, {"weight_offset": offset, "cast": cast}, False)
-    yield _candidate(layer_norm, "", original, argument, eps, {}, True)
-    if weights:
-        yield _candidate(layer_norm, "weight + 1", original, argument, eps, {}, True)
-
-
-def _candidate(
-    op: Op[..., Any], detail: str, original: Callable[..., Any], argument: str, eps: str, options: dict[str, Any], biased: bool
-) -> Candidate:
-    def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
-        (x,) = inputs or (named.pop(argument),)
-        weight = getattr(self, "weight", None)
-        # The treatment of mixed dtypes differs between classes, and autocast promotes a plain layer norm.
-        if (weight is not None and x.dtype != weight.dtype) or (biased and torch.is_autocast_enabled(x.device.type)):
-            return original(self, x)
-        if biased:
-            weight = weight + 1 if detail and weight is not None else weight
-            return op(x, weight, self.bias if hasattr(self, "bias") else None, getattr(self, eps))
-        return op(x, weight, getattr(self, eps), **options)
-
-    def forward_without_weight(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
-        (x,) = inputs or (named.pop(argument),)
-        return op(x, eps=getattr(self, eps))
-
-    function = forward_without_weight if detail == "no weight" else forward
-    return Candidate(op, detail, function, lambda module: [replacement(module, function, original)])
 
 
 @dataclass(frozen=True)
