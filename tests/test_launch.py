@@ -15,9 +15,11 @@ pytest.importorskip("triton")
 
 import triton
 
+import liger_core
 import liger_triton
 import sanitize
 from liger_triton.launch import KNOWN_RELEASES, Launcher
+from liger_triton.table import TABLE
 
 X, Y = torch.zeros(8), torch.zeros(8)
 
@@ -174,3 +176,36 @@ def test_the_store_of_kernels_does_not_grow_for_ever(kernel: Kernel, monkeypatch
 def test_the_sanitizer_checks_every_kernel() -> None:
     sources = "\n".join(path.read_text() for path in Path(liger_triton.__file__).parent.glob("*.py"))
     assert sanitize.kernels() == sorted(set(re.findall(r"@triton\.jit\ndef (\w+_kernel)\(", sources)))
+
+
+MANY = 140_000
+MANY_ROWS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("softmax", "sparsemax", "relu_squared", "swiglu", "geglu", "rms_norm", "layer_norm"), ((MANY, 2),)),
+    **dict.fromkeys(("add_rms_norm", "add_layer_norm", "gated_rms_norm"), ((MANY, 2), (MANY, 2))),
+    "dyt": ((MANY, 2), (1,), (2,), (2,)),
+    "poly_norm": ((MANY, 2), (3,), (1,)),
+    "group_norm": ((MANY, 2), 1, (2,), (2,)),
+    "modulated_rms_norm": ((MANY, 1, 2), (MANY, 2), (MANY, 2), (2,)),
+    "modulated_layer_norm": ((MANY, 1, 2), (MANY, 2), (MANY, 2)),
+    "rope": ((MANY, 1, 1, 2), (MANY, 1, 1, 2), (1, 2), (1, 2)),
+    "qk_norm_rope": ((MANY, 1, 1, 2), (MANY, 1, 1, 2), (2,), (2,), (1, 2), (1, 2)),
+    "sinkhorn": ((MANY, 2, 2),),
+    "mix_streams": ((MANY, 2, 2), (MANY, 2)),
+    "merge_streams": ((MANY, 2, 2), (MANY, 2), (MANY, 2), (MANY, 2, 2)),
+    "project_streams": ((MANY, 2, 2), (8, 4)),
+    "attention_residual": ((2, MANY, 2), (2,), (2,)),
+}
+
+
+@pytest.mark.parametrize("name", MANY_ROWS)
+def test_the_second_dimension_of_a_grid_does_not_grow_with_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA ends it at 65535, and the first one at 2³¹ - 1."""
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Launcher, "__call__", lambda self, grid, *args, **options: grids.append(grid))
+    # The tables of angles, (1, 2), have no gradient.
+    args = [torch.zeros(given, requires_grad=given != (1, 2)) if isinstance(given, tuple) else given for given in MANY_ROWS[name]]
+    outputs = TABLE[getattr(liger_core, name)].function(*args)
+    outputs = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o.requires_grad]
+    torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
+    assert grids
+    assert [grid for grid in grids if max(grid[1:], default=1) > 65535] == []

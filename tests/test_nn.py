@@ -281,3 +281,63 @@ def test_an_embedding_is_that_of_torch_with_exact_sums(device: torch.device) -> 
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
     with pytest.raises(OptionError, match="sparse must be False, got True"):
         nn.Embedding(5, 8, sparse=True)
+
+
+MADE: dict[str, Any] = {
+    **{name: lambda kind=kind, **where: kind(16, **where) for name, kind in NORMS.items()},
+    "GroupNorm": lambda **where: nn.GroupNorm(4, 16, **where),
+    "PolyNorm": nn.PolyNorm,
+    "DyT": lambda **where: nn.DyT(16, 0.7, **where),
+    "HyperConnection": lambda **where: nn.HyperConnection(16, 2, **where),
+    "AttentionResidual": lambda **where: nn.AttentionResidual(16, **where),
+    "QKNormRoPE": lambda **where: nn.QKNormRoPE(16, **where),
+    "GatedMLP": lambda **where: nn.GatedMLP(16, 24, **where),
+    "Embedding": lambda **where: nn.Embedding(9, 16, **where),
+    "RotaryEmbedding": lambda **where: nn.RotaryEmbedding(16, **where),
+}
+
+
+def test_every_module_with_tensors_is_among_those_made_on_the_meta_device() -> None:
+    assert set(CLASSES) - set(FUNCTIONS) - {"FunctionModule", "Norm"} == set(MADE)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_module_from_the_meta_device_begins_as_any_other(name: str) -> None:
+    def tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    torch.manual_seed(0)
+    expected = tensors(MADE[name]())
+    module = MADE[name](device="meta").to_empty(device="cpu")
+    for tensor in tensors(module).values():
+        tensor.data.fill_(7.0)
+    torch.manual_seed(0)
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    torch.testing.assert_close(tensors(module), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: str(op.name))
+def test_an_op_is_pickled_and_copied_as_itself(op: Op[..., Any]) -> None:
+    assert pickle.loads(pickle.dumps(op)) is op
+    assert copy.deepcopy(torch.nn.Sequential(torch.nn.Identity(), Held(op)))[1].op is op
+
+
+class Held(torch.nn.Module):
+    """A model that keeps an op as an attribute, as Transformers keeps activations."""
+
+    def __init__(self, op: Op[..., Any]) -> None:
+        super().__init__()
+        self.op = op
+
+
+def test_a_hyper_connection_in_float64_computes_in_float64() -> None:
+    module = nn.HyperConnection(8, 2).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    x = torch.randn(3, 2, 8, dtype=torch.float64)
+    n, logits = 2, liger_core.project_streams(x, module.fn)
+    post = 2 * (logits[:, n : 2 * n] * module.scale[1] + module.base[n : 2 * n]).sigmoid()
+    torch.testing.assert_close(module(x)[1], post, rtol=1e-14, atol=0)

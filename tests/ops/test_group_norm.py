@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_core import group_norm, nn
+from liger_core import Unsupported, group_norm, nn
 from ops.agreement import disagreements, leaf
 
 
@@ -31,3 +31,10 @@ def test_the_module_takes_the_state_of_that_of_torch(device: torch.device) -> No
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(3, 6, 5, device=device)
     torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_a_group_that_32_bits_cannot_count_is_declined() -> None:
+    """The kernels count in 32 bits within a group, and would leave the result unwritten."""
+    kernel = pytest.importorskip("liger_triton.group_norm").group_norm
+    with pytest.raises(Unsupported, match=r"^groups of 2147483648 numbers, more than 2147418112$"):
+        kernel(torch.zeros(1, 1, 1).expand(1, 1, 2**31), 1)

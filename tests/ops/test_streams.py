@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_core import merge_streams, nn, sinkhorn
+from liger_core import merge_streams, mix_streams, nn, sinkhorn
 from ops.agreement import disagreements, leaf
 
 CONFIG = SimpleNamespace(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-5, hidden_size=24)
@@ -63,3 +63,22 @@ def test_without_a_matrix_streams_are_kept(device: torch.device) -> None:
     x, y, post = torch.randn(6, 3, 16, device=device), torch.randn(6, 16, device=device), torch.randn(6, 3, device=device)
     identity = torch.eye(3, device=device).expand(6, 3, 3)
     torch.testing.assert_close(merge_streams(x, y, post), merge_streams(x, y, post, identity))
+
+
+def test_streams_may_lie_further_apart_than_32_bits_count(device: torch.device) -> None:
+    """As slices of one tensor (streams, tokens, width), of which a CPU takes only the pages that are written."""
+    streams, width = 8, 4
+    stride = 2**31 // (streams - 1) + 16
+    try:
+        memory = torch.empty((streams - 1) * stride + width, dtype=torch.bfloat16, device=device)
+    except RuntimeError as problem:
+        pytest.skip(str(problem).splitlines()[0])
+    x = memory.as_strided((1, streams, width), (width, stride, 1))
+    value = torch.randn(streams, width, device=device).bfloat16()
+    for stream in range(streams):
+        x[0, stream] = value[stream]
+    ones = torch.ones(1, streams, device=device)
+    torch.testing.assert_close(mix_streams(x, ones)[0], value.float().sum(0).bfloat16(), rtol=1e-2, atol=1e-2)
+    update = torch.zeros(1, width, dtype=torch.bfloat16, device=device)
+    assert torch.equal(merge_streams(x, update, ones)[0], value)
+    assert torch.equal(merge_streams(x, update, ones, torch.eye(streams, device=device)[None])[0], value)

@@ -106,8 +106,13 @@ class PolyNorm(nn.Module):
     def __init__(self, eps: float = 1e-6, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.full((3,), 1 / 3, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1 / 3)
+        nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.poly_norm(x, self.weight, self.bias, self.eps)
@@ -130,9 +135,17 @@ class DyT(nn.Module):
     ) -> None:
         super().__init__()
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.alpha = nn.Parameter(torch.full((1,), alpha, **place))
-        self.weight = nn.Parameter(torch.ones(width, **place))
-        self.bias = nn.Parameter(torch.zeros(width, **place)) if bias else None
+        self.first_alpha = alpha
+        self.alpha = nn.Parameter(torch.empty(1, **place))
+        self.weight = nn.Parameter(torch.empty(width, **place))
+        self.bias = nn.Parameter(torch.empty(width, **place)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.alpha, self.first_alpha)
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.dyt(x, self.alpha, self.weight, self.bias)
@@ -163,16 +176,23 @@ class HyperConnection(nn.Module):
         self.hidden_size, self.streams, self.iterations, self.eps, self.norm_eps = hidden_size, streams, iterations, eps, norm_eps
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         count = (2 + streams) * streams
-        self.fn = nn.Parameter(torch.empty(count, streams * hidden_size, **place).normal_(std=0.02))
-        self.base = nn.Parameter(torch.zeros(count, **place))
-        self.scale = nn.Parameter(torch.ones(3, **place))
+        self.fn = nn.Parameter(torch.empty(count, streams * hidden_size, **place))
+        self.base = nn.Parameter(torch.empty(count, **place))
+        self.scale = nn.Parameter(torch.empty(3, **place))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.fn, std=0.02)
+        nn.init.zeros_(self.base)
+        nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         n = self.streams
         sizes = [n, n, n * n]
-        parts = ops.project_streams(x, self.fn, self.norm_eps).split(sizes, -1)
-        factors = self.scale.float().unbind()
-        pre, post, res = (p * s + b for p, s, b in zip(parts, factors, self.base.float().split(sizes), strict=True))
+        logits = ops.project_streams(x, self.fn, self.norm_eps)
+        # float32, or float64 of streams in float64.
+        factors, base = self.scale.to(logits.dtype).unbind(), self.base.to(logits.dtype).split(sizes)
+        pre, post, res = (p * s + b for p, s, b in zip(logits.split(sizes, -1), factors, base, strict=True))
         # The rows of the matrix that is projected are the streams that give, those of res the streams that receive.
         res = ops.sinkhorn(res.unflatten(-1, (n, n)), self.iterations, self.eps).mT
         return ops.mix_streams(x, pre.sigmoid() + self.eps), 2 * post.sigmoid(), res
@@ -197,8 +217,14 @@ class AttentionResidual(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.query = nn.Parameter(torch.zeros(width, device=device, dtype=dtype))
-        self.register_parameter("weight", nn.Parameter(torch.ones(width, device=device, dtype=dtype)) if elementwise_affine else None)
+        self.query = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.register_parameter("weight", nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if elementwise_affine else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.query)
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
 
     def forward(self, layers: Tensor) -> Tensor:
         return ops.attention_residual(layers, self.query, self.weight, self.eps)
@@ -304,8 +330,14 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if rotary % 2 or rotary <= 0:
             raise OptionError(f"RotaryEmbedding: rotary must be even and > 0, got {rotary}")
-        self.interleaved = interleaved
-        self.register_buffer("inv_freq", base ** (-torch.arange(0, rotary, 2, device=device).float() / rotary), persistent=False)
+        self.rotary, self.base, self.interleaved = rotary, base, interleaved
+        self.register_buffer("inv_freq", torch.empty(rotary // 2, device=device, dtype=torch.float32), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The buffer, which no checkpoint holds: a module that was made on the meta device needs it."""
+        with torch.no_grad():
+            self.inv_freq.copy_(self.base ** (-torch.arange(0, self.rotary, 2, device=self.inv_freq.device).float() / self.rotary))
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -179,6 +179,10 @@ class Op(Generic[P, R]):
         given = {name: False if name in OVERWRITING else value for name, value in arguments.items()}
         return run_locally(self.name, layout if isinstance(layout, Layout) else layout(**given), self, given)  # type: ignore[no-any-return]
 
+    def __reduce__(self) -> str:
+        """Its name: like a function, an op is pickled by it, and copied as itself."""
+        return self.name
+
     def __repr__(self) -> str:
         return f"<op {self.name}{self.signature}>"
 

@@ -39,9 +39,10 @@ def forward(
     scale = rows_of(scale)
     shift = None if shift is None else rows_of(shift)
     block, several, warps = forward_shape(width, mean is not None)
+    groups = cdiv(tokens, several)
     forward_launch(
-        (cdiv(tokens, several), y.numel() // (tokens * width)), x, scale, shift, contiguous(weight), y, mean, inverse,
-        x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, eps,
+        (groups * (y.numel() // (tokens * width)),), x, scale, shift, contiguous(weight), y, mean, inverse,
+        x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, groups, eps,
         ROWS=several, BLOCK=block, num_warps=warps, enable_fp_fusion=fuses(block) and mean is None,
     )  # fmt: skip
 
@@ -66,14 +67,15 @@ def backward(
     products = grad_scale is not None or grad_weight is not None
     part = x.new_empty((2, samples * programs, width), dtype=torch.float32) if products or grad_shift is not None else None
     backward_launch(
-        (programs, samples), grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale.stride(0), tokens, width,
+        (programs * samples,), grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale.stride(0), tokens, width, programs,
         ROWS=several, BLOCK=block, STAGES=stages, num_warps=warps, enable_fp_fusion=fuses(block) and mean is None,
     )  # fmt: skip
     if part is None:
         return
     of_samples = None if grad_weight is None else x.new_empty((1, samples, width), dtype=torch.float32)
+    strips = cdiv(width, STRIP)
     sum_launch(
-        (cdiv(width, STRIP), samples), part, scale, weight, grad_scale, grad_shift, of_samples, scale.stride(0), programs, width,
+        (strips * samples,), part, scale, weight, grad_scale, grad_shift, of_samples, scale.stride(0), programs, width, samples, strips,
         ROWS=STRIP_ROWS, BLOCK=STRIP,
     )  # fmt: skip
     if of_samples is not None:
@@ -107,12 +109,12 @@ def backward_shape(width: int, centered: bool, size: int, shared: int) -> tuple[
 
 @triton.jit
 def forward_kernel(
-    x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, width, eps,
+    x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, width, groups, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, s) computes ROWS tokens of sample s."""
-    sample = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Program s · groups + p computes ROWS tokens of sample s. One dimension, since the second of a grid ends at 65535."""
+    sample = (tl.program_id(0) // groups).to(tl.int64)
+    token = (tl.program_id(0) % groups) * ROWS + tl.arange(0, ROWS)
     row = sample * tokens + token
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -136,13 +138,12 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale_stride, tokens, width,
+    grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale_stride, tokens, width, programs,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, s) walks every programs-th group of ROWS tokens of sample s, from the p-th on."""
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    sample = tl.program_id(1).to(tl.int64)
+    """Program s · programs + p walks every programs-th group of ROWS tokens of sample s, from the p-th on."""
+    program = tl.program_id(0) % programs
+    sample = (tl.program_id(0) // programs).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     modulation = 1.0 + read(scale + sample * scale_stride + column, inside)
@@ -173,16 +174,17 @@ def backward_kernel(
     if part is not None:
         first = part + (sample * programs + program) * width + column
         tl.store(first, products, mask=inside)
-        tl.store(first + tl.num_programs(1).to(tl.int64) * programs * width, sums, mask=inside)
+        tl.store(first + tl.num_programs(0).to(tl.int64) * width, sums, mask=inside)
 
 
 @triton.jit
 def sum_kernel(
-    part, scale, weight, grad_scale, grad_shift, of_samples, scale_stride, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Program (c, s) adds what the programs of sample s have of column strip c."""
-    sample = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part, scale, weight, grad_scale, grad_shift, of_samples, scale_stride, programs, width, samples, strips,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program s · strips + c adds what the programs of sample s have of column strip c."""
+    sample = (tl.program_id(0) // strips).to(tl.int64)
+    column = (tl.program_id(0) % strips) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
@@ -191,7 +193,7 @@ def sum_kernel(
         mask = (row < programs)[:, None] & inside[None, :]
         first = part + (sample * programs + row)[:, None] * width + column[None, :]
         products += tl.load(first, mask=mask, other=0.0)
-        sums += tl.load(first + tl.num_programs(1).to(tl.int64) * programs * width, mask=mask, other=0.0)
+        sums += tl.load(first + tl.cast(samples, tl.int64) * programs * width, mask=mask, other=0.0)
     product = tl.sum(products, 0)
     if of_samples is not None:
         tl.store(of_samples + sample * width + column, product * (1.0 + read(scale + sample * scale_stride + column, inside)), mask=inside)

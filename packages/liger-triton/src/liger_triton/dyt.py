@@ -47,9 +47,9 @@ def _launch(y: Tensor, /, x: Tensor, alpha: Tensor, weight: Tensor | None, bias:
     rows = x.numel() // width
     x, x_stride = strided_rows(x)
     block = min(FORWARD.columns, power_of_two(width))
-    grid = (cdiv(width, block), cdiv(rows, FORWARD.rows))
+    tiles = cdiv(width, block)
     forward_launch(
-        grid, x, alpha, contiguous(weight), contiguous(bias), y, x_stride, rows, width,
+        (tiles * cdiv(rows, FORWARD.rows),), x, alpha, contiguous(weight), contiguous(bias), y, x_stride, rows, width, tiles,
         ROWS=FORWARD.rows, BLOCK=block, num_warps=FORWARD.warps,
     )  # fmt: skip
 
@@ -111,10 +111,10 @@ def curve(u, EXACT: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(x, alpha, weight, bias, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(x, alpha, weight, bias, y, x_stride, rows, width, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """One program computes a tile of ROWS rows."""
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < width)[None, :]
     value = read(x + row[:, None] * x_stride + column[None, :], mask) * tl.load(alpha).to(tl.float32)
     value, _ = curve(value, y.dtype.element_ty == tl.float32)

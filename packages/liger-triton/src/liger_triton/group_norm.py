@@ -14,11 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
 from liger_triton._norm_sum import column_sum_launch, zero
 from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported
 
 NEIGHBORS = 8
+# Numbers of a group, which are counted in 32 bits, as far as the last tile goes.
+MOST = 2**31 - 2**16
 
 
 class Shape(NamedTuple):
@@ -34,6 +37,8 @@ FORWARD, BACKWARD = Shape(4096, 8), Shape(4096, 8, 1024)
 
 def group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     supported(x, weight, bias)
+    if (size := x.shape[1:].numel() // num_groups) > MOST:
+        raise Unsupported(f"groups of {size} numbers, more than {MOST}")
     result: Tensor = _group_norm(x, num_groups, weight, bias, eps)
     return result
 

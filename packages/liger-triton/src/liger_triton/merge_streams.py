@@ -82,14 +82,14 @@ def forward_kernel(
     row = (tl.program_id(0) // tiles).to(tl.int64)
     column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    stream = tl.arange(0, STREAMS)
+    stream = tl.arange(0, STREAMS).to(tl.int64)
     x += row * x_stride
     if res is not None:
         value = read(x + stream[:, None] * x_stream + column[None, :], (stream < COUNT)[:, None] & inside[None, :])
     update = read(y + row * y_stride + column, inside)
     for i in tl.static_range(COUNT):
         if res is None:
-            kept = read(x + i * x_stream + column, inside)
+            kept = read(x + tl.cast(i, tl.int64) * x_stream + column, inside)
         else:
             weight = read(res + row * res_stride + i * res_out + stream * res_in, stream < COUNT)
             kept = tl.sum(weight[:, None] * value, 0)
@@ -107,7 +107,7 @@ def backward_kernel(
     and over the columns grad_post_i = Σ g_i · y, grad_res_ij = Σ g_i · x_j.
     """
     row = tl.program_id(0).to(tl.int64)
-    stream = tl.arange(0, STREAMS)
+    stream = tl.arange(0, STREAMS).to(tl.int64)
     used = stream < COUNT
     # Tensors of the loop are (i, j, column) from the start: a converted layout would pass through shared memory.
     i, j = stream[:, None, None], stream[None, :, None]

@@ -71,7 +71,7 @@ def forward_kernel(
     """One program computes one tile of columns of one position."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
     column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
-    stream = tl.arange(0, STREAMS)
+    stream = tl.arange(0, STREAMS).to(tl.int64)
     mask = (stream < COUNT)[:, None] & (column < width)[None, :]
     value = read(x + row * x_stride + stream[:, None] * x_stream + column[None, :], mask)
     factor = read(pre + row * pre_stride + stream * pre_stream, stream < COUNT)
@@ -85,7 +85,7 @@ def backward_kernel(
 ):  # fmt: skip
     """One program walks the tiles of one position: grad_x_i = pre_i · grad_y, grad_pre_i = Σ grad_y · x_i."""
     row = tl.program_id(0).to(tl.int64)
-    stream = tl.arange(0, STREAMS)
+    stream = tl.arange(0, STREAMS).to(tl.int64)
     inside = stream < COUNT
     if grad_x is not None:
         factor = read(pre + row * pre_stride + stream * pre_stream, inside)

@@ -82,7 +82,8 @@ def forward_kernel(
     x, y, divisors, x_stride, x_row, x_column, rows, iterations, eps, COUNT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
 ):
     """One program iterates on ROWS matrices, which are the last dimension, so that few threads share one."""
-    i, j = tl.arange(0, SIZE)[:, None, None], tl.arange(0, SIZE)[None, :, None]
+    i, j = tl.arange(0, SIZE).to(tl.int64)[:, None, None], tl.arange(0, SIZE).to(tl.int64)[None, :, None]
+    step = tl.cast(rows, tl.int64) * (2 * COUNT)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, None, :]
     inside = (i < COUNT) & (j < COUNT)
     p = tl.where(inside, softmax_of(x, x_stride, x_row, x_column, i, j, row, rows, COUNT) + eps, 0.0)
@@ -96,7 +97,7 @@ def forward_kernel(
         down = tl.sum(p, 0)[None, :, :] + eps
         p = p / down
         if divisors is not None:
-            divisors += 2 * COUNT * rows
+            divisors += step
             tl.store(divisors + (i - COUNT) * rows + row, across, mask=(i < COUNT) & (row < rows))
             tl.store(divisors + j * rows + row, down, mask=(j < COUNT) & (row < rows))
     out = y + row * (COUNT * COUNT) + i * COUNT + j
@@ -111,12 +112,13 @@ def backward_kernel(
     """One program walks back through the iterations of ROWS matrices. Of q = p / s with s = Σ p + eps the gradient is (g - Σ g · q) / s, and
     p is q · s.
     """
-    i, j = tl.arange(0, SIZE)[:, None, None], tl.arange(0, SIZE)[None, :, None]
+    i, j = tl.arange(0, SIZE).to(tl.int64)[:, None, None], tl.arange(0, SIZE).to(tl.int64)[None, :, None]
+    step = tl.cast(rows, tl.int64) * (2 * COUNT)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, None, :]
     inside = (i < COUNT) & (j < COUNT) & (row < rows)
     grad = tl.load(grad_y + row * grad_stride + i * grad_row + j * grad_column, mask=inside, other=0.0).to(tl.float32)
     p = tl.load(last + row * (COUNT * COUNT) + i * COUNT + j, mask=inside, other=0.0)
-    divisors += (2 * iterations - 2) * COUNT * rows
+    divisors += (iterations - 1) * step
     for _ in range(1, iterations):
         down = tl.load(divisors + j * rows + row, mask=(j < COUNT) & (row < rows), other=1.0)
         grad = (grad - tl.sum(grad * p, 0)[None, :, :]) / down
@@ -124,7 +126,7 @@ def backward_kernel(
         across = tl.load(divisors + (i - COUNT) * rows + row, mask=(i < COUNT) & (row < rows), other=1.0)
         grad = (grad - tl.sum(grad * p, 1)[:, None, :]) / across
         p = p * across
-        divisors -= 2 * COUNT * rows
+        divisors -= step
     down = tl.load(divisors + j * rows + row, mask=(j < COUNT) & (row < rows), other=1.0)
     grad = (grad - tl.sum(grad * p, 0)[None, :, :]) / down
     p = softmax_of(x, x_stride, x_row, x_column, i, j, row, rows, COUNT)
