@@ -324,25 +324,17 @@ class RotaryEmbedding(nn.Module):
     interleaved  neighboring columns are a pair
     """
 
-    inv_freq: Tensor
-
-    def __init__(self, rotary: int, base: float = 10000.0, *, interleaved: bool = False, device: torch.device | str | None = None) -> None:
+    def __init__(self, rotary: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
         super().__init__()
         if rotary % 2 or rotary <= 0:
             raise OptionError(f"RotaryEmbedding: rotary must be even and > 0, got {rotary}")
         self.rotary, self.base, self.interleaved = rotary, base, interleaved
-        self.register_buffer("inv_freq", torch.empty(rotary // 2, device=device, dtype=torch.float32), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The buffer, which no checkpoint holds: a module that was made on the meta device needs it."""
-        with torch.no_grad():
-            self.inv_freq.copy_(self.base ** (-torch.arange(0, self.rotary, 2, device=self.inv_freq.device).float() / self.rotary))
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        # float32: bfloat16 has no 257th position.
-        angle = position_ids[..., None].float() * self.inv_freq.float()
+        # float32: bfloat16 has no 257th position. No buffer, which `module.bfloat16()` would round.
+        frequencies = self.base ** (-torch.arange(0, self.rotary, 2, device=position_ids.device).float() / self.rotary)
+        angle = position_ids[..., None].float() * frequencies
         angle = angle.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angle, angle), dim=-1)
         return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
