@@ -47,8 +47,8 @@ class use:
     backend  a name, or a specification as in LIGER_BACKEND: "triton,rope=reference"; "auto" is the automatic choice
     only     ops (or their names) that the selection is for; all of them by default
 
-    The selection belongs to the process: it also holds in every other thread and asyncio task, such as those that autograd runs a backward
-    in. Blocks must therefore nest. While one is open, only code that runs inside it may select a backend.
+    The selection belongs to the process: it also holds in every other thread and asyncio task, including the threads in which autograd runs
+    a backward pass. Blocks must therefore nest. While one is open, only code that runs inside it may select a backend.
 
     An op that the backend does not implement keeps the automatic choice unless it was named.
 

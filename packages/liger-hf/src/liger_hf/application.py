@@ -38,10 +38,10 @@ def apply(
 ) -> Report:
     """Replace what Liger's ops can compute in a model, in place, and return the report, which can undo it.
 
-    only, exclude  ops or their names; by default all that have a rule, but for embedding. Without rope there is no qk_norm_rope
+    only, exclude  ops or their names; by default all that have a rule, except embedding. Excluding rope excludes qk_norm_rope, too
     verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients are as
                    accurate as the module's own. Without it candidates are compared by their outputs on the CPU only
-    mlp_rows       gated MLPs compute at most so many rows at once, and recompute them in the backward pass: for long sequences
+    mlp_rows       the most rows that gated MLPs compute at once; the backward pass recomputes them. For long sequences
 
     Only the instances in this model change: no class, no module of Python, no other model; weights and state_dict stay as they are.
     A module that no op computes is left alone, and the report says why. A second `apply` changes nothing.

@@ -220,7 +220,7 @@ def experts(
                                                 keeps x, the outputs of gate_up and the order of the rows for the backward pass, and
                                                 recomputes what is gathered and activated
 
-    Raises ShapeError, DtypeError and OptionError for arguments that do not match; values of index are not looked at.
+    Raises ShapeError, DtypeError and OptionError for arguments that do not match; values of index are not checked.
     Shazeer et al. 2017, arXiv:1701.06538; Guo et al. 2025, arXiv:2512.14080.
     """
     (tokens, k), (count, hidden, inner) = index.shape, down.shape

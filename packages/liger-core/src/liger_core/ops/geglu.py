@@ -52,8 +52,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = 
     gate    (..., width)   any floating dtype; or (..., 2·width) packed, gate first, when up is None
     up      (..., width)   shape and dtype of gate
     approximate            "tanh" or "none", the formulas above
-    overwrite              no other code needs gate and up: a backward pass that frees its graph may write their gradients over them, which
-                           saves their size (a kept graph leaves them as they are)
+    overwrite              set this if no other code needs gate and up: a backward pass that frees its graph may write their gradients over
+                           them, which saves their size (a kept graph leaves them as they are)
     returns (..., width), dtype of gate; a fused backend keeps only the inputs for the backward pass
 
     Raises ShapeError if the shapes differ or a packed width is odd, DtypeError if the dtypes differ, OptionError for another approximation.

@@ -97,8 +97,8 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
 
         student          (..., V)   any floating dtype; not overwritten, and not copied to float32 at once
         teacher          (..., V)   any floating dtype; gets no gradient
-        reverse          the student's softmax is the first of the two: it seeks a mode of the teacher's rather than to cover all of it
-        skew             mixes so much of the first into the second: KL(p ‖ skew · p + (1 - skew) · q), which is always finite
+        reverse          KL(q ‖ p), by which the student seeks a mode of the teacher rather than covering all of it
+        skew             share of the first that is mixed into the second: KL(p ‖ skew · p + (1 - skew) · q), which is always finite
         temperature      divides the logits of both sides; the result is not multiplied by its square
         reduction        "mean" divides the sum by the number of rows (0 if there is none), or by normalizer
         normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps

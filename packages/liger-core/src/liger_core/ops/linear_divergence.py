@@ -280,7 +280,7 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         beta                 the teacher's share of M, in (0, 1). As in TRL and GKD; there 0 and 1 name the forward and the reverse KL,
                              which are kinds here. DistiLLM's skew α is beta for "skewed_kl" and 1 - beta for "skewed_reverse_kl"
         temperature          divides the logits of both sides; the result is not multiplied by its square
-        target               (...)      int64 class indices, or ignore_index: the row counts for nothing, and no matmul has it
+        target               (...)      int64 class indices, or ignore_index: the row does not count, and no matmul contains it
         hard_weight          share of the cross entropy with target, without temperature
         teacher_logit_scale, teacher_softcap   those of the teacher
         reduction            "mean" divides the sum by the number of counted rows (0 if there is none), or by normalizer

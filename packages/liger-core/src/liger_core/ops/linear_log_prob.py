@@ -267,7 +267,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         bias               (V,)       dtype of hidden
         temperature        a number, or (...) with one for each row: that of the sampling; applied after scale and softcap
         allowed            (..., M) distinct class indices, filled up with ignore_index: the classes that the token was sampled from (top-k,
-                           top-p). log_prob and entropy are then of the softmax over these and the target; a row without any has all
+                           top-p). log_prob and entropy are then of the softmax over these and the target; without any, a row has all
         logits_dtype       torch.float32: logits are not rounded to the dtype of hidden, though their gradient is. They take three times the memory
         return_entropy     also return the entropy, in nats
         return_statistics  also return `TokenStatistics`
@@ -284,7 +284,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
 
         All results have a gradient, whatever arrives from upstream, alone or together. If the logits fit the budget they are kept until the
         backward pass, which overwrites them (three matmuls); otherwise they are recomputed in blocks of classes (four matmuls), with the
-        gradient of hidden summed in float32. Only gradients asked for are computed, and without any only the matmul with weight.
+        gradient of hidden summed in float32. Only required gradients are computed; without any, only the matmul with weight.
 
         So preference and policy losses (DPO, ORPO, SimPO, KTO, GRPO, PPO) are plain arithmetic on log_prob. DPO, chosen answers first:
 

@@ -99,7 +99,7 @@ def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None)
     res     (..., streams, streams)   any floating dtype; without it every stream keeps itself, res_ij = 1 for i = j, else 0
     returns (..., streams, width), dtype of x; computed in float32 (float64 for float64) and rounded once
 
-    Raises ShapeError if y has not one row, post one coefficient for each stream, and res one for each pair of streams of each position,
+    Raises ShapeError unless each position has one row of y, one coefficient of post for each stream, and one of res for each pair of streams;
     DtypeError for integers.
     Zhu et al. 2024, arXiv:2409.19606; Xie et al. 2025, arXiv:2512.24880, where res is doubly stochastic, as `sinkhorn` makes it.
     """

@@ -71,7 +71,7 @@ def mix_streams(x: Tensor, pre: Tensor) -> Tensor:
     pre     (..., streams)          any floating dtype
     returns (..., width), dtype of x; computed in float32 (float64 for float64) and rounded once
 
-    Raises ShapeError if pre has not one coefficient for each stream of each position, DtypeError for integers.
+    Raises ShapeError if pre does not have one coefficient for each stream of each position, DtypeError for integers.
     Zhu et al. 2024, arXiv:2409.19606; Xie et al. 2025, arXiv:2512.24880.
     """
     wide = accumulator(x.dtype)

@@ -42,7 +42,7 @@ def work(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor |
     layout=Layout({"x": "… tokens (width)", "scale": "… (width)", "shift": "… (width)", "weight": "(width)"}, ("x",)),
 )  # fmt: skip
 def modulated_rms_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """RMSNorm whose rows are scaled and shifted by what a network computed for each sample.
+    """RMSNorm whose rows are scaled and shifted by values that a network computes for each sample.
 
         y = norm(x) · weight · (1 + scale) + shift
         norm(x) = x / sqrt(mean(x²) + eps)                              (mean over the last dimension)

@@ -83,7 +83,7 @@ def project_streams(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     eps     added to the mean square, in the units of x²; > 0
     returns (..., count), float32 (float64 for float64); products of bfloat16 numbers are exact, and sums are in float32
 
-    Raises ShapeError if weight has not streams · width columns, DtypeError for integers, OptionError for eps ≤ 0.
+    Raises ShapeError if weight does not have streams · width columns, DtypeError for integers, OptionError for eps ≤ 0.
     Xie et al. 2025, arXiv:2512.24880.
     """
     wide = accumulator(x.dtype)

@@ -81,17 +81,17 @@ def work(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Work:
     layout=Layout({"x": "… (rows) (columns)"}, ("x",)),
 )  # fmt: skip
 def sinkhorn(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
-    """Make matrices of logits doubly stochastic by Sinkhorn-Knopp: rows and columns are divided by their sums, again and again.
+    """Make matrices of logits doubly stochastic by Sinkhorn-Knopp: rows and columns are divided by their sums, repeatedly.
 
         P = softmax(x) + eps                                            (over each row)
         P ← P / (column sums + eps)
         P ← P / (row sums + eps), P ← P / (column sums + eps)           (iterations - 1 times)
 
-    With exp(x) = P · (row sums) the softmax is the first division of the rows. The gradient is that of these iterations, not of their limit.
+    The softmax is the first division of the rows. The gradient is that of these iterations, not of their limit.
 
     x           (..., n, n)   any floating dtype
     iterations  ≥ 1
-    eps         added to what is divided by and to the softmax; > 0
+    eps         added to the softmax and to the sums; > 0
     returns     (..., n, n), dtype of x; computed in float32 (float64 for float64) and rounded once
 
     Raises ShapeError for matrices that are not square, DtypeError for integers, OptionError for iterations < 1 and eps ≤ 0.

@@ -69,8 +69,8 @@ def swiglu(
     up      (..., width)   shape and dtype of gate
     limit                  no limit by default; gpt-oss and MiniMax have limit=7.0, alpha=1.702, shift=1.0
     gate_scale, scale      Falcon-H1 calls them the gate and down multipliers
-    overwrite              no other code needs gate and up: a backward pass that frees its graph may write their gradients over them, which
-                           saves their size (a kept graph leaves them as they are)
+    overwrite              set this if no other code needs gate and up: a backward pass that frees its graph may write their gradients over
+                           them, which saves their size (a kept graph leaves them as they are)
     returns (..., width), dtype of gate; a fused backend keeps only the inputs for the backward pass
 
     Raises ShapeError if the shapes differ or a packed width is odd, DtypeError if the dtypes differ, OptionError for a limit ≤ 0 and numbers

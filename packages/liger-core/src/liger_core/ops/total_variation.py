@@ -59,7 +59,7 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
         Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
-        Where p = q for a class the gradient is that of 0. Classes at -inf on both sides count for nothing.
+        Where p = q for a class, the slope of |p - q| counts as 0. Classes at -inf on both sides count for nothing.
         Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
         Wen et al. 2023, arXiv:2307.15190 (f-DISTILL).
         """
