@@ -35,7 +35,7 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.op import Misuse, Sample, Work, Workload
-from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, row_workloads
+from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, row_blocks, row_workloads
 from liger_core.ops._loss_options import Reduction, check_reduction
 from liger_core.ops._softmax_loss import RowPasses, TorchPasses
 
@@ -130,7 +130,7 @@ class TorchDivergencePasses(TorchPasses):
         self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults, options: DivergenceOptions,
         row_factor: Tensor | None, gradient: bool,
     ) -> None:  # fmt: skip
-        for rows in _blocks(student):
+        for rows in row_blocks(student, REFERENCE_BLOCK):
             x, theirs, labels = *_both(student[rows], teacher[rows], options), None if target is None else target[rows]
             moments, counted = _moments(x, theirs, options), _counted(x, labels, options)
             value, slope, q = _compared(x, theirs, moments, options)
@@ -152,14 +152,14 @@ class TorchDivergencePasses(TorchPasses):
         self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor, options: DivergenceOptions,
         out: Tensor,
     ) -> None:  # fmt: skip
-        for rows in _blocks(student):
+        for rows in row_blocks(student, REFERENCE_BLOCK):
             x, theirs, labels = *_both(student[rows], teacher[rows], options), None if target is None else target[rows]
             out[rows] = _gradient(x, theirs, labels, moments[rows], row_factor[rows], options).to(out.dtype)
 
     def divergence_sums(
         self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, options: DivergenceOptions, out: Tensor
     ) -> None:
-        for rows in _blocks(student):
+        for rows in row_blocks(student, REFERENCE_BLOCK):
             x, theirs = _both(student[rows], teacher[rows], options)
             value, slope, q = _compared(x, theirs, moments[rows], options)
             out[rows, 0] = value.sum(-1)
@@ -169,12 +169,6 @@ class TorchDivergencePasses(TorchPasses):
                 labels = target[rows]
                 own = x.gather(-1, _inside(labels, x)[:, None])[:, 0]
                 out[rows, 2] = torch.where((labels >= 0) & (labels < x.shape[1]), own, 0.0)
-
-
-def _blocks(logits: Tensor) -> list[slice]:
-    """Blocks of rows with at most REFERENCE_BLOCK elements."""
-    rows = max(1, REFERENCE_BLOCK // logits.shape[1])
-    return [slice(i, min(i + rows, logits.shape[0])) for i in range(0, logits.shape[0], rows)]
 
 
 TORCH_DIVERGENCES = TorchDivergencePasses()

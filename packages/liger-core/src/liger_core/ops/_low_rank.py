@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, differentiable
-from liger_core.ops._inputs import accumulator
+from liger_core.ops._inputs import accumulator, row_blocks
 
 # The factors of a product of two split matrices: 0 for the high part, 1 for the middle and 2 for the low one, side by side.
 LEFT, RIGHT = (0, 1, 2, 0), (0, 0, 0, 1)
 # Elements of a block of rows that the reference holds in float32.
-BLOCK_ELEMENTS = 1 << 22
+REFERENCE_BLOCK = 1 << 22
 
 
 class RankPasses(NamedTuple):
@@ -107,20 +107,15 @@ def reduce(left: Tensor, rows: Tensor, out: Tensor) -> None:
 
 
 def combine(own: Tensor, columns: Tensor, bias: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
-    for part, factor, block in zip(*map(blocks, (own, left, out)), strict=True):
-        made = matmul(factor, right).addcmul_(part.to(columns.dtype), columns)
-        block.copy_(made if bias is None else made.add_(bias))
+    for rows in row_blocks(out, REFERENCE_BLOCK):
+        made = matmul(left[rows], right).addcmul_(own[rows].to(columns.dtype), columns)
+        out[rows] = made if bias is None else made.add_(bias)
 
 
 def dot(rows: Tensor, other: Tensor, out: Tensor) -> None:
     out.zero_()
-    for part, factor in zip(blocks(rows), blocks(other), strict=True):
-        out += (part.to(out.dtype) * factor).sum(0)
-
-
-def blocks(rows: Tensor) -> tuple[Tensor, ...]:
-    parts: tuple[Tensor, ...] = rows.split(max(1, BLOCK_ELEMENTS // max(1, rows.shape[1])))
-    return parts
+    for block in row_blocks(rows, REFERENCE_BLOCK):
+        out += (rows[block].to(out.dtype) * other[block]).sum(0)
 
 
 TORCH_PASSES = RankPasses(project, reduce, right_factor, combine, dot)

@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from liger_core.ops._inputs import accumulator
+from liger_core.ops._inputs import accumulator, row_blocks
 
 # Elements of logits that the pure-PyTorch passes hold in float32 at a time.
 REFERENCE_BLOCK = 1 << 21
@@ -165,9 +165,7 @@ class TorchTokenPasses:
 
 
 def blocks(tensor: Tensor) -> list[slice]:
-    """Blocks of rows with at most REFERENCE_BLOCK elements."""
-    rows = max(1, REFERENCE_BLOCK // max(1, tensor.shape[1]))
-    return [slice(i, min(i + rows, tensor.shape[0])) for i in range(0, tensor.shape[0], rows)]
+    return row_blocks(tensor, REFERENCE_BLOCK)
 
 
 def _local(index: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
