@@ -98,7 +98,8 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         return package.liger_sparsemax(x)
 
     def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Any:
-        return package.liger_poly_norm(x, weight, bias, eps, in_place=False)
+        # Its gradient of bias has no dimension.
+        return package.liger_poly_norm(x, weight, bias.view(()), eps, in_place=False)
 
     def group_norm(x: Tensor, num_groups: int, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
         return package.liger_group_norm(x, weight, bias, x.shape[1], num_groups, eps)
