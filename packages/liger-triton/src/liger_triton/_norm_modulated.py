@@ -120,19 +120,21 @@ def forward_kernel(
     inside = column < width
     mask = (token < tokens)[:, None] & inside[None, :]
     value = read(x + row[:, None] * x_stride + column[None, :], mask)
+    # Loads behind the reductions would wait for them.
+    modulation = 1.0 + read(scale + sample * scale_stride + column, inside)
+    if weight is not None:
+        modulation = modulation * read(weight + column, inside)
+    if shift is not None:
+        moved = read(shift + sample * shift_stride + column, inside)
     if mean is not None:
         average = tl.div_rn(tl.sum(value, 1), 1.0 * width)
         tl.store(mean + row, average, mask=token < tokens)
         value = tl.where(mask, value - average[:, None], 0.0)
     factor = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
     tl.store(inverse + row, factor, mask=token < tokens)
-    value = value * factor[:, None]
-    modulation = 1.0 + read(scale + sample * scale_stride + column, inside)
-    if weight is not None:
-        modulation = modulation * read(weight + column, inside)
-    value = value * modulation[None, :]
+    value = value * factor[:, None] * modulation[None, :]
     if shift is not None:
-        value = value + read(shift + sample * shift_stride + column, inside)[None, :]
+        value = value + moved[None, :]
     tl.store(y + row[:, None] * width + column[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
