@@ -111,6 +111,9 @@ def forward_kernel(x, weight, bias, y, inverse, x_stride, rows, width, eps, ROWS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < width)[None, :]
+    factor_3 = tl.load(weight).to(tl.float32)
+    factor_2 = tl.load(weight + 1).to(tl.float32)
+    factor_1 = tl.load(weight + 2).to(tl.float32)
     value = read(x + row[:, None] * x_stride + column[None, :], mask)
     square = value * value
     cube = square * value
@@ -120,8 +123,9 @@ def forward_kernel(x, weight, bias, y, inverse, x_stride, rows, width, eps, ROWS
     tl.store(inverse + row * 3, third, mask=row < rows)
     tl.store(inverse + row * 3 + 1, second, mask=row < rows)
     tl.store(inverse + row * 3 + 2, first, mask=row < rows)
-    result = cube * (third * tl.load(weight).to(tl.float32))[:, None] + square * (second * tl.load(weight + 1).to(tl.float32))[:, None]
-    result += value * (first * tl.load(weight + 2).to(tl.float32))[:, None]
+    # Horner's form: of the row, only the values stay in registers.
+    result = value * (third * factor_3)[:, None] + (second * factor_2)[:, None]
+    result = value * (value * result + (first * factor_1)[:, None])
     if bias is not None:
         result += tl.load(bias).to(tl.float32)
     tl.store(y + row[:, None] * width + column[None, :], result.to(y.dtype.element_ty), mask=mask)
@@ -135,7 +139,7 @@ def backward_kernel(
     """Program p walks every programs-th group of ROWS rows; the sums of its rows go to row p of part.
 
     With n the k-th power normalized and P = Σ grad_y · n of a row, the power's gradient is weight · inverse · (grad_y - n · P / width),
-    and that of x is k · x^(k-1) times as much.
+    and that of x is k · x^(k-1) times as much; here all are polynomials of u = x normalized.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -154,24 +158,29 @@ def backward_kernel(
         value = read(x + row[:, None] * x_stride + column[None, :], mask)
         third = tl.load(inverse + row * 3, mask=row < rows, other=0.0)
         second = tl.load(inverse + row * 3 + 1, mask=row < rows, other=0.0)
-        first = tl.load(inverse + row * 3 + 2, mask=row < rows, other=0.0)
-        square = value * value
-        # Normalized before the product, which would overflow sooner.
-        normed_3 = square * value * third[:, None]
-        normed_2 = square * second[:, None]
-        normed_1 = value * first[:, None]
-        product_3 = tl.sum(grad * normed_3, 1)
-        product_2 = tl.sum(grad * normed_2, 1)
-        product_1 = tl.sum(grad * normed_1, 1)
+        first = tl.load(inverse + row * 3 + 2, mask=row < rows, other=1.0)
+        # The normalized powers are u, ratio_2 · u² and ratio_3 · u³: of the row, only grad and u stay in registers.
+        ratio_2 = tl.where(first > 0, second / first / first, 0.0)
+        ratio_3 = tl.where(first > 0, third / first / first / first, 0.0)
+        u = value * first[:, None]
+        product = grad * u
+        product_1 = tl.sum(product, 1)
+        product = product * u
+        product_2 = ratio_2 * tl.sum(product, 1)
+        product_3 = ratio_3 * tl.sum(product * u, 1)
         sum_3 += product_3
         sum_2 += product_2
         sum_1 += product_1
         sum_0 += tl.sum(grad, 1)
         if grad_x is not None:
-            result = (grad - normed_3 * (product_3 / width)[:, None]) * (3.0 * factor_3 * third)[:, None] * square
-            result += (grad - normed_2 * (product_2 / width)[:, None]) * (2.0 * factor_2 * second)[:, None] * value
-            result += (grad - normed_1 * (product_1 / width)[:, None]) * (factor_1 * first)[:, None]
-            tl.store(grad_x + row[:, None] * width + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
+            slope_3 = 3.0 * factor_3 * ratio_3
+            slope_2 = 2.0 * factor_2 * ratio_2
+            back_3 = slope_3 * (ratio_3 * (product_3 / width))
+            back_2 = slope_2 * (ratio_2 * (product_2 / width))
+            back_1 = factor_1 * (product_1 / width)
+            result = grad * (u * (u * slope_3[:, None] + slope_2[:, None]) + factor_1)
+            result -= u * (u * (u * (u * (u * back_3[:, None]) + back_2[:, None])) + back_1[:, None])
+            tl.store(grad_x + row[:, None] * width + column[None, :], (result * first[:, None]).to(grad_x.dtype.element_ty), mask=mask)
     if part is not None:
         tl.store(part + program * 4, tl.sum(sum_3, 0))
         tl.store(part + program * 4 + 1, tl.sum(sum_2, 0))
