@@ -13,6 +13,10 @@ from liger_triton.launch import TILE, Launcher, TritonKernel, cdiv, power_of_two
 
 # Sorted indices that one program adds up. A sum that ends in a later span continues there, and a second kernel adds its parts.
 SPAN = 32
+# Columns and warps of a program that copies.
+WIDE, WARPS = 4096, 4
+# As many indices are sorted by comparing each with all others, in one kernel instead of ten: rows of a program, and others at once.
+COMPARED, RANKED, OTHERS = 8192, 32, 128
 
 
 def embedding(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
@@ -28,9 +32,9 @@ def _allocate(index: Tensor, weight: Tensor, padding: int) -> Outputs:
 def _launch(y: Tensor, /, index: Tensor, weight: Tensor, padding: int) -> None:
     index, weight = index.contiguous(), rows_of(weight)
     (rows, width), count = weight.shape, index.numel()
-    tiles, block = _tiles(width)
+    tiles, block = _tiles(width, WIDE)
     if count * width:
-        rows_launch((count * tiles,), index, weight, y, weight.stride(0), rows, width, tiles, BLOCK=block)
+        rows_launch((count * tiles,), index, weight, y, weight.stride(0), rows, width, tiles, BLOCK=block, num_warps=WARPS)
 
 
 def _allocate_backward(grad_y: Tensor, index: Tensor, weight: Tensor, padding: int, needs: list[bool]) -> Outputs:
@@ -45,10 +49,8 @@ def _launch_backward(
     if not count * width:
         return
     grad_y = rows_of(grad_y)
-    # 32 bits are sorted in half the time.
-    narrow = index.reshape(-1).to(torch.int32) if rows < 2**31 else index.reshape(-1)
-    found, order = torch.sort(narrow, stable=True)
-    tiles, block = _tiles(width)
+    found, order = _sorted(index.contiguous().view(-1), rows)
+    tiles, block = _tiles(width, TILE)
     spans = cdiv(count, SPAN)
     # The sum that a span begins with if it continues one, and the one that it ends with if that goes beyond it.
     parts = torch.empty(2, spans, width, dtype=torch.float32, device=grad_y.device)
@@ -59,9 +61,22 @@ def _launch_backward(
         crossing_launch(grid, found, grad_weight, parts[0], parts[1], spans, *shape, SPAN=SPAN, BLOCK=block)
 
 
-def _tiles(width: int) -> tuple[int, int]:
+def _sorted(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The indices in order, and where each was; equal ones stay in theirs."""
+    count = index.numel()
+    narrow = rows < 2**31 - 1
+    if count > COMPARED or not narrow:
+        # 32 bits are sorted in half the time.
+        found, order = torch.sort(index.to(torch.int32) if narrow else index, stable=True)
+        return found, order
+    found, order = (torch.empty(count, dtype=torch.int32, device=index.device) for _ in range(2))
+    rank_launch((cdiv(count, RANKED),), index, found, order, count, rows, ROWS=RANKED, BLOCK=OTHERS)
+    return found, order
+
+
+def _tiles(width: int, most: int) -> tuple[int, int]:
     """(tiles per row, block)."""
-    block = min(TILE, power_of_two(max(1, width)))
+    block = min(most, power_of_two(max(1, width)))
     return cdiv(width, block), block
 
 
@@ -76,6 +91,30 @@ def rows_kernel(index, weight, y, weight_stride, rows, width, tiles, BLOCK: tl.c
     inside = (row >= 0) & (row < rows)
     value = tl.load(weight + row * weight_stride + column, mask=mask & inside, other=float("nan"))
     tl.store(y + position * width + column, value, mask=mask)
+
+
+@triton.jit
+def rank_kernel(index, found, order, count, rows, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program puts ROWS indices where they belong in the order: behind all smaller ones, and behind equal ones that come first."""
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = place < count
+    own = narrowed(tl.load(index + place, mask=inside, other=0), rows)
+    before = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+    for start in range(0, count, BLOCK):
+        others = start + tl.arange(0, BLOCK)
+        other = narrowed(tl.load(index + others, mask=others < count, other=0), rows)
+        # Larger than all: behind the last one.
+        other = tl.where(others < count, other, 2147483647)[None, :]
+        before += ((other < own[:, None]) | ((other == own[:, None]) & (others[None, :] < place[:, None]))).to(tl.int32)
+    rank = tl.sum(before, 1)
+    tl.store(found + rank, own, mask=inside)
+    tl.store(order + rank, place, mask=inside)
+
+
+@triton.jit
+def narrowed(index, rows):
+    """In 32 bits; an index of no row stays one."""
+    return tl.minimum(tl.maximum(index, -1), rows).to(tl.int32)
 
 
 @triton.jit
@@ -148,6 +187,7 @@ def crossing_kernel(
 
 
 rows_launch = Launcher(rows_kernel)
+rank_launch = Launcher(rank_kernel)
 spans_launch = Launcher(spans_kernel)
 crossing_launch = Launcher(crossing_kernel)
 _embedding = differentiable(
