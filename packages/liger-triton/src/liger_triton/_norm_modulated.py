@@ -38,7 +38,7 @@ def forward(
     x, x_stride = strided_rows(x)
     scale = rows_of(scale)
     shift = None if shift is None else rows_of(shift)
-    block, several, warps = forward_shape(width, mean is not None)
+    block, several, warps = forward_shape(width)
     groups = cdiv(tokens, several)
     forward_launch(
         (groups * (y.numel() // (tokens * width)),), x, scale, shift, contiguous(weight), y, mean, inverse,
@@ -84,13 +84,13 @@ def backward(
 
 # Share of copy bandwidth on one H200 (bfloat16, kernels alone), whose masked lanes cost: at 3072 columns forward .84 and, centered, .89,
 # backward .90 and .88; at 1152 forward .74 and .73, backward .77 and .63.
-def forward_shape(width: int, centered: bool) -> tuple[int, int, int]:
+def forward_shape(width: int) -> tuple[int, int, int]:
     """Block of columns, rows of a program, warps."""
     block = power_of_two(width)
     if block <= 1024:
         return block, max(1, min(64, 4096 // block)), 4
     if block <= 4096:
-        return block, 4 if block <= 2048 or not centered else 2, 4 if centered else 8
+        return block, 4 if block <= 2048 else 2, 4
     return block, 1, 16
 
 

@@ -111,7 +111,7 @@ def _stacked(layers: Tensor) -> Tensor:
 
 
 def _shape(width: int) -> tuple[int, int, int]:
-    return row_shape(width, 2048, lambda block: 8 if block <= 4096 else 16)
+    return row_shape(width, 2048, lambda block: 4 if block <= 4096 else 16)
 
 
 def _stages(layers: Tensor, tile: int) -> int:

@@ -14,9 +14,9 @@ from liger_triton.launch import TILE, Launcher, TritonKernel, cdiv, power_of_two
 # Sorted indices that one program adds up. A sum that ends in a later span continues there, and a second kernel adds its parts.
 SPAN = 32
 # Columns and warps of a program that copies.
-WIDE, WARPS = 4096, 4
+WIDE, WARPS = 2048, 2
 # As many indices are sorted by comparing each with all others, in one kernel instead of ten: rows of a program, and others at once.
-COMPARED, RANKED, OTHERS = 8192, 32, 128
+COMPARED, RANKED, OTHERS = 8192, 16, 256
 
 
 def embedding(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:

@@ -25,14 +25,14 @@ MOST = 2**31 - 2**16
 
 
 class Shape(NamedTuple):
-    """Columns of a tile, its warps, and for the backward pass the elements of several channels that share a program."""
+    """Columns of a tile, and its warps."""
 
     tile: int
     warps: int
-    several: int = 0
 
 
-FORWARD, BACKWARD = Shape(4096, 8), Shape(4096, 8, 1024)
+# Tiles of large groups, of groups that these would fit badly, of the backward pass, and of its pass over few channels.
+FORWARD, SMALL, BACKWARD, FEW = Shape(4096, 8), Shape(2048, 4), Shape(1024, 4), Shape(8192, 16)
 
 
 def group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -57,8 +57,9 @@ def _launch(
     rows, channels = mean.numel(), x.shape[1] // num_groups
     space = x.shape[2:].numel()
     size = channels * space
-    tile = max(NEIGHBORS, min(FORWARD.tile, power_of_two(size)))
-    warps = warps_of(tile, FORWARD.warps)
+    shape = SMALL if size < 4 * FORWARD.tile and size % FORWARD.tile else FORWARD
+    tile = max(NEIGHBORS, min(shape.tile, power_of_two(size)))
+    warps = warps_of(tile, shape.warps)
     parts = min(64, cdiv(size, tile), cdiv(4 * processors(x.device), rows)) if rows < processors(x.device) else 1
     # Parts are whole tiles.
     part = cdiv(cdiv(size, tile), parts) * tile
@@ -91,9 +92,11 @@ def _launch_backward(
     samples, channels = x.shape[:2]
     space, per_group = x.shape[2:].numel(), channels // num_groups
     sums = x.new_empty((2, samples, channels), dtype=torch.float32)
-    columns = min(BACKWARD.tile, power_of_two(space))
-    several = max(1, min(64, BACKWARD.several // columns))
-    warps = warps_of(several * columns, BACKWARD.warps)
+    shape = FEW if samples * channels < 4 * processors(x.device) else BACKWARD
+    columns = min(shape.tile, power_of_two(space))
+    # Small channels share a program.
+    several = max(1, min(64, BACKWARD.tile // columns))
+    warps = warps_of(several * columns, shape.warps)
     sum_launch(
         (cdiv(samples * channels, several),), grad_y, x, mean, inverse, sums, samples * channels, per_group, space,
         ROWS=several, BLOCK=columns, num_warps=warps,

@@ -87,7 +87,7 @@ def _launch_backward(
 
 def forward_shape(width: int) -> tuple[int, int, int]:
     """Block of columns, rows of a program, warps."""
-    return row_shape(width, 2048, lambda block: 8 if block <= 8192 else 16)
+    return row_shape(width, 2048, lambda block: 4 if block <= 4096 else 8)
 
 
 def backward_shape(width: int, size: int, shared: int) -> tuple[int, int, int, int, int]:
