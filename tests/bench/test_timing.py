@@ -67,6 +67,19 @@ def test_a_host_that_is_slower_than_the_device_gets_a_lead_for_all_calls_between
     assert lead * flush >= AHEAD * (400e-6 - 90e-6 - flush)
 
 
+def test_calls_that_were_timed_waiting_for_the_host_do_not_hide_that_it_was_behind() -> None:
+    host, device, flush = 440e-6, 105e-6, 60e-6
+    taken: list[float] = []
+    for _ in range(3):
+        free = flush * flushes_ahead([host] * len(taken), taken, flush)
+        taken = []
+        for number in range(AHEAD):
+            start = max(free, number * host) + flush
+            free = max(start, (number + 1) * host) + device
+            taken.append(free - start)
+    assert taken == pytest.approx([device] * AHEAD)
+
+
 @pytest.mark.parametrize(
     ("host", "device"), [(50e-6, 90e-6), (20e-3, 19e-3)], ids=["a_host_that_is_ahead", "a_host_that_waits_for_a_long_call"]
 )
