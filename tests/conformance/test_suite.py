@@ -27,19 +27,25 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("plain", (torch.randn(3, 8, device=device).to(dtype),), why="moderate values")
 
 
-BOUNDED = Op(
-    bounded,
-    check=lambda x: None,
-    samples=samples,
-    misuses=lambda device: iter(()),
-    workloads=lambda: (),
-    work=lambda x: Work(0, 0),
-)
+def summing_to_one(x: Tensor) -> Tensor:
+    """A constant upstream gradient makes its gradient zero."""
+    return torch.softmax(x, -1)
+
+
+def op_of(reference: Callable[[Tensor], Tensor]) -> Op[..., Any]:
+    return Op(
+        reference,
+        check=lambda x: None,
+        samples=samples,
+        misuses=lambda device: iter(()),
+        workloads=lambda: (),
+        work=lambda x: Work(0, 0),
+    )
 
 
 @dataclass(frozen=True)
 class Tried(Case):
-    """A case of `bounded` whose implementation is given."""
+    """A case whose implementation is given."""
 
     implementation: Callable[..., Any] = bounded
 
@@ -47,8 +53,8 @@ class Tried(Case):
         return self.implementation(**arguments)
 
 
-def tried(implementation: Callable[..., Any], device: torch.device) -> Tried:
-    return Tried(BOUNDED, "tried", torch.float32, "plain", device, implementation)
+def tried(implementation: Callable[..., Any], device: torch.device, reference: Callable[[Tensor], Tensor] = bounded) -> Tried:
+    return Tried(op_of(reference), "tried", torch.float32, "plain", device, implementation)
 
 
 def canceling(x: Tensor) -> Tensor:
@@ -66,6 +72,15 @@ def test_a_tanh_that_cancels_near_zero_passes_moderate_values_and_fails_small_on
 def test_an_exponential_that_overflows_fails_shifted_values(device: torch.device) -> None:
     trial = Trial(tried(canceling, device), change=change_of("x_lowered"))
     assert "output: relative error inf" in " ".join(trial.complaints(trial.run()))
+
+
+@pytest.mark.parametrize(("left", "wrong"), [(1e-6, False), (1e-4, True)], ids=["round_off", "more"])
+def test_what_is_left_of_a_gradient_that_is_zero_is_round_off(left: float, wrong: bool, device: torch.device) -> None:
+    def inexact(x: Tensor) -> Tensor:
+        return summing_to_one(x) + left * (x - x.detach())
+
+    trial = Trial(tried(inexact, device, summing_to_one), layout=LAYOUTS["expanded"])
+    assert bool(trial.complaints(trial.run())) is wrong
 
 
 def test_an_input_that_is_overwritten_is_named(device: torch.device) -> None:
