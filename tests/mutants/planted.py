@@ -1422,6 +1422,14 @@ MUTANTS = (
         "test_with_factors_of_columns_it_is_a_dora_layer_of_peft",
     ),
     loss(
+        "dora: each block of rows starts with the first rows of the projection",
+        "_low_rank.py",
+        "matmul(left[rows], right)",
+        "matmul(left[: rows.stop - rows.start], right)",
+        "tests/ops/test_blocks.py",
+        "test_results_do_not_depend_on_how_rows_are_cut",
+    ),
+    loss(
         "dora: the second factor's gradient lacks the factors of columns",
         "_low_rank.py",
         "torch.mul(product, columns[:, None], out=grad_b)",

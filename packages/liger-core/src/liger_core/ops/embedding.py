@@ -99,8 +99,8 @@ def workloads() -> Iterator[Workload]:
 def work(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Work:
     size, rows = weight.element_size(), index.numel() * weight.shape[1]
     indices = index.numel() * index.element_size()
-    # At least one row of the table is read; all of its gradient is written.
-    forward = indices + rows * size
+    # A row of the table is read once; all of its gradient is written.
+    forward = indices + (rows + index.unique().numel() * weight.shape[1]) * size
     return Work(forward, forward + indices + rows * size + weight.numel() * size)
 
 
