@@ -1421,6 +1421,15 @@ MUTANTS = (
         "tests/ops/test_lora_linear.py",
         "test_with_factors_of_columns_it_is_a_dora_layer_of_peft",
     ),
+    Mutant(
+        "triton: indices in order forget where they were",
+        f"{TRITON}/embedding.py",
+        "tl.store(order + rank, place, mask=inside)",
+        "tl.store(order + rank, rank, mask=inside)",
+        ("tests/ops/test_embedding.py", "--backend", "triton"),
+        "test_rows_are_summed_however_many_indices_there_are",
+        True,
+    ),
     loss(
         "dora: each block of rows starts with the first rows of the projection",
         "_low_rank.py",

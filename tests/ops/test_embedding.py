@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -17,6 +19,21 @@ def test_a_frequent_row_gets_all_of_its_gradient(dtype: torch.dtype, device: tor
     embedding(index, weight).backward(torch.ones(1000, 4, dtype=dtype, device=device))
     assert weight.grad is not None
     assert torch.equal(weight.grad[:, 0].float(), torch.tensor([0.0, 1000.0, 0.0], device=device))
+
+
+@pytest.mark.parametrize("compared", [True, False], ids=["compared", "sorted"])
+@pytest.mark.parametrize("count", [1, 16, 255, 257, 700])
+def test_rows_are_summed_however_many_indices_there_are(
+    count: int, compared: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compared and (kernels := sys.modules.get("liger_triton.embedding")):
+        monkeypatch.setattr(kernels, "COMPARED", 0)
+    weight = torch.zeros(40, 3, device=device, requires_grad=True)
+    index = torch.randint(37, (count,), device=device)
+    given = torch.randint(9, (count, 3), device=device).float()
+    embedding(index, weight).backward(given)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.zeros_like(weight).index_add(0, index, given))
 
 
 def test_an_index_out_of_range_on_a_gpu_gives_nan_and_no_gradient(device: torch.device) -> None:

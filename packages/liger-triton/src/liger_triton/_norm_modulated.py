@@ -63,7 +63,7 @@ def backward(
     x, x_stride = strided_rows(x)
     scale, weight = rows_of(scale), contiguous(weight)
     block, several, warps, stages, programs = backward_shape(width, mean is not None, size, shared_memory(x.device))
-    programs = min(cdiv(tokens, several), max(1, cdiv(programs * processors(x.device), samples)))
+    programs = min(cdiv(tokens, several), programs_of_sample(programs * processors(x.device), samples))
     products = grad_scale is not None or grad_weight is not None
     part = x.new_empty((2, samples * programs, width), dtype=torch.float32) if products or grad_shift is not None else None
     backward_launch(
@@ -92,6 +92,12 @@ def forward_shape(width: int) -> tuple[int, int, int]:
     if block <= 4096:
         return block, 4 if block <= 2048 else 2, 4
     return block, 1, 16
+
+
+def programs_of_sample(most: int, samples: int) -> int:
+    """So that all of them run at once; of few, one more than that is faster all the same, as they have less to do each."""
+    share = most // samples
+    return share if share >= 8 else cdiv(most, samples)
 
 
 def backward_shape(width: int, centered: bool, size: int, shared: int) -> tuple[int, int, int, int, int]:
