@@ -95,6 +95,14 @@ def test_version_says_what_is_not_installed(liger: Liger, monkeypatch: pytest.Mo
     assert liger("--version").out.endswith(" transformers not installed")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_ends_a_command_with_a_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-W", "ignore", "-m", "liger_core", "ops"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "liger: not everything could be written: No space left on device\n"
+
+
 def test_doctor_prints_the_diagnosis_and_the_error_of_a_wrong_variable(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGER_BACKEND", "tritn")
     done = liger("doctor")

@@ -188,7 +188,11 @@ MISUSES = [
         "use --mlp whole",
     ),
     ({"checkpoint": "-1"}, "--checkpoint must be one of none, full, offload, auto or a number of layers, got '-1'", ""),
-    ({"liger": "rms_nrm"}, "--liger must be one of none, all-but-loss, all or ops separated by commas, got 'rms_nrm'", ""),
+    (
+        {"liger": "rms_nrm"},
+        "--liger must be one of none, all-but-loss, all or ops separated by commas, got 'rms_nrm'",
+        "Did you mean 'rms_norm'?",
+    ),
     ({"liger": "rope,swigl"}, "--liger rope,swigl must name ops among", "Did you mean 'swiglu'?"),
     ({"batch": 0}, "--batch must be from 1 to 2147483647, got 0", ""),
     ({"sequence": 1}, "--sequence must be from 2 to 16777216, got 1", ""),

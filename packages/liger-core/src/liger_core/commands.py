@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -29,7 +30,7 @@ OTHERS = ("torch", "triton", "transformers")
 
 
 def main() -> None:
-    """Run the command; a LigerError ends it with its sentence and exit code 2."""
+    """Run the command; a LigerError ends it with its sentence and exit code 2, a full disk with a sentence and exit code 1."""
     try:
         app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused ops for training large language models.")
         app.callback()(_options)
@@ -38,6 +39,15 @@ def main() -> None:
     except LigerError as error:
         Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # What is still in the buffer is lost anyway, and Python would complain about it at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(
+            f"liger: not everything could be written: {error.strerror}{f' ({error.filename})' if error.filename else ''}", file=sys.stderr
+        )
+        sys.exit(1)
 
 
 def _add_commands(app: typer.Typer, found: Registry) -> None:

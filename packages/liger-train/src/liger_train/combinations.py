@@ -14,16 +14,14 @@ from liger_train.setup import ALL_LINEAR, FLOAT8_MULTIPLE, ZERO, Setup
 FLOAT8_CAPABILITY = (8, 9)
 
 
-def is_op(name: str) -> bool:
+def op_names() -> tuple[str, ...]:
     from liger_hf.discovery import replaceable_ops
 
-    return name in replaceable_ops()
+    return replaceable_ops()
 
 
 def ops(setup: Setup) -> str:
-    from liger_hf.discovery import replaceable_ops
-
-    unknown = [name for name in setup.liger.split(",") if name not in (known := replaceable_ops())]
+    unknown = [name for name in setup.liger.split(",") if name not in (known := op_names())]
     if unknown:
         return f"must name ops among {', '.join(known)}, got {unknown[0]!r}.{nearest(unknown[0], known)}"
     return ""

@@ -502,8 +502,9 @@ def _chosen(option: str, values: dict[str, Technique], value: str) -> Technique:
         return values[value]
     if NUMBER in values and value.isdecimal():
         return values[NUMBER]
-    if LIST in values and ("," in value or combinations.is_op(value)):
+    if LIST in values and ("," in value or value in combinations.op_names()):
         return values[LIST]
     known = [name for name in values if name not in (NUMBER, LIST)]
     also = " or a number of layers" if NUMBER in values else " or ops separated by commas" if LIST in values else ""
-    raise OptionError(f"train: --{option} must be one of {', '.join(known)}{also}, got {value!r}.{nearest(value, known)}")
+    likely = [*known, *combinations.op_names()] if LIST in values else known
+    raise OptionError(f"train: --{option} must be one of {', '.join(known)}{also}, got {value!r}.{nearest(value, likely)}")
