@@ -165,3 +165,24 @@ def test_a_kept_graph_gives_the_same_gradients_again(dtype: torch.dtype, device:
     second = torch.autograd.grad(y.float().square().sum(), inputs)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
+
+
+def test_torch_gets_matrices_only_in_the_layouts_that_it_multiplies() -> None:
+    grouped = pytest.importorskip("liger_triton._grouped")
+    dense = torch.zeros(8, 16, 24, dtype=torch.bfloat16)
+    taken = {
+        "rows": dense,
+        "columns": dense.mT,
+        "experts": dense.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+        "one_row_for_all": dense[:, :1].expand(-1, 16, -1),
+        "odd_width": torch.zeros(8, 16, 25, dtype=torch.bfloat16),
+        "unaligned": dense.view(-1)[1:385].view(2, 8, 24),
+    }
+    assert {name: grouped._aligned(matrices) for name, matrices in taken.items()} == {
+        "rows": True,
+        "columns": True,
+        "experts": False,
+        "one_row_for_all": False,
+        "odd_width": False,
+        "unaligned": False,
+    }

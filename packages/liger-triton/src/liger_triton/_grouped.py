@@ -80,9 +80,11 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _aligned(x: Tensor) -> bool:
-    """Sizes are whole vectors, too: torch pads the rows of a result whose columns are not."""
+    """Matrices with adjacent rows or columns. Sizes are whole vectors, too: torch pads the rows of a result whose columns are not."""
+    (height, width), (down, right) = x.shape[-2:], x.stride()[-2:]
+    packed = (right == 1 and down >= width) or (down == 1 and right >= height)
     sizes = (*x.shape[1:], *(stride for stride in x.stride() if stride != 1))
-    return 1 in x.stride() and all(size * x.itemsize % 16 == 0 for size in sizes) and x.data_ptr() % 16 == 0
+    return packed and all(size * x.itemsize % 16 == 0 for size in sizes) and x.data_ptr() % 16 == 0
 
 
 def _torch_grouped_mm(first: Tensor, second: Tensor, ends: Tensor) -> Tensor:

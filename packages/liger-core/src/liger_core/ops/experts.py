@@ -107,6 +107,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("long_rows", tuple(call(12, 2, 2, 2100, 11)), frozen=("weight",), why="a token takes several column tiles")
     frozen = ("gate_up", "down", "gate_up_bias", "down_bias")
     yield Sample("frozen_experts", tuple(biased(30, 8, 10, 32, 64)), frozen=frozen, why="no gradient of the experts")
+    around = call(20, 4, 8, 32, 64)
+    around[1:3] = [t.permute(1, 2, 0).contiguous().permute(2, 0, 1) for t in around[1:3]]
+    yield Sample("experts_last", tuple(around), why="the same element of all experts is adjacent, and no row or column")
     sliced = call(36, 8, 10, 32, 64)
     sliced[0], sliced[4] = n(36, 40)[:, 3:35], n(36, 20)[:, 1:9]
     yield Sample("strided_rows", tuple(sliced), why="x and the router weights are slices, read through their strides")
