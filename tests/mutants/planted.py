@@ -1421,6 +1421,13 @@ MUTANTS = (
         "tests/ops/test_lora_linear.py",
         "test_with_factors_of_columns_it_is_a_dora_layer_of_peft",
     ),
+    kernel(
+        "triton: 1 - beta of a rounded beta",
+        "_divergence.py",
+        "rest, log, mixture = mixed(share, tl.where(ahead, complement, beta), step, smaller)",
+        "rest, log, mixture = mixed(share, 1.0 - share, step, smaller)",
+        "linear_divergence and float32 and beta_near_one",
+    ),
     Mutant(
         "triton: indices in order forget where they were",
         f"{TRITON}/embedding.py",

@@ -77,7 +77,7 @@ PASSES = TritonDivergencePasses()
 
 def _scalars(options: DivergenceOptions) -> tuple[int | float, ...]:
     return (
-        options.ignore_index, options.beta, options.of_teacher, options.of_student, options.temperature, options.hard_weight,
+        options.ignore_index, options.beta, 1.0 - options.beta, options.of_teacher, options.of_student, options.temperature, options.hard_weight,
         options.logit_scale, options.softcap or 1.0, options.teacher_logit_scale, options.teacher_softcap or 1.0,
     )  # fmt: skip
 
@@ -135,10 +135,10 @@ def log_ratio(a, b):
 
 
 @triton.jit
-def mixed(share, step, smaller):
-    """(t - log(1 + t), log(1 + t), 1 + t) where 1 + t = share + (1 - share) · smaller."""
-    t = (share - 1.0) * step
-    mixture = share + (1.0 - share) * smaller
+def mixed(share, complement, step, smaller):
+    """(t - log(1 + t), log(1 + t), 1 + t) where 1 + t = share + complement · smaller; complement is 1 - share, which float32 would round."""
+    t = -complement * step
+    mixture = share + complement * smaller
     rest = log_series(t)
     close = tl.abs(t) < 0.25
     log = tl.log2(mixture) * 0.6931471805599453
@@ -147,17 +147,17 @@ def mixed(share, step, smaller):
 
 
 @triton.jit
-def mixed_slope(far, ahead, step, smaller, log, mixture, behind, beta, of_teacher, of_student):
+def mixed_slope(far, ahead, step, smaller, log, mixture, behind, beta, complement, of_teacher, of_student):
     """h of a mixture but for a constant, which is another one in rows where p/M of the student's largest class is nearly 0."""
     one = tl.where(ahead, 1.0, smaller)
-    difference = (1.0 - beta) * tl.where(ahead, step, -step)
+    difference = complement * tl.where(ahead, step, -step)
     ratio = tl.where(behind, one, difference) / mixture
-    factor = beta * of_student - (1.0 - beta) * of_teacher
+    factor = beta * of_student - complement * of_teacher
     return factor * ratio - of_student * (log + tl.where(ahead, tl.where(far > 800.0, 800.0, far), 0.0))
 
 
 @triton.jit
-def first_slope(first, beta, of_teacher, of_student, FORMULA: tl.constexpr):
+def first_slope(first, beta, complement, of_teacher, of_student, FORMULA: tl.constexpr):
     """h at the student's largest class."""
     h = -first
     if FORMULA == KIND_VARIATION:
@@ -166,13 +166,13 @@ def first_slope(first, beta, of_teacher, of_student, FORMULA: tl.constexpr):
         ahead = first >= 0
         far = tl.abs(first)
         _, _, step, smaller = steps(far)
-        _, log, mixture = mixed(tl.where(ahead, beta, 1.0 - beta), step, smaller)
-        h = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, of_teacher, of_student)
+        _, log, mixture = mixed(tl.where(ahead, beta, complement), tl.where(ahead, complement, beta), step, smaller)
+        h = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, complement, of_teacher, of_student)
     return h
 
 
 @triton.jit
-def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, of_teacher, of_student, FORMULA: tl.constexpr):
+def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, complement, of_teacher, of_student, FORMULA: tl.constexpr):
     """(the terms of the divergence, h less that of the student's largest class, q) of classes, or q · h for the forward KL.
 
     As in liger_core/ops/_divergence.py: the larger of p and q times a function of far = |log p - log q|, by a series where it is small.
@@ -192,8 +192,8 @@ def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, of_
         value = 0.5 * larger * step
         slope = tl.where(apart == 0, 0.0, tl.where(ahead, -0.5, 0.5)) - h
     elif FORMULA == KIND_MIXTURE:
-        share = tl.where(ahead, beta, 1.0 - beta)
-        rest, log, mixture = mixed(share, step, smaller)
+        share = tl.where(ahead, beta, complement)
+        rest, log, mixture = mixed(share, tl.where(ahead, complement, beta), step, smaller)
         # The smaller side's KL in units of larger, M - s + s · log(s / M); by its own series where M is close to s.
         above = share * step
         ratio = above / smaller
@@ -203,7 +203,7 @@ def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, of_
         of_larger = tl.where(ahead, of_teacher, of_student)
         of_smaller = tl.where(ahead, of_student, of_teacher)
         value = larger * (of_larger * rest + of_smaller * of_other)
-        slope = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, of_teacher, of_student) - h
+        slope = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, complement, of_teacher, of_student) - h
     else:
         value = tl.where(larger != 0, larger * tl.where(ahead, under, over), 0.0)
         slope = first - apart
@@ -384,7 +384,7 @@ def streamed(
 @triton.jit
 def divergence_kernel(
     student, teacher, target, row_factor, loss, moments, row_stride, their_stride, factor_stride, width,
-    ignore_index, beta, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
+    ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
     FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
     GRADIENT: tl.constexpr, ONE_READ: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -468,7 +468,7 @@ def divergence_kernel(
     apart = log_ratio(exp_sum, their_sum)
     their_first = tl.max(tl.where(m == top, their_first, float("-inf")), 0)
     first = (their_first - their_top) + apart
-    h = first_slope(first, beta, of_teacher, of_student, FORMULA)
+    h = first_slope(first, beta, complement, of_teacher, of_student, FORMULA)
     in_range = (label >= 0) & (label < width)
     chosen = 0.0
     if HARD:
@@ -486,7 +486,9 @@ def divergence_kernel(
         )
         x = tl.where(mask, x, float("-inf"))
         y = tl.where(mask, y, float("-inf"))
-        value, slope, q = compared(x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, of_teacher, of_student, FORMULA)
+        value, slope, q = compared(
+            x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
+        )
         values += value
         if FORMULA != KIND_FORWARD:
             slopes += tl.where(q != 0, q * slope, 0.0)
@@ -522,7 +524,7 @@ def divergence_kernel(
             x = tl.where(mask, x, 0.0)
             y = tl.where(mask, y, 0.0)
             value, slope, q = compared(
-                x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, of_teacher, of_student, FORMULA
+                x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
             )
             pull = pulled(slope, q, mean, FORMULA)
             if HARD:
@@ -537,7 +539,7 @@ def divergence_kernel(
 @triton.jit
 def gradient_kernel(
     student, teacher, target, row_factor, moments, out, row_stride, their_stride, factor_stride, out_stride, width,
-    ignore_index, beta, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
+    ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
     FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -573,8 +575,10 @@ def gradient_kernel(
         pull = difference(below, 1.0 / exp_sum, beneath, 1.0 / their_sum, apart)
     else:
         first = (tl.load(moments + 4) - their_top) + apart
-        h = first_slope(first, beta, of_teacher, of_student, FORMULA)
-        _, slope, q = compared(below, 1.0 / exp_sum, beneath, 1.0 / their_sum, apart, first, h, beta, of_teacher, of_student, FORMULA)
+        h = first_slope(first, beta, complement, of_teacher, of_student, FORMULA)
+        _, slope, q = compared(
+            below, 1.0 / exp_sum, beneath, 1.0 / their_sum, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
+        )
         pull = pulled(slope, q, tl.load(moments + 5), FORMULA)
     if HARD:
         sharp_inverse = 1.0 / tl.load(moments + 6)
@@ -589,7 +593,7 @@ def gradient_kernel(
 @triton.jit
 def sums_kernel(
     student, teacher, target, moments, out, row_stride, their_stride, width,
-    ignore_index, beta, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
+    ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
     FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -612,7 +616,7 @@ def sums_kernel(
     their_sum = tl.load(moments + 3)
     apart = log_ratio(exp_sum, their_sum)
     first = (tl.load(moments + 4) - their_top) + apart
-    h = first_slope(first, beta, of_teacher, of_student, FORMULA)
+    h = first_slope(first, beta, complement, of_teacher, of_student, FORMULA)
     values = tl.zeros((BLOCK,), dtype=tl.float32)
     slopes = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, width, BLOCK):
@@ -623,7 +627,7 @@ def sums_kernel(
         x = tl.where(mask, x, float("-inf"))
         y = tl.where(mask, y, float("-inf"))
         value, slope, q = compared(
-            x - top, 1.0 / exp_sum, y - their_top, 1.0 / their_sum, apart, first, h, beta, of_teacher, of_student, FORMULA
+            x - top, 1.0 / exp_sum, y - their_top, 1.0 / their_sum, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
         )
         values += value
         if FORMULA != KIND_FORWARD:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes Triton's interpreter round, multiply bfloat16 and fuse products into sums as the hardware does, and run functions that kernels call in half the time."""
+"""Makes Triton's interpreter compute as the hardware does, and run functions that kernels call in half the time."""
 
 from __future__ import annotations
 
@@ -72,6 +72,21 @@ def round_once() -> None:
 
     create_fma.rounds_once = True  # type: ignore[attr-defined]
     builder.create_fma = create_fma
+
+
+def narrow_floats() -> None:
+    """Give kernels their floats in float32, as on a GPU: the interpreter (Triton 3.6 to 3.9) computes with those of Python, in float64."""
+    inner: Any = interpreter._implicit_cvt
+    if getattr(inner, "narrows", False):
+        return
+
+    def convert(argument: Any) -> Any:
+        if not isinstance(argument, float):
+            return inner(argument)
+        return tl.tensor(interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32)
+
+    convert.narrows = True  # type: ignore[attr-defined]
+    interpreter._implicit_cvt = convert
 
 
 def find_builtins_once() -> None:

@@ -16,12 +16,13 @@ from triton.runtime import driver
 
 from liger_core import Unsupported
 from liger_core.kernels import Kernel, Outputs
-from liger_triton.interpreter import find_builtins_once, multiply_bfloat16, round_once, round_to_nearest
+from liger_triton.interpreter import find_builtins_once, multiply_bfloat16, narrow_floats, round_once, round_to_nearest
 
 if knobs.runtime.interpret:
     round_to_nearest()
     multiply_bfloat16()
     round_once()
+    narrow_floats()
     find_builtins_once()
 
 NAMESPACE = "liger_triton"

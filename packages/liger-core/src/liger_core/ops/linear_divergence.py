@@ -123,6 +123,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield sample(f"{kind}_none", call((7,), 24, 50, 16), kind=kind, reduction="none", why="each formula with the kept gradient")
         options = {"kind": kind, "reduction": "none", "chunk": 3, "beta": 0.2}
         yield sample(f"{kind}_recomputed", call((7,), 24, 50, 16), why="each formula with logits that are recomputed", **options)
+    options = {"kind": "skewed_kl", "beta": 0.9999}
+    yield sample("beta_near_one", call((7,), 24, 50, 16), why="1 - beta of a rounded beta would be far off", **options)
     biases: dict[str, Any] = {"bias": normal(device, dtype, 50), "teacher_bias": normal(device, dtype, 50)}
     yield sample("bias", call((7,), 24, 50, 16), chunk=3, why="both heads have a bias", **biases)
     yield sample("bias_none", call((7,), 24, 50, 16), reduction="none", why="the gradient of the bias is weighed by row", **biases)
