@@ -688,8 +688,8 @@ MUTANTS = (
     kernel(
         "triton: samples share the scale of the first",
         "_norm_modulated.py",
-        "modulation = 1.0 + read(scale + sample * scale_stride + column, inside)\n    if weight is not None:\n        modulation = modulation * read(weight + column, inside)\n    value",
-        "modulation = 1.0 + read(scale + column, inside)\n    if weight is not None:\n        modulation = modulation * read(weight + column, inside)\n    value",
+        "modulation = 1.0 + read(scale + sample * scale_stride + column, inside)\n    if weight is not None:\n        modulation = modulation * read(weight + column, inside)\n    if shift",
+        "modulation = 1.0 + read(scale + column, inside)\n    if weight is not None:\n        modulation = modulation * read(weight + column, inside)\n    if shift",
         "modulated_rms_norm and float32 and odd_width",
     ),
     kernel(
@@ -830,8 +830,8 @@ MUTANTS = (
     kernel(
         "triton: the derivative of the cube is not that of x³",
         "poly_norm.py",
-        "(3.0 * factor_3 * third)",
-        "(factor_3 * third)",
+        "3.0 * factor_3 * ratio_3",
+        "factor_3 * ratio_3",
         f"poly_norm and {SMALL}",
     ),
     kernel(

@@ -16,7 +16,7 @@ SPAN = 32
 # Columns and warps of a program that copies.
 WIDE, WARPS = 2048, 2
 # As many indices are sorted by comparing each with all others, in one kernel instead of ten: indices of a program, and others at once.
-COMPARED, RANKED, OTHERS = 16384, 16, 256
+COMPARED, RANKED, OTHERS = 8192, 16, 256
 
 
 def embedding(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
@@ -96,30 +96,20 @@ def rows_kernel(index, weight, y, weight_stride, rows, width, tiles, BLOCK: tl.c
 
 @triton.jit
 def rank_kernel(index, found, order, count, rows, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program puts ROWS indices, all in one block, where they belong: behind all smaller ones, and behind equal ones that come first."""
+    """One program puts ROWS indices where they belong in the order: behind all smaller ones, and behind equal ones that come first."""
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = place < count
     own = narrowed(tl.load(index + place, mask=inside, other=0), rows)
-    same = tl.program_id(0) * ROWS // BLOCK * BLOCK
-    others, other = block_of(index, same, count, rows, BLOCK)
-    before = ((other < own[:, None]) | ((other == own[:, None]) & (others < place[:, None]))).to(tl.int32)
-    for start in range(0, same, BLOCK):
-        _, other = block_of(index, start, count, rows, BLOCK)
-        before += (other <= own[:, None]).to(tl.int32)
-    for start in range(same + BLOCK, count, BLOCK):
-        _, other = block_of(index, start, count, rows, BLOCK)
-        before += (other < own[:, None]).to(tl.int32)
+    before = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
+    for start in range(0, count, BLOCK):
+        others = start + tl.arange(0, BLOCK)
+        other = narrowed(tl.load(index + others, mask=others < count, other=0), rows)
+        # Larger than all: behind the last one.
+        other = tl.where(others < count, other, 2147483647)[None, :]
+        before += ((other < own[:, None]) | ((other == own[:, None]) & (others[None, :] < place[:, None]))).to(tl.int32)
     rank = tl.sum(before, 1)
     tl.store(found + rank, own, mask=inside)
     tl.store(order + rank, place, mask=inside)
-
-
-@triton.jit
-def block_of(index, start, count, rows, BLOCK: tl.constexpr):
-    """Places and indices of a block; those beyond the last one are larger than all."""
-    place = start + tl.arange(0, BLOCK)
-    value = narrowed(tl.load(index + place, mask=place < count, other=0), rows)
-    return place[None, :], tl.where(place < count, value, 2147483647)[None, :]
 
 
 @triton.jit
