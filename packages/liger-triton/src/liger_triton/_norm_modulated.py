@@ -82,8 +82,8 @@ def backward(
         column_sum_launch((cdiv(width, 16), 1), of_samples, grad_weight, None, samples, width, ROWS=128, BLOCK=16)
 
 
-# Share of copy bandwidth on one H200 (bfloat16, kernels alone), whose masked lanes cost: at 3072 columns forward .84 and, centered, .89,
-# backward .90 and .88; at 1152 forward .74 and .73, backward .77 and .63.
+# Share of copy bandwidth on one H200 (bfloat16), whose masked lanes cost: at 3072 columns forward .89 and, centered, .81, full .90 and .83;
+# at 1152 forward .67 and .61, full .73 and .60.
 def forward_shape(width: int) -> tuple[int, int, int]:
     """Block of columns, rows of a program, warps."""
     block = power_of_two(width)
