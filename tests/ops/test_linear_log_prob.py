@@ -285,6 +285,17 @@ def test_every_statistic_of_several_targets_is_its_formula(options: dict[str, in
     assert disagreements(call, formula, **head(device)) == []
 
 
+@pytest.mark.parametrize("place", range(3), ids=["first", "second", "third"])
+def test_the_mean_logit_keeps_its_digits_beside_a_logit_far_from_the_others(place: int, device: torch.device) -> None:
+    hidden, weight = torch.randn(3, 1), torch.randn(2000, 1) / 10
+    weight[place] = 400.0
+    exact = (hidden.double() @ weight.double().t()).mean(-1)
+    target = torch.zeros(3, dtype=torch.int64, device=device)
+    _, statistics = linear_log_prob(hidden.to(device), weight.to(device), target, return_statistics=True)
+    # 4e-5 where the sum is that of the distances from the far one.
+    torch.testing.assert_close(statistics.mean_logit.cpu().double(), exact, rtol=1e-6, atol=0)
+
+
 @HELD
 @pytest.mark.parametrize("which", range(5), ids=["log_prob", *TokenStatistics._fields[:4]])
 def test_every_statistic_has_a_gradient_of_its_own(which: int, options: dict[str, int], device: torch.device) -> None:

@@ -134,7 +134,12 @@ def statistics_kernel(
         if prediction is not None:
             best = tl.where(lane == 0, tl.load(prediction + row), best)
     elif MEAN:
-        anchor = capped(tl.load(base), logit_scale, softcap, HAS_SOFTCAP)
+        # The median of three: the first alone may be far from the others, so that their sum would cancel.
+        a = tl.load(base)
+        b = tl.load(base + tl.minimum(1, width - 1))
+        c = tl.load(base + tl.minimum(2, width - 1))
+        median = tl.maximum(tl.minimum(a, b), tl.minimum(tl.maximum(a, b), c))
+        anchor = capped(median, logit_scale, softcap, HAS_SOFTCAP)
         # Twice a number so large would be infinite.
         anchor = tl.where(tl.abs(anchor) < 1e30, anchor, 0.0)
     offset = lane[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]

@@ -65,7 +65,8 @@ class AskedOfTokens(NamedTuple):
 class Sums(NamedTuple):
     """The sums of rows over the classes seen so far: m, d, Σ e·(x - m), Σ w·(x - anchor), Σ e², the anchor, and the class of m.
 
-    `moments` has them as columns but for the class; those that `asked` does not name are not computed.
+    The anchor is the median of the first three x. `moments` has all as columns but for the class; those that `asked` does not name are not
+    computed.
     """
 
     moments: Tensor
@@ -119,8 +120,10 @@ class TorchTokenPasses:
             top = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)
             if first == 0:
                 moments[:, 0], moments[:, 1:5] = top, 0.0
+                # Not the first alone, which may be far from the others, so that their sum would cancel.
+                anchor = x[:, [0, min(1, x.shape[1] - 1), min(2, x.shape[1] - 1)]].median(-1).values
                 # Twice a number so large would be infinite.
-                moments[:, 5] = torch.where(x[:, 0].abs() < 1e30, x[:, 0], 0.0)
+                moments[:, 5] = torch.where(anchor.abs() < 1e30, anchor, 0.0)
             before = moments[:, 0].clone()
             if sums.prediction is not None:
                 best = x.argmax(-1) + first

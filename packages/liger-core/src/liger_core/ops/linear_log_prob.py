@@ -166,6 +166,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     hidden, weight, target = call((6,), 32, 60, scale=2.0)
     coarse = ((hidden * 8).round() / 8, (weight * 8).round() / 8, target)
     yield Sample("peaked", coarse, {"return_entropy": True}, why="softmax close to one class")
+    hidden, weight, target = call((3,), 4, 700)
+    weight = torch.cat((weight[:1] * 4096, weight[1:]))
+    yield Sample("first_far", (hidden, weight, target), {"return_statistics": True}, why="the first logit is far from all others")
     hidden, (_, weight, target) = normal(device, dtype, 16, 6).t(), call((6,), 16, 30)
     yield Sample("transposed", (hidden, weight, target), why="hidden is a transposed view")
 
