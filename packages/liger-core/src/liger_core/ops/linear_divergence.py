@@ -128,6 +128,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     biases: dict[str, Any] = {"bias": normal(device, dtype, 50), "teacher_bias": normal(device, dtype, 50)}
     yield sample("bias", call((7,), 24, 50, 16), chunk=3, why="both heads have a bias", **biases)
     yield sample("bias_none", call((7,), 24, 50, 16), reduction="none", why="the gradient of the bias is weighed by row", **biases)
+    padding = torch.zeros(50, device=device, dtype=dtype)
+    padding[48:] = -torch.inf
+    biases = {"bias": padding, "teacher_bias": padding.clone()}
+    why = "classes that are impossible on both sides count for nothing"
+    yield sample("impossible_classes", call((7,), 24, 50, 16), chunk=3, why=why, frozen=("bias",), **biases)
     caps: dict[str, Any] = {"logit_scale": 0.5, "softcap": 3.0, "teacher_logit_scale": -2.0, "teacher_softcap": 2.0, "temperature": 0.7}
     yield sample("scale_softcap", call((7,), 24, 50, 16), why="scales, then caps, then the temperature, each side its own", **caps)
     target = targets_with_ignored(device, 50, 7)
