@@ -290,7 +290,13 @@ def experts(draw: Draw, limits: Limits) -> Example:
         "shift": draw(st.sampled_from((0.0, 1.0))) if gated else 0.0,
         "interleaved": gated and draw(st.booleans()),
     }
-    return example(draw, arguments, ("x", "gate_up", "down", "weight", "gate_up_bias", "down_bias"))
+    for name, rows, columns in (("gate_up", outer, hidden), ("down", hidden, inner)):
+        if draw(weighted((3, (False,)), (1, (True,)))):
+            rank = draw(st.sampled_from((1, 3, 8)))
+            arguments[f"{name}_a"] = moderate(draw, (count, rank, columns), dtype, 0.3 * columns**-0.5)
+            arguments[f"{name}_b"] = moderate(draw, (count, rows, rank), dtype, 0.3)
+    floating = "x", "gate_up", "down", "weight", "gate_up_bias", "down_bias", "gate_up_a", "gate_up_b", "down_a", "down_b"
+    return example(draw, arguments, floating)
 
 
 def rope(draw: Draw, limits: Limits) -> Example:
@@ -376,6 +382,29 @@ def lora_linear(draw: Draw, limits: Limits) -> Example:
         if arguments["weight"] is None and draw(st.booleans()):
             arguments["bias"] = floats(draw, (outer,), dtype)
     return example(draw, arguments, ("x", "weight", "a", "b", "bias", "base", "column_scale"))
+
+
+def lora_linears(draw: Draw, limits: Limits) -> Example:
+    dtype = draw(st.sampled_from(limits.dtypes))
+    own = dtype if "float64" in limits.dtypes else draw(st.sampled_from((dtype, "float32")))
+    inner = size(draw, max(1, min(200, limits.elements // 128)), least=1)
+    shape = leading(draw, min(limits.rows, max(1, limits.elements // (4 * inner))))
+    factor = st.sampled_from((0.1, 0.3, 1.0))
+    arguments: dict[str, Any] = {"x": floats(draw, (*shape, inner), dtype)}
+    has_weights, base = draw(weighted((2, (True,)), (1, (False,)))), draw(st.sampled_from((dtype, own)))
+    for suffix in ("", "_2", "_3")[: draw(st.sampled_from((2, 3)))]:
+        outer, rank = size(draw, max(1, min(200, limits.elements // 128)), least=1), size(draw, 40, least=1)
+        arguments |= {
+            f"weight{suffix}": floats(draw, (outer, inner), dtype, scale=draw(factor)) if has_weights else None,
+            f"a{suffix}": moderate(draw, (rank, inner), own, scale=draw(factor)),
+            f"b{suffix}": moderate(draw, (outer, rank), own, scale=draw(factor)),
+        }
+        if not has_weights:
+            arguments[f"base{suffix}"] = floats(draw, (*shape, outer), base)
+        elif draw(st.booleans()):
+            arguments[f"bias{suffix}"] = floats(draw, (outer,), dtype)
+    arguments["scale"] = draw(weighted((3, (1.0, 2.0)), (1, (0.0, -0.5, 16.0))))
+    return example(draw, arguments, tuple(name for name in arguments if name != "scale"))
 
 
 def linear_log_prob(draw: Draw, limits: Limits) -> Example:

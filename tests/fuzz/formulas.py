@@ -291,6 +291,21 @@ def lora_linear(
     return (own + torch.einsum("...r,mr->...m", small, b) * scale).to(own.dtype)
 
 
+def lora_linears(
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, weight_2: Tensor | None, a_2: Tensor, b_2: Tensor,
+    weight_3: Tensor | None = None, a_3: Tensor | None = None, b_3: Tensor | None = None, scale: float = 1.0, *,
+    bias: Tensor | None = None, bias_2: Tensor | None = None, bias_3: Tensor | None = None,
+    base: Tensor | None = None, base_2: Tensor | None = None, base_3: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    results = (
+        lora_linear(x, weight, a, b, scale, bias=bias, base=base),
+        lora_linear(x, weight_2, a_2, b_2, scale, bias=bias_2, base=base_2),
+    )
+    if a_3 is None or b_3 is None:
+        return results
+    return (*results, lora_linear(x, weight_3, a_3, b_3, scale, bias=bias_3, base=base_3))
+
+
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
@@ -532,18 +547,25 @@ def _loss(
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, *, activation: str = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
-    interleaved: bool = False,
+    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None, down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Expert by expert and slot by slot, on all tokens; those that are routed elsewhere are zeros."""
     y = torch.zeros_like(x, dtype=wide(x.dtype))
     for e, k in itertools.product(range(gate_up.shape[0]), range(index.shape[1])):
         own = index[:, k, None] == e
         rows = torch.where(own, x, 0.0)
-        joined = (rows @ gate_up[e].t()).to(y.dtype)
+        joined = rows @ gate_up[e].t()
+        if gate_up_a is not None and gate_up_b is not None:
+            joined = joined + torch.einsum("nh,rh,or->no", rows, gate_up_a[e], gate_up_b[e])
+        joined = joined.to(y.dtype)
         if gate_up_bias is not None:
             joined = joined + gate_up_bias[e].to(y.dtype)
         active = _expert_gate(joined, down.shape[2], activation, limit, alpha, shift, interleaved).to(x.dtype)
-        out = (active @ down[e].t()).to(y.dtype)
+        out = active @ down[e].t()
+        if down_a is not None and down_b is not None:
+            out = out + torch.einsum("ni,ri,hr->nh", active, down_a[e], down_b[e])
+        out = out.to(y.dtype)
         if down_bias is not None:
             out = out + down_bias[e].to(y.dtype)
         y = y + torch.where(own, weight[:, k, None], 0.0).to(y.dtype) * out

@@ -10,7 +10,8 @@ import torch
 
 import liger_hf
 from hf.sweep import build
-from hf.tiny_models import tokens, twin
+from hf.tiny_models import checkpoint_layers, tokens, twin
+from liger_core.accuracy import error
 from liger_hf.report import Row
 from liger_hf.rules.experts import rule
 from liger_hf.rules.gated_mlp import rule as gated_mlp
@@ -30,11 +31,19 @@ def row_of(report: Any, module: str, op: str = "experts") -> Row:
 class Spy:
     """An op that notes its calls."""
 
-    def __init__(self, op: Any, calls: list[int]) -> None:
+    def __init__(self, op: Any, calls: list[Any]) -> None:
         self.op, self.calls, self.name = op, calls, op.name
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         self.calls.append(1)
+        return self.op(*args, **options)
+
+
+class Watched(Spy):
+    """An op that notes the arguments of its calls."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls.append((args, options))
         return self.op(*args, **options)
 
 
@@ -127,27 +136,93 @@ def test_a_copy_of_the_model_uses_its_own_experts() -> None:
     assert not torch.equal(loss(other), loss(model))
 
 
-def test_lora_on_experts_trains_through_the_op(calls: list[int]) -> None:
+# What is adapted, and what the op gets of it.
+TARGETS = {
+    "both": (["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], {"gate_up_a", "gate_up_b", "down_a", "down_b"}),
+    "down": (["mlp.experts.down_proj"], {"down_a", "down_b"}),
+}
+
+
+def adapted(model_type: str, targets: list[str], dtype: torch.dtype = torch.float32) -> Any:
     peft = pytest.importorskip("peft")
-    plain = build("mixtral").train()
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
-    adapted = peft.get_peft_model(plain, config)
-    expected = loss(adapted)
-    expected.backward()
-    gradients = {n: p.grad.clone() for n, p in adapted.named_parameters() if p.grad is not None}
-    adapted.zero_grad()
-    liger_hf.apply(adapted)
-    calls.clear()
-    got = loss(adapted)
-    got.backward()
-    assert len(calls) == 2
-    torch.testing.assert_close(got, expected)
-    assert any("lora" in n for n in gradients)
-    for name, parameter in adapted.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=[], target_parameters=targets, init_lora_weights=False)
+    return peft.get_peft_model(build(model_type).to(dtype).train(), config)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss(model).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of each call of the op."""
+    found: list[Any] = []
+    monkeypatch.setattr(rule, "experts", Watched(rule.experts, found))
+    return found
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_lora_on_experts_has_the_gradients_of_peft(model_type: str, targets: str, checkpointed: bool, arguments: list[Any]) -> None:
+    names, factors = TARGETS[targets]
+    plain = adapted(model_type, names)
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    for model in (plain, patched):
+        if checkpointed:
+            model.enable_input_require_grads()
+            checkpoint_layers(model)
+    expected, expected_loss = gradients(plain), loss(plain)
+    arguments.clear()
+    got, got_loss = gradients(patched), loss(patched)
+    assert len(arguments) == (6 if checkpointed else 4)
+    assert all({name for name in options if name.endswith(("_a", "_b"))} == factors for _, options in arguments)
+    torch.testing.assert_close(got_loss, expected_loss)
+    assert len(got) == 2 * len(factors)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_lora_on_experts_adds_to_no_matrix_and_asks_for_no_gradient_of_one(arguments: list[Any]) -> None:
+    model = adapted("qwen3_moe", TARGETS["both"][0])
+    liger_hf.apply(model)
+    arguments.clear()
+    loss(model).backward()
+    experts = next(module for module in model.modules() if type(module).__name__ == "Qwen3MoeExperts")
+    (_, gate_up, down, *_), _ = arguments[0]
+    assert (gate_up.data_ptr(), down.data_ptr()) == (experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr())
+    assert [gate_up.requires_grad, down.requires_grad] == [False, False]
+
+
+def test_in_bfloat16_gradients_of_adapters_of_experts_are_as_close_to_float32_as_those_of_peft() -> None:
+    model = adapted("mixtral", TARGETS["both"][0], torch.bfloat16)
+    wanted, plain = gradients(twin(model).float()), twin(model)
+    liger_hf.apply(model, only=["experts"])
+    ours, theirs = (sum(error(value, wanted[name]).frobenius for name, value in gradients(m).items()) for m in (model, plain))
+    assert ours <= 1.1 * theirs
+
+
+@pytest.mark.parametrize("change", ["disabled", "merged", "two"])
+def test_what_is_active_on_experts_is_looked_at_in_every_call(change: str, arguments: list[Any]) -> None:
+    model = adapted("mixtral", TARGETS["both"][0])
+    if change == "two":
+        model.add_adapter("other", model.peft_config["default"])
+    plain = twin(model)
+    liger_hf.apply(model)
+    for m in (model, plain):
+        if change == "disabled":
+            m.base_model.disable_adapter_layers()
+        elif change == "merged":
+            m.merge_adapter()
+        else:
+            m.base_model.set_adapter(["default", "other"])
+    arguments.clear()
+    torch.testing.assert_close(loss(model), loss(plain))
+    assert len(arguments) == 2
+    assert all("down_a" not in options for _, options in arguments)
 
 
 # -- the gate alone

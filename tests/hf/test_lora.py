@@ -18,6 +18,8 @@ from liger_bench import checkpointing
 from liger_core.accuracy import error
 from liger_core.kernels import KERNELS
 from liger_hf.rules.lora import rule
+from liger_hf.rules.lora import together as joint
+from liger_hf.rules.lora.source import with_shared_inputs
 
 peft = pytest.importorskip("peft", reason="needs peft")
 # PEFT refuses the projections of Mamba, and fails itself where a linear router returns two tensors.
@@ -290,15 +292,15 @@ def test_a_layer_that_keeps_its_matmuls_does_not_repeat_those_with_adapters(monk
         checkpointing.keep(layer, checkpointing.Keeps.MATMULS)
     launched = []
     for kernel in KERNELS.values():
-        if kernel.name.endswith("::lora_linear"):
-            launch = kernel.launch
-            monkeypatch.setattr(kernel, "launch", lambda *args, launch=launch: (launched.append(1), launch(*args)))
+        if kernel.name.endswith(("::lora_linear", "::lora_linears")):
+            launch, name = kernel.launch, kernel.name.partition("::")[2]
+            monkeypatch.setattr(kernel, "launch", lambda *args, launch=launch, name=name: (launched.append(name), launch(*args)))
     # What is last is known after a first step.
     for _ in range(2):
         launched.clear()
         got = step(model, **tokens())
     # Only the last one of each layer may be launched again, and checkpointing ends before it.
-    assert len(launched) == 14
+    assert launched == 2 * ["lora_linears", "lora_linear", "lora_linears", "lora_linear"]
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -348,14 +350,204 @@ def test_autocast_gives_the_dtypes_and_nearly_the_gradients_of_peft(calls: list[
     assert ours <= 1.1 * theirs
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_a_compiled_model_has_no_graph_break(dora: bool, calls: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("dora", "options"),
+    [(False, ONLY), (True, ONLY), (False, {"exclude": ["linear_cross_entropy"]})],
+    ids=["lora", "dora", "with_other_ops"],
+)
+def test_a_compiled_model_has_no_graph_break(dora: bool, options: dict[str, Any], calls: list[Any]) -> None:
     model, inputs = adapted(make(), use_dora=dora), tokens()
     expected = step(model, **inputs)
-    liger_hf.apply(model, **ONLY)
+    liger_hf.apply(model, **options)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     got = step(compiled, **inputs)
     assert calls
     for name, value in expected.items():
         torch.testing.assert_close(got[name if name == "loss" else f"_orig_mod.{name}"], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# -- layers that read the same input
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of layers in each call of lora_linears."""
+    seen: list[int] = []
+    op = joint.lora_linears
+
+    def recorded(x: Tensor, **given: Any) -> Any:
+        seen.append(3 if "a_3" in given else 2)
+        return op(x, **given)
+
+    monkeypatch.setattr(joint, "lora_linears", recorded)
+    return seen
+
+
+# How a model is adapted, and how many layers each of its layers computes together: q, k and v, then gate and up.
+SHARED: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "all": ({}, [3, 2]),
+    "one_without_adapter": ({"target_modules": ["q_proj", "v_proj"]}, [2]),
+    "ranks": ({"rank_pattern": {"k_proj": 2, "up_proj": 3}, "alpha_pattern": {"k_proj": 4, "up_proj": 6}}, [3, 2]),
+    "scales": ({"alpha_pattern": {"k_proj": 3, "up_proj": 5}}, [2]),
+    "dropout": ({"lora_dropout": 1e-9}, []),
+    "dora": ({"use_dora": True}, []),
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", SHARED)
+def test_layers_with_one_input_are_computed_together_and_get_the_gradients_of_peft(kind: str, model_type: str, shared: list[int]) -> None:
+    options, expected = SHARED[kind]
+    plain = adapted(make(tie_word_embeddings=False) if model_type == "llama" else sweep.build(model_type), **options)
+    patched, inputs = twin(plain), tokens()
+    liger_hf.apply(patched, exclude=["linear_cross_entropy"])
+    shared.clear()
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    assert shared == 2 * expected
+
+
+def test_in_bfloat16_adapters_of_layers_with_one_input_are_as_close_to_float64_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = adapted(make(dtype=torch.bfloat16, tie_word_embeddings=False))
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    together = alone = 0.0
+    for seed in range(8):
+        ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed)).to(tiny_models.DEVICE)
+        inputs = {"input_ids": ids, "labels": ids}
+        exact = exact_step(plain, **inputs)
+        together += sum(error(value, exact[name]).frobenius for name, value in step(patched, **inputs).items())
+        with monkeypatch.context() as patch:
+            patch.setattr(joint, "_shared", lambda modules, x: {})
+            alone += sum(error(value, exact[name]).frobenius for name, value in step(patched, **inputs).items())
+    assert together <= 1.05 * alone
+
+
+def watched(model: Any) -> None:
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "gate_proj")):
+            module.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+# What is done to a model after `apply`, and how many layers are computed together then.
+AFTERWARDS: dict[Callable[[Any], None], list[int]] = {
+    disabled: [], merged: [], switched: [3, 2], both: [], hooked: [], hooked_base: [3, 2], watched: [2]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", AFTERWARDS, ids=lambda change: change.__name__)
+def test_what_can_be_computed_together_is_looked_at_in_every_call(change: Callable[[Any], None], shared: list[int]) -> None:
+    model = adapted(make(tie_word_embeddings=False))
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear"))
+    plain = random_adapters(model)
+    patched, inputs = twin(plain), tokens()
+    liger_hf.apply(patched, exclude=["linear_cross_entropy"])
+    change(plain)
+    change(patched)
+    shared.clear()
+    outcomes = []
+    for m in (patched, plain):
+        loss = m(**inputs).loss
+        trained = [p for p in m.parameters() if p.requires_grad]
+        outcomes.append([loss, *torch.autograd.grad(loss, trained, allow_unused=True)] if loss.requires_grad else [loss])
+    assert shared == 2 * AFTERWARDS[change]
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_of_4_bits_with_one_input_share_it(shared: list[int]) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = bitsandbytes.nn.Linear4bit(64, 48, bias=True, compute_dtype=torch.float32, quant_type="nf4")
+            self.b = bitsandbytes.nn.Linear4bit(64, 32, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.a(x), self.b(x)], -1)
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["a", "b"])
+    plain = random_adapters(peft.get_peft_model(Pair().to(tiny_models.DEVICE), config).train())
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    shared.clear()
+    x = torch.randn(3, 5, 64, device=tiny_models.DEVICE)
+    outcomes = []
+    for model in (plain, patched):
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        y.square().sum().backward()
+        outcomes.append([y, leaf.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert shared == [2]
+    assert len(outcomes[0]) == 6
+    torch.testing.assert_close(outcomes[1], outcomes[0])
+
+
+def test_gate_and_up_may_be_overwritten_as_those_of_layers_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_hf.rules.gated_mlp import rule as gated_mlp
+
+    found: list[bool] = []
+    unshared = gated_mlp.unshared
+    monkeypatch.setattr(gated_mlp, "unshared", lambda parts: found.append(unshared(parts)) or found[-1])
+    model = adapted(make())
+    liger_hf.apply(model)
+    found.clear()
+    step(model, **tokens())
+    assert found == [True, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"mlp_rows": 4}], ids=["whole", "tiles"])
+def test_undo_restores_forwards_that_called_layers_together(options: dict[str, Any], shared: list[int]) -> None:
+    model, inputs = adapted(make()), tokens()
+    before = step(model, **inputs)
+    report = liger_hf.apply(model, **options)
+    assert "In 2 modules, linear layers with adapters that read the same input read it once." in report.notes
+    shared.clear()
+    for name, value in step(model, **inputs).items():
+        torch.testing.assert_close(value, before[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert 3 in shared
+    assert 2 in shared
+    second = liger_hf.apply(model, **options)
+    assert not any("read it once" in note for note in second.notes)
+    report.undo()
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in step(model, **inputs).items())
+
+
+class Forwards(nn.Module):
+    """Forwards of which some calls can be made together, and others not."""
+
+    def in_one_statement(self, x: Tensor) -> Any:
+        return self.a(x) + self.b(x), self.c(x)
+
+    def in_a_block(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            y = self.a(x)
+        return y, self.b(x), self.c(x)
+
+    def changed_between(self, x: Tensor) -> Any:
+        y = self.a(x)
+        x.add_(1)
+        return y, self.b(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("in_one_statement", ["abc"]), ("in_a_block", ["bc"]), ("changed_between", [])], ids=lambda value: str(value)
+)
+def test_only_calls_that_surely_come_with_one_input_are_rewritten(name: str, expected: list[str]) -> None:
+    groups: list[str] = []
+
+    def together(modules: Any, x: Any) -> Any:
+        groups.append("".join(module.name for module in modules))
+        return [module(x) for module in modules]
+
+    module: Any = Forwards()
+    for child in "abc":
+        setattr(module, child, nn.Identity())
+        getattr(module, child).name = child
+    function = with_shared_inputs(getattr(Forwards, name), "abc", {"__liger_together__": together, "__liger_take__": joint._take})
+    x = torch.arange(3.0)
+    if function is not None:
+        torch.testing.assert_close(function(module, x), getattr(module, name)(x))
+    assert groups == expected

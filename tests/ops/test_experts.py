@@ -186,3 +186,24 @@ def test_torch_gets_matrices_only_in_the_layouts_that_it_multiplies() -> None:
         "odd_width": False,
         "unaligned": False,
     }
+
+
+@pytest.mark.parametrize("targets", [("gate_up",), ("down",), ("gate_up", "down")], ids=["gate_up", "down", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_an_adapter_is_added_to_its_matrices(dtype: torch.dtype, targets: tuple[str, ...], device: torch.device) -> None:
+    index, values = routing(device), arguments(device, dtype)
+    for name, rank in zip(targets, (3, 8), strict=False):
+        count, outer, inner = values[name].shape
+        values[f"{name}_a"] = leaf(count, rank, inner, device=device, dtype=dtype, scale=inner**-0.5)
+        values[f"{name}_b"] = leaf(count, outer, rank, device=device, dtype=dtype, scale=0.3)
+
+    def op(x: Tensor, gate_up: Tensor, down: Tensor, weight: Tensor, **factors: Tensor) -> Tensor:
+        return experts(x, gate_up, down, index, weight, **factors)
+
+    def whole(x: Tensor, gate_up: Tensor, down: Tensor, weight: Tensor, **factors: Tensor) -> Tensor:
+        matrices = {"gate_up": gate_up, "down": down}
+        for name in targets:
+            matrices[name] = matrices[name] + factors[f"{name}_b"] @ factors[f"{name}_a"]
+        return experts.reference(x, matrices["gate_up"], matrices["down"], index, weight)
+
+    assert disagreements(op, whole, **values) == []

@@ -17,6 +17,7 @@ import liger_hf
 from hf import tiny_models
 from hf.tiny_models import LAYERS, disagreements, exact_step, make, step, tokens, twin
 from liger_bench.checkpointing import Keeps, Matmuls, checkpoint_layers, keep, layers
+from liger_hf.rules.lora.source import sharing
 from liger_train import merging, tied
 from liger_train import model as building
 from liger_train.model import build
@@ -235,7 +236,7 @@ class Shapes(nn.Module):
     ],
 )
 def test_only_layers_that_surely_read_one_input_share_it(name: str, expected: dict[str, list[str]]) -> None:
-    assert {argument: sorted(called) for argument, called in merging.sharing(getattr(Shapes, name)).items()} == expected
+    assert {argument: sorted(called) for argument, called in sharing(getattr(Shapes, name)).items()} == expected
 
 
 # -- the tied embedding

@@ -131,7 +131,7 @@ class Matmuls:
 
 def _multiplies(op: Any) -> bool:
     """Whether an op is a linear layer with its adapter, whichever backend runs it, or several layers with one input."""
-    return op in KERNELS and KERNELS[op].name.endswith(("::lora_linear", "::merged_linear"))
+    return op in KERNELS and KERNELS[op].name.endswith(("::lora_linear", "::lora_linears", "::merged_linear"))
 
 
 def _is_long(query: Tensor) -> bool:

@@ -23,6 +23,7 @@ from liger_hf.patch import Patch
 from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
 from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.lora import together
 from liger_hf.verification import Decision, decide
 
 Names = Iterable[Op[..., Any] | str] | None
@@ -67,6 +68,10 @@ def apply(
         patches.extend(summed)
     # Nothing is installed before everything is decided: an error leaves the model as it was.
     report.patches = [patch.install() for patch in patches]
+    shared = list(together.patches(model, report.patches))
+    if shared:
+        report.notes.append(together.NOTE.format(count=len(shared)))
+        report.patches += [patch.install() for patch in shared]
     if mlp_rows is not None:
         # Around the forwards that are now there.
         report.patches += [tiling.tiles(mlp, mlp_rows).install() for mlp in mlps]

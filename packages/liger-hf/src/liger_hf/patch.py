@@ -14,6 +14,8 @@ from torch import nn
 from liger_hf.rebinding import checkpointed, unwrapped
 
 MARK = "__liger__"
+# On a function: class → the forward that it became for modules of that class; on those: the function.
+OF_CLASSES, INSTALLED = "__liger_of_classes__", "__liger_installed__"
 
 
 class Missing:
@@ -54,9 +56,10 @@ def slot(module: nn.Module) -> str:
 def forward_of(module: nn.Module) -> Callable[..., Any] | str:
     """The function, not yet bound, that computes this module; or why it cannot be replaced. Its checkpointing wrapper stays in place."""
     own = module.__dict__.get(slot(module))
-    if own is None:
-        return unwrapped(type(module).forward)
     function = getattr(own, "__func__", None)
+    # copy.copy takes over the forward that is bound to the first module.
+    if own is None or (hasattr(function, MARK) and own.__self__ is not module):
+        return unwrapped(type(module).forward)
     if hasattr(function, MARK):
         return "already replaced by an earlier apply"
     if isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
@@ -97,12 +100,31 @@ def replacement(module: nn.Module, function: Callable[..., Any], original: Calla
     `forward` it pickles as the forward of its class.
     """
     assert isinstance(function, FunctionType)
-    outermost: Any = type(module).forward
-    if unwrapped(outermost) is not outermost:
-        # One copy for all the layers of a model, so that torch.compile compiles it once.
-        made = function.__dict__.setdefault("__checkpointed__", {})
-        function = made.setdefault(outermost, checkpointed(function, outermost))
+    kind = type(module)
+    # One function for all the modules of a class, so that torch.compile compiles it once.
+    made = function.__dict__.setdefault(OF_CLASSES, {})
+    function = made[kind] if kind in made else made.setdefault(kind, _of_class(kind, function))
     function.__name__ = function.__qualname__ = "forward"
     function.__dict__["__wrapped__"] = original
     function.__dict__[MARK] = True
     return Patch(module, slot(module), MethodType(function, module))
+
+
+def _of_class(kind: Any, function: FunctionType) -> Any:
+    """The function, for as long as a module has the forward of this class."""
+    outermost = kind.forward
+    inner = function if unwrapped(outermost) is outermost else checkpointed(function, outermost)
+
+    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+        # FSDP2 and parametrizations, too, change the class of a module, but not its forward.
+        if type(self) is not kind and type(self).forward is not kind.forward:
+            return type(self).forward(self, *args, **named)
+        return inner(self, *args, **named)
+
+    forward.__dict__.update({name: value for name, value in function.__dict__.items() if name != OF_CLASSES}, **{INSTALLED: function})
+    return forward
+
+
+def installed_in(forward: Any) -> Any:
+    """The function that `replacement` was given for this forward, before it became that of a class."""
+    return forward.__dict__.get(INSTALLED, forward)

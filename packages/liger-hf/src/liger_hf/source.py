@@ -17,10 +17,14 @@ from weakref import WeakKeyDictionary
 from liger_hf.rebinding import twin
 
 _definitions: WeakKeyDictionary[FunctionType, ast.FunctionDef | None] = WeakKeyDictionary()
+# By their code: a function that is rebound has the same one.
+_rebuilt: WeakKeyDictionary[CodeType, ast.FunctionDef] = WeakKeyDictionary()
 
 
 def definition_of(function: Any) -> ast.FunctionDef | None:
-    """The source of a function; None if it cannot be found, or if it now is the source of something else."""
+    """The source of a function, also of one that was rebuilt; None if it cannot be found, or if it now is the source of something else."""
+    if isinstance(function, FunctionType) and function.__code__ in _rebuilt:
+        return _rebuilt[function.__code__]
     if not isinstance(function, FunctionType) or function.__closure__:
         return None
     if function not in _definitions:
@@ -51,8 +55,11 @@ def copy_of(function: FunctionType) -> ast.FunctionDef:
 
 
 def rebuilt(function: FunctionType, definition: ast.FunctionDef, helpers: Mapping[str, Callable[..., Any]]) -> FunctionType:
-    """The function with a changed definition, which may call the helpers by their names; its globals stay its own."""
+    """The function with a changed definition, which may call the helpers by their names; its globals stay its own, and helpers that it has."""
+    own = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    helpers = {name: cell.cell_contents for name, cell in own} | {**helpers}
     code = _compiled(function, definition, tuple(helpers))
+    _rebuilt[code] = definition
     return twin(function, code, function.__globals__, tuple(CellType(helpers[name]) for name in code.co_freevars))
 
 

@@ -6,10 +6,7 @@ Parameters, gradients and state_dict keep their names and shapes: the weights be
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +15,13 @@ from torch import Tensor, nn
 from liger_core.kernels import Outputs, differentiable, reference_kernel
 from liger_hf.patch import Patch, replacement
 from liger_hf.rules.gated_mlp.rule import look
+from liger_hf.rules.lora.source import sharing
 
 # On a linear layer: its group, and its place there.
 PLACE = "liger_merged_place"
 # On a model: what `undo` takes back.
 PATCHES = "_liger_merged_patches"
 MOST = 3
-# What is within these may run more than once, or never.
-CONDITIONAL = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.BoolOp, ast.Lambda, ast.comprehension)
 
 
 class Merged:
@@ -110,33 +106,6 @@ def _groups(module: nn.Module) -> Iterator[tuple[str, ...]]:
             found = tuple(name for name in names if name in linears)
             if 1 < len(found) <= MOST:
                 yield found
-
-
-def sharing(forward: Callable[..., Any]) -> dict[str, list[str]]:
-    """Argument of a forward → the children that it always calls with nothing but that, if all else it does with it is to read its shape."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef):
-        return {}
-    calls: dict[str, list[str]] = {argument.arg: [] for argument in function.args.args[1:]}
-    sometimes = {id(part) for node in ast.walk(function) if isinstance(node, CONDITIONAL) for part in ast.walk(node)}
-    allowed: set[int] = set()
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in ("shape", "dtype", "device"):
-            allowed.add(id(node.value))
-        if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or not isinstance(node.args[0], ast.Name):
-            continue
-        called, argument = node.func, node.args[0]
-        if not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name) or called.value.id != "self":
-            continue
-        if argument.id in calls and id(node) not in sometimes:
-            calls[argument.id].append(called.attr)
-            allowed.add(id(argument))
-    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in allowed}
-    return {name: called for name, called in calls.items() if name not in used and len(set(called)) == len(called) > 1}
 
 
 def _problem(linears: Sequence[Any]) -> str:

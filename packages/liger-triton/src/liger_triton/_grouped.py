@@ -23,23 +23,26 @@ SMALL = {"ROWS": 64, "COLUMNS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2
 LARGE_BYTES = 3 * 2 * 64 * (128 + 256)
 
 
-def grouped_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def grouped_matmul(
+    rows: Tensor, matrices: Tensor, ends: Tensor, dtype: torch.dtype | None = None, onto: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """rows (n, inner) @ matrices (groups, inner, columns), each group of rows with its own; rows behind the last end are not written.
 
     dtype  of the result; that of rows by default
+    onto   what the matmul adds to, before it rounds, and returns: (n, columns), dense
     """
-    if dtype in (None, rows.dtype) and _in_torch(rows, matrices):
+    if onto is None and dtype in (None, rows.dtype) and _in_torch(rows, matrices):
         return _torch_grouped_mm(rows, matrices, ends)
     count, inner = rows.shape
     groups, _, columns = matrices.shape
-    out = rows.new_empty(count, columns, dtype=dtype)
+    out = rows.new_empty(count, columns, dtype=dtype) if onto is None else onto
     if out.numel():
         tiles = _tiles(rows, columns)
         # As many tiles of rows as there can be; those that no group needs end at once.
         grid = ((cdiv(count, tiles["ROWS"]) + groups) * cdiv(columns, tiles["COLUMNS"]),)
         rows_launch(
             grid, rows, matrices, ends, out, *rows.stride(), *matrices.stride(), groups, columns, inner,
-            GROUPS=power_of_two(groups), EXACT=_exact(rows), **tiles,
+            GROUPS=power_of_two(groups), EXACT=_exact(rows), ADDS=onto is not None, **tiles,
         )  # fmt: skip
     return out
 
@@ -109,7 +112,7 @@ def multiplied(a, b, total, EXACT: tl.constexpr):
 @triton.jit
 def rows_kernel(
     rows, matrices, ends, out, row_stride, inner_stride, matrix_stride, matrix_inner, matrix_column, groups, columns, inner,
-    GROUPS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    GROUPS: tl.constexpr, EXACT: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """One program computes one tile of the result of one group, which it finds among the ends of all of them."""
     column_tiles = tl.cdiv(columns, COLUMNS)
@@ -131,13 +134,15 @@ def rows_kernel(
         column_mask = (column < columns)[None, :]
         left = rows + row.to(tl.int64)[:, None] * row_stride
         right = matrices + group.to(tl.int64) * matrix_stride + column.to(tl.int64)[None, :] * matrix_column
+        place = out + row.to(tl.int64)[:, None] * columns + column[None, :]
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        if ADDS:
+            total += tl.load(place, mask=row_mask & column_mask, other=0.0).to(tl.float32)
         for begin in range(0, inner, INNER):
             at = begin + step
             a = tl.load(left + at[None, :] * inner_stride, mask=row_mask & (at < inner)[None, :], other=0.0)
             b = tl.load(right + at.to(tl.int64)[:, None] * matrix_inner, mask=(at < inner)[:, None] & column_mask, other=0.0)
             total = multiplied(a, b, total, EXACT)
-        place = out + row.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(place, total.to(out.dtype.element_ty), mask=row_mask & column_mask)
 
 

@@ -41,6 +41,15 @@ class Biases(NamedTuple):
     down_bias: Tensor | None
 
 
+class Adapters(NamedTuple):
+    """Low-rank adapters of the matrices."""
+
+    gate_up_a: Tensor | None
+    gate_up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
+
+
 class Gate(NamedTuple):
     """The options of the activation."""
 
@@ -54,15 +63,19 @@ class Gate(NamedTuple):
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, *, activation: Literal["silu", "gelu", "gelu_tanh", "relu_squared"] = "silu", limit: float | None = None,
-    alpha: float = 1.0, shift: float = 0.0, interleaved: bool = False,
+    alpha: float = 1.0, shift: float = 0.0, interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None, down_b: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    supported(x, gate_up, down, weight, gate_up_bias, down_bias)
+    adapters = Adapters(gate_up_a, gate_up_b, down_a, down_b)
+    supported(x, gate_up, down, weight, gate_up_bias, down_bias, *adapters)
     gate = Gate(activation, None if limit is None else float(limit), float(alpha), float(shift), interleaved)
-    result: Tensor = _experts(x, gate_up, down, Routing(index, weight), Biases(gate_up_bias, down_bias), gate)
+    result: Tensor = _experts(x, gate_up, down, Routing(index, weight), Biases(gate_up_bias, down_bias), adapters, gate)
     return result
 
 
-def _allocate(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, gate: Gate) -> Outputs:
+def _allocate(
+    x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, adapters: Adapters, gate: Gate
+) -> Outputs:  # fmt: skip
     slots = routing.chosen.numel()
     order, place = (x.new_empty(slots, dtype=torch.int64) for _ in range(2))
     return dense_like(x), x.new_empty(slots, gate_up.shape[1]), order, place, x.new_empty(down.shape[0], dtype=torch.int32)
@@ -70,62 +83,98 @@ def _allocate(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases
 
 def _launch(
     y: Tensor, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor, /, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing,
-    biases: Biases, gate: Gate,
+    biases: Biases, adapters: Adapters, gate: Gate,
 ) -> Outputs:  # fmt: skip
     order, place, ends = grouped(routing.chosen, down.shape[0])
-    joined = grouped_matmul(_spread(x, place, routing), gate_up.mT, ends)
+    joined = _through(_spread(x, place, routing), gate_up.mT, _turned(adapters.gate_up_a), _turned(adapters.gate_up_b), ends)
     active = joined.new_empty(joined.shape[0], down.shape[2])
     _activate(joined, active, order, ends, routing, biases, gate)
-    parts = grouped_matmul(active, down.mT, ends)
+    parts = _through(active, down.mT, _turned(adapters.down_a), _turned(adapters.down_b), ends)
     del active
     y = _combine(parts, place, ends, routing, routing.weight, biases.down_bias)
     return y, joined, order, place, ends
 
 
 def _allocate_backward(
-    grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, gate: Gate, joined: Tensor, order: Tensor,
-    place: Tensor, ends: Tensor, needs: list[bool],
+    grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, adapters: Adapters, gate: Gate, joined: Tensor,
+    order: Tensor, place: Tensor, ends: Tensor, needs: list[bool],
 ) -> Outputs:  # fmt: skip
-    given = (x, gate_up, down, routing.weight, *biases)
-    matrices = (False, True, True, False, False, False)
+    given = (x, gate_up, down, routing.weight, *biases, *adapters)
+    matrices = (False, True, True, False, False, False, *[True] * len(adapters))
     wanted = zip(needs, given, matrices, strict=True)
     return (*(None if t is None or not need else torch.empty_like(t) if kept else dense_like(t) for need, t, kept in wanted), None)
 
 
 def _launch_backward(
     grad_x: Tensor | None, grad_gate_up: Tensor | None, grad_down: Tensor | None, grad_weight: Tensor | None, grad_gate_up_bias: Tensor | None,
-    grad_down_bias: Tensor | None, scratch: Tensor | None, /, grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing,
-    biases: Biases, gate: Gate, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor, needs: list[bool],
+    grad_down_bias: Tensor | None, grad_gate_up_a: Tensor | None, grad_gate_up_b: Tensor | None, grad_down_a: Tensor | None,
+    grad_down_b: Tensor | None, scratch: Tensor | None, /, grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing,
+    biases: Biases, adapters: Adapters, gate: Gate, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor, needs: list[bool],
 ) -> Outputs:  # fmt: skip
-    for_x, for_gate_up, for_down, for_weight, for_gate_up_bias, for_down_bias = needs
-    through = for_x or for_gate_up or for_gate_up_bias
+    for_x, for_gate_up, for_down, for_weight, for_gate_up_bias, for_down_bias, *for_adapters = needs
+    for_first, for_second = (for_gate_up, *for_adapters[:2]), (for_down, *for_adapters[2:])
+    through = for_x or any(for_first) or for_gate_up_bias
     grads = _spread(grad_y, place, routing)
     # Wᵀ g and w · a may leave float16's range where w · Wᵀ g, (Wᵀ g) · a and the gradient of W do not.
     narrow = grads.dtype == torch.float16
     wide = torch.float32 if narrow else grads.dtype
-    pulled = grouped_matmul(grads, down, ends, wide) if through or for_weight else grads.new_empty(grads.shape[0], down.shape[2])
+    if through or for_weight:
+        pulled = _through(grads, down, adapters.down_b, adapters.down_a, ends, wide)
+    else:
+        pulled = grads.new_empty(grads.shape[0], down.shape[2])
     # The weighted activation, which the gradient of down is made of, takes the place of what has been read.
-    active = torch.empty_like(pulled, dtype=grads.dtype) if narrow and for_down else pulled
+    active = torch.empty_like(pulled, dtype=grads.dtype) if narrow and any(for_second) else pulled
     grad_joined = (torch.empty_like(joined) if scratch is None else scratch) if through else None
     if for_weight:
         grad_weight = dense_like(routing.weight)
     along = _along_bias(grad_y, place, ends, routing, biases.down_bias) if for_weight and biases.down_bias is not None else None
-    _activate_backward(joined, pulled, active, grad_joined, grad_weight, along, order, ends, routing, biases, gate, for_down)
+    _activate_backward(joined, pulled, active, grad_joined, grad_weight, along, order, ends, routing, biases, gate, any(for_second))
     if for_down_bias:
         grad_down_bias = _sum_rows(grads, ends, order, routing.weight)
-    if for_down:
+    if any(for_second):
         if narrow:
             grads.mul_(routing.weight.reshape(-1)[order][:, None])
-        grad_down = _summed_like(down, grads, active, ends)
+        grad_down, grad_down_a, grad_down_b = _of_matrices(grads, active, (down, *adapters[2:]), ends, for_second)
     del grads, pulled, active
     if grad_joined is not None:
         if for_gate_up_bias:
             grad_gate_up_bias = _sum_rows(grad_joined, ends)
-        if for_gate_up:
-            grad_gate_up = _summed_like(gate_up, grad_joined, _spread(x, place, routing), ends)
+        if any(for_first):
+            matrices = gate_up, *adapters[:2]
+            grad_gate_up, grad_gate_up_a, grad_gate_up_b = _of_matrices(grad_joined, _spread(x, place, routing), matrices, ends, for_first)
         if for_x:
-            grad_x = _combine(grouped_matmul(grad_joined, gate_up, ends), place, ends, routing)
-    return grad_x, grad_gate_up, grad_down, grad_weight, grad_gate_up_bias, grad_down_bias, None
+            grad_x = _combine(_through(grad_joined, gate_up, adapters.gate_up_b, adapters.gate_up_a, ends), place, ends, routing)
+    return (
+        *(grad_x, grad_gate_up, grad_down, grad_weight, grad_gate_up_bias, grad_down_bias),
+        *(grad_gate_up_a, grad_gate_up_b, grad_down_a, grad_down_b, None),
+    )
+
+
+def _turned(factor: Tensor | None) -> Tensor | None:
+    return None if factor is None else factor.mT
+
+
+def _through(
+    rows: Tensor, matrices: Tensor, first: Tensor | None, second: Tensor | None, ends: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """rows @ matrices, and with an adapter also rows @ first @ second, of each group."""
+    out = grouped_matmul(rows, matrices, ends, dtype)
+    if first is not None and second is not None:
+        # In one pass over the large result, and without rounding the small product.
+        out = grouped_matmul(grouped_matmul(rows, first, ends), second, ends, onto=out)
+    return out
+
+
+def _of_matrices(
+    grads: Tensor, rows: Tensor, matrices: tuple[Tensor, Tensor | None, Tensor | None], ends: Tensor, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of matrices and of their adapter, from rows and the gradients of what they gave."""
+    own, a, b = matrices
+    return (
+        _summed_like(own, grads, rows, ends) if needs[0] else None,
+        _summed_like(a, grouped_matmul(grads, b, ends), rows, ends) if needs[1] and a is not None and b is not None else None,
+        _summed_like(b, grads, grouped_matmul(rows, a.mT, ends), ends) if needs[2] and a is not None and b is not None else None,
+    )
 
 
 def _summed_like(matrices: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

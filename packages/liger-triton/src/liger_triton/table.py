@@ -40,6 +40,7 @@ HANDED_OVER = {
     "relu_squared": 4 * SMALL,
     "embedding": 0,
     "lora_linear": 0,
+    "lora_linears": 0,
     "cross_entropy": 0,
     "linear_cross_entropy": 0,
     "linear_log_prob": 0,

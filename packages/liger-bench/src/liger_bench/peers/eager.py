@@ -168,6 +168,14 @@ def lora_linear(
     return y.to(own.dtype)
 
 
+def lora_linears(
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, weight_2: Tensor | None, a_2: Tensor, b_2: Tensor,
+    weight_3: Tensor | None = None, a_3: Tensor | None = None, b_3: Tensor | None = None, scale: float = 1.0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    first, second = lora_linear(x, weight, a, b, scale), lora_linear(x, weight_2, a_2, b_2, scale)
+    return (first, second) if a_3 is None or b_3 is None else (first, second, lora_linear(x, weight_3, a_3, b_3, scale))
+
+
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
@@ -298,5 +306,5 @@ CALLS = by_name(
         linear_cross_entropy,
         linear_log_prob,
     ),
-    *(lora_linear, linear_divergence, kl_div, jsd, total_variation, embedding, experts, mix_streams, merge_streams),
+    *(lora_linear, lora_linears, linear_divergence, kl_div, jsd, total_variation, embedding, experts, mix_streams, merge_streams),
 )

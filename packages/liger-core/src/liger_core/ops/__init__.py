@@ -18,6 +18,7 @@ from liger_core.ops.linear_cross_entropy import linear_cross_entropy as linear_c
 from liger_core.ops.linear_divergence import linear_divergence as linear_divergence
 from liger_core.ops.linear_log_prob import linear_log_prob as linear_log_prob
 from liger_core.ops.lora_linear import lora_linear as lora_linear
+from liger_core.ops.lora_linears import lora_linears as lora_linears
 from liger_core.ops.merge_streams import merge_streams as merge_streams
 from liger_core.ops.mix_streams import mix_streams as mix_streams
 from liger_core.ops.modulated_layer_norm import modulated_layer_norm as modulated_layer_norm

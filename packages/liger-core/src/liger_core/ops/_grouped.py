@@ -33,6 +33,12 @@ def grouped_linear(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return result
 
 
+def adapted_linear(rows: Tensor, matrices: Tensor, a: Tensor | None, b: Tensor | None, ends: Tensor) -> Tensor:
+    """As `grouped_linear`, with a low-rank adapter of each group, a (groups, rank, inner) and b (groups, outer, rank), if there is one."""
+    own = grouped_linear(rows, matrices, ends)
+    return own if a is None or b is None else own + grouped_linear(grouped_linear(rows, a, ends), b, ends)
+
+
 def _allocate(rows: Tensor, matrices: Tensor, ends: Tensor) -> Outputs:
     return (rows.new_empty(rows.shape[0], matrices.shape[1]),)
 

@@ -10,7 +10,7 @@ little, and long matrices are read as often as with one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -168,11 +168,7 @@ class LowRank:
         self, y: Tensor, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None,
         projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
-        right = self.passes.right(b, x.dtype).t()
-        if weight is None:
-            add_product(base, projected, right, y)
-            return
-        add_both(bias, projected, right, x, weight.t(), y)
+        compute(self.passes, y, x, weight, b, bias, base, projected)
 
     def _allocate_backward(
         self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor, scale: float, needs: list[bool]
@@ -217,10 +213,7 @@ class LowRank:
             self.passes.project(grad_y, b.t(), scale, back)
             if grad_x is not None:
                 right = self.passes.right(a.t(), grad_y.dtype).t()
-                if weight is None:
-                    add_product(None, back, right, grad_x)
-                else:
-                    add_both(None, back, right, of_layer, weight, grad_x)
+                add_all(None, back, right, () if weight is None else ((of_layer, weight),), grad_x)
             if grad_a is not None:
                 self.passes.reduce(back, x, grad_a)
         if grad_b is not None:
@@ -285,15 +278,26 @@ def scaled_rows(b: Tensor, columns: Tensor) -> Tensor:
     return (b * columns[:, None]).to(b.dtype)
 
 
-def add_both(base: Tensor | None, left: Tensor, right: Tensor, rows: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """base + left @ right + rows @ matrix, of which the last product is large."""
+def compute(
+    passes: RankPasses, y: Tensor, x: Tensor, weight: Tensor | None, b: Tensor, bias: Tensor | None, base: Tensor | None, projected: Tensor
+) -> None:
+    """A layer with its adapter, from x and what x aᵀ gives as a left factor."""
+    right = passes.right(b, x.dtype).t()
+    add_all(base if weight is None else bias, projected, right, () if weight is None else ((x, weight.t()),), y)
+
+
+def add_all(base: Tensor | None, left: Tensor, right: Tensor, large: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
+    """base + left @ right + the sum of rows @ matrix over the large products."""
     if out.dtype == torch.float16:
-        # The adapter's part alone may leave the range; plain PyTorch rounds only that of the layer.
-        _ = torch.mm(rows, matrix, out=out) if base is None else torch.addmm(base, rows, matrix, out=out)
-        add_product(out, left, right, out)
-    else:
-        # The small product first: the large matmul adds to it while it computes, which a pass over its result would cost extra.
+        # The adapter's part alone may leave the range; plain PyTorch rounds only those of the layers.
+        for rows, matrix in large:
+            _ = torch.mm(rows, matrix, out=out) if base is None else torch.addmm(base, rows, matrix, out=out)
+            base = out
         add_product(base, left, right, out)
+        return
+    # The small product first: the large matmuls add to it while they compute, which a pass over their results would cost extra.
+    add_product(base, left, right, out)
+    for rows, matrix in large:
         torch.addmm(out, rows, matrix, out=out)
 
 

@@ -14,7 +14,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Product, Sample, Work, Workload, op
 from liger_core.ops._gated import Activation, joined_gate
-from liger_core.ops._grouped import grouped, grouped_linear
+from liger_core.ops._grouped import adapted_linear, grouped
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal, workload
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
@@ -23,12 +23,14 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
 def check(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
-    interleaved: bool = False,
+    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None, down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
 ) -> None:  # fmt: skip
     name = "experts"
-    checks.floating(name, 4, x=x, gate_up=gate_up, down=down, weight=weight, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    adapters = {"gate_up_a": gate_up_a, "gate_up_b": gate_up_b, "down_a": down_a, "down_b": down_b}
+    checks.floating(name, 4, x=x, gate_up=gate_up, down=down, weight=weight, gate_up_bias=gate_up_bias, down_bias=down_bias, **adapters)
     checks.same_device(name, "x", x, index=index)
-    checks.same_dtype(name, "x", x, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    checks.same_dtype(name, "x", x, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias, **adapters)
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         checks.fail(DtypeError, name, f"index must have an integer dtype, got {index.dtype}")
     if x.dim() != 2:
@@ -38,6 +40,8 @@ def check(
     if weight.shape != index.shape:
         checks.fail(ShapeError, name, f"weight must have the shape of index {checks.shape(index)}, got {checks.shape(weight)}")
     _check_matrices(name, x, gate_up, down, gate_up_bias, down_bias)
+    _check_adapter(name, "gate_up", gate_up, gate_up_a, gate_up_b)
+    _check_adapter(name, "down", down, down_a, down_b)
     checks.choice(name, "activation", activation, ACTIVATIONS)
     if limit is not None:
         checks.positive(name, "limit", limit)
@@ -61,6 +65,20 @@ def _check_matrices(name: str, x: Tensor, gate_up: Tensor, down: Tensor, gate_up
         if bias is not None and bias.shape != matrices.shape[:2]:
             wanted = f"{which} must have shape {checks.shape(matrices[:, :, 0])} to match {of}"
             checks.fail(ShapeError, name, f"{wanted} {checks.shape(matrices)}, got {checks.shape(bias)}")
+
+
+def _check_adapter(name: str, of: str, matrices: Tensor, a: Tensor | None, b: Tensor | None) -> None:
+    if a is None and b is None:
+        return
+    if a is None or b is None:
+        checks.fail(OptionError, name, f"{of}_a and {of}_b must be given together, got {of}_{'b' if a is None else 'a'} alone")
+    count, outer, inner = matrices.shape
+    if a.dim() != 3 or (a.shape[0], a.shape[2]) != (count, inner):
+        wanted = f"{of}_a must be ({count}, rank, {inner}) to match {of} {checks.shape(matrices)}"
+        checks.fail(ShapeError, name, f"{wanted}, got {checks.shape(a)}")
+    if b.shape != (count, outer, a.shape[1]):
+        wanted = f"{of}_b must be {(count, outer, a.shape[1])} to match {of} {checks.shape(matrices)} and {of}_a {checks.shape(a)}"
+        checks.fail(ShapeError, name, f"{wanted}, got {checks.shape(b)}")
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -107,6 +125,12 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("long_rows", tuple(call(12, 2, 2, 2100, 11)), frozen=("weight",), why="a token takes several column tiles")
     frozen = ("gate_up", "down", "gate_up_bias", "down_bias")
     yield Sample("frozen_experts", tuple(biased(30, 8, 10, 32, 64)), frozen=frozen, why="no gradient of the experts")
+    factors = {"gate_up_a": n(10, 3, 32, scale=0.2), "gate_up_b": n(10, 128, 3), "down_a": n(10, 5, 64, scale=0.1), "down_b": n(10, 32, 5)}
+    yield Sample("adapters", tuple(call(30, 8, 10, 32, 64)), factors, why="low-rank adapters on both matrices")
+    half = {name: factor for name, factor in factors.items() if "down" in name}
+    yield Sample("adapter_of_down", tuple(biased(30, 8, 10, 32, 64)), half, why="an adapter on one of the matrices, beside biases")
+    both = ("gate_up", "down")
+    yield Sample("frozen_below_adapters", tuple(call(30, 8, 10, 32, 64)), factors, why="adapters on frozen matrices", frozen=both)
     around = call(20, 4, 8, 32, 64)
     around[1:3] = [t.permute(1, 2, 0).contiguous().permute(2, 0, 1) for t in around[1:3]]
     yield Sample("experts_last", tuple(around), why="the same element of all experts is adjacent, and no row or column")
@@ -147,6 +171,15 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("limit", good, OptionError, "limit must be a finite number > 0, got 0", limit=0)
     message = "alpha must be 1 with activation='gelu', got 2.0; only silu has a slope"
     yield misuse("alpha", good, OptionError, message, activation="gelu", alpha=2.0)
+    message = "interleaved and shift need a gate, but gate_up has as many rows as down has columns"
+    half = torch.zeros(4, 2, 8, device=device)
+    yield misuse(
+        "half_an_adapter", good, OptionError, "gate_up_a and gate_up_b must be given together, got gate_up_a alone", gate_up_a=half
+    )
+    message = "down_a must be (4, rank, 6) to match down (4, 8, 6), got (4, 2, 8)"
+    yield misuse("adapter_a", good, ShapeError, message, down_a=half, down_b=half.mT)
+    message = "gate_up_b must be (4, 12, 2) to match gate_up (4, 12, 8) and gate_up_a (4, 2, 8), got (4, 8, 2)"
+    yield misuse("adapter_b", good, ShapeError, message, gate_up_a=half, gate_up_b=half.mT)
     message = "interleaved and shift need a gate, but gate_up has as many rows as down has columns"
     yield misuse("no_gate", (x, gate_up[:, :6], down, index, weight), OptionError, message, interleaved=True)
 
@@ -191,6 +224,8 @@ def layout(*args: Any, **kwargs: Any) -> Layout:
             "x": "tokens (hidden)", "index": "tokens (k)", "weight": "tokens (k)",
             "gate_up": "(experts) (outer) (hidden)", "down": "(experts) (hidden) (inner)",
             "gate_up_bias": "(experts) (outer)", "down_bias": "(experts) (hidden)",
+            "gate_up_a": "(experts) (rank) (hidden)", "gate_up_b": "(experts) (outer) (rank)",
+            "down_a": "(experts) (down_rank) (inner)", "down_b": "(experts) (hidden) (down_rank)",
         },
         ("x",),
     )  # fmt: skip
@@ -200,7 +235,8 @@ def layout(*args: Any, **kwargs: Any) -> Layout:
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
-    interleaved: bool = False,
+    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None, down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Run each token through the experts that it is routed to, and sum their outputs by the router's weights.
 
@@ -219,6 +255,11 @@ def experts(
     gate_up_bias  (experts, 2·inner)            dtype of x
     down_bias     (experts, hidden)             dtype of x
     limit                                       no limit by default
+    gate_up_a     (experts, rank, hidden)       dtype of x: a low-rank adapter (LoRA), with which gate_up_e x is
+                                                gate_up_e x + gate_up_b_e (gate_up_a_e x); its scale belongs to b
+    gate_up_b     (experts, 2·inner, rank)      dtype of x
+    down_a        (experts, rank, inner)        dtype of x: likewise of down, with a rank of its own
+    down_b        (experts, hidden, rank)       dtype of x
     returns       (tokens, hidden)              dtype of x; the activation and the sum over experts are computed in float32. A fused backend
                                                 keeps x, the outputs of gate_up and the order of the rows for the backward pass, and
                                                 recomputes what is gathered and activated
@@ -231,13 +272,13 @@ def experts(
     own, expert = (index >= 0) & (index < count), index.clamp(0, count - 1).long()
     wide = accumulator(x.dtype)
     rows = x.unsqueeze(1).expand(tokens, k, hidden).reshape(tokens * k, hidden).index_select(0, order)
-    joined = grouped_linear(rows, gate_up, ends).to(wide)
+    joined = adapted_linear(rows, gate_up, gate_up_a, gate_up_b, ends).to(wide)
     if gate_up_bias is not None:
         joined = joined + gate_up_bias.to(wide)[expert.reshape(-1)[order]]
     gate, up = joined, None
     if gate_up.shape[1] != inner:
         gate, up = (joined[:, 0::2], joined[:, 1::2]) if interleaved else joined.chunk(2, dim=-1)
-    out = grouped_linear(joined_gate(gate, up, activation, limit, alpha, shift).to(x.dtype), down, ends)
+    out = adapted_linear(joined_gate(gate, up, activation, limit, alpha, shift).to(x.dtype), down, down_a, down_b, ends)
     parts = out.index_select(0, place).view(tokens, k, hidden).to(wide)
     if down_bias is not None:
         parts = parts + down_bias.to(wide)[expert]

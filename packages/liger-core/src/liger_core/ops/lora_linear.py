@@ -14,6 +14,7 @@ from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Product, Sample, Work, Workload, op
+from liger_core.ops._adapter import check_dtypes, check_shapes, no_bias_beside
 from liger_core.ops._chunked_loss import autocast_dtype
 from liger_core.ops._inputs import accumulator, misuses_of, normal, workload
 from liger_core.ops._low_rank import TORCH_PASSES, RankPasses, low_rank
@@ -37,36 +38,14 @@ def check(
     checks.floating(NAME, 3, x=x, a=a, b=b, weight=weight, bias=bias, base=base, column_scale=column_scale)
     checks.at_least_one_dimension(NAME, "x", x)
     checks.finite(NAME, "scale", scale)
-    if a.dim() != 2 or a.shape[1] != x.shape[-1]:
-        checks.fail(ShapeError, NAME, f"a must have shape (rank, {x.shape[-1]}) to match x {checks.shape(x)}, got {checks.shape(a)}")
-    if b.dim() != 2 or b.shape[1] != a.shape[0]:
-        checks.fail(ShapeError, NAME, f"b must have shape (outputs, {a.shape[0]}) to match a {checks.shape(a)}, got {checks.shape(b)}")
-    if (weight is None) == (base is None):
-        given = "neither" if base is None else "both"
-        checks.fail(OptionError, NAME, f"either weight or base must be given, got {given}")
-    if weight is not None and weight.shape != (b.shape[0], x.shape[-1]):
-        wanted = (b.shape[0], x.shape[-1])
-        checks.fail(ShapeError, NAME, f"weight must have shape {wanted} to match b and x, got {checks.shape(weight)}")
-    if base is not None:
-        wanted = (*x.shape[:-1], b.shape[0])
-        if base.shape != wanted:
-            checks.fail(ShapeError, NAME, f"base must have shape {wanted} to match x and b, got {checks.shape(base)}")
-        if bias is not None and column_scale is None:
-            checks.fail(OptionError, NAME, "bias must be None where base is given, which has it already")
-    checks.vector(NAME, "bias", bias, b.shape[0], "b", b)
+    check_shapes(NAME, x, weight, a, b, bias, base)
+    if column_scale is None:
+        no_bias_beside(NAME, bias, base)
     checks.vector(NAME, "column_scale", column_scale, b.shape[0], "b", b)
-    checks.same_dtype(NAME, "a", a, b=b)
+    check_dtypes(NAME, x, weight, a, b, bias, base)
     low = autocast_dtype(x.device.type)
-    if low is None:
-        checks.same_dtype(NAME, "x", x, weight=weight, bias=bias)
-    own = low or x.dtype
-    if base is not None and base.dtype not in (own, accumulator(own)):
-        checks.fail(DtypeError, NAME, f"base must have dtype {own} like x, or {accumulator(own)}, got {base.dtype}; cast it")
-    if column_scale is not None and column_scale.dtype not in (own, accumulator(own)) and low is None:
-        sentence = f"column_scale must have dtype {own} like x, or {accumulator(own)}, got {column_scale.dtype}; cast it"
-        checks.fail(DtypeError, NAME, sentence)
-    if a.dtype not in (own, accumulator(own)) and not (low is not None and a.dtype in (torch.float32, x.dtype)):
-        sentence = f"a and b must have dtype {own} like x, or {accumulator(own)}, got {a.dtype}; cast them"
+    if column_scale is not None and column_scale.dtype not in (x.dtype, accumulator(x.dtype)) and low is None:
+        sentence = f"column_scale must have dtype {x.dtype} like x, or {accumulator(x.dtype)}, got {column_scale.dtype}; cast it"
         checks.fail(DtypeError, NAME, sentence)
 
 

@@ -126,17 +126,39 @@ def _forward(original: Callable[..., Any], weights: Weights, unit: Unit) -> Call
     names = tuple(inspect.signature(original).parameters)[1:]
 
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-        gate_up, down, *biases = [getattr(self, name) for name in weights.names()]
+        (gate_up, down, *biases), factors = _stored(self, weights)
         if not may_pass(self) or _implementation(self) not in REPLACED or hasattr(gate_up, "device_mesh"):
             return original(self, *args, **named)
         tokens, index, weight = (*args, *(named[name] for name in names[len(args) :]))
         if weights.transposed:
             gate_up, down = gate_up.mT, down.mT
         # The dtypes of the weights count, as in Transformers: tokens may have another one under autocast.
-        options = {"interleaved": weights.interleaved, **unit.options(self)}
+        options = {"interleaved": weights.interleaved, **unit.options(self), **factors}
         return experts(tokens.to(gate_up.dtype), gate_up, down, index, weight, *biases, **options).to(tokens.dtype)
 
     return forward
+
+
+def _stored(module: Any, weights: Weights) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The parameters, and the low-rank factors that PEFT adds to the matrices in this call, as the op takes them.
+
+    While it runs the module, PEFT parametrizes it by W + s · lhs rhs, which reading the parameter would compute for all experts.
+    """
+    found: list[Tensor] = []
+    factors: dict[str, Tensor] = {}
+    changed = getattr(module, "parametrizations", None)
+    for name, argument in zip(weights.names(), ("gate_up", "down", "", ""), strict=False):
+        steps = None if changed is None or name not in changed else changed[name]
+        # Private to PEFT: what has another name is read as the module reads it.
+        if not argument or steps is None or [type(step).__name__ for step in steps] != ["_LoraFactorsProxy"]:
+            found.append(getattr(module, name))
+            continue
+        found.append(steps.original)
+        lhs, rhs, scale = steps[0].lhs, steps[0].rhs, steps[0].scaling
+        a, b = (lhs.mT, rhs.mT) if weights.transposed else (rhs, lhs)
+        # In PEFT's order, the same element of all experts is adjacent.
+        factors |= {f"{argument}_a": a.contiguous(), f"{argument}_b": (b * scale).contiguous()}
+    return found, factors
 
 
 def _cases(module: nn.Module, weights: Weights, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:

@@ -77,7 +77,8 @@ def _installed(module: nn.Module, function: Callable[..., Any]) -> list[Patch]:
 
 def _gate(unit: Unit, original: Callable[..., Any]) -> Callable[..., Any]:
     def _apply_gate(self: nn.Module, gate_up: Tensor) -> Tensor:
-        return unit(self, (gate_up,), False) if may_pass(self) else original(self, gate_up)
+        own = getattr(type(self), GATE)
+        return unit(self, (gate_up,), False) if own is original and may_pass(self) else own(self, gate_up)
 
     _apply_gate.__dict__[MARK] = True
     return _apply_gate

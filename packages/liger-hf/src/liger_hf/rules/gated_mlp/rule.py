@@ -23,6 +23,7 @@ from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.ownership import unshared
 from liger_hf.rules.gated_mlp.parts import HIDDEN, INPUTS, ROWS, Layout, Parts, watch
+from liger_hf.rules.lora.together import together
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
 NOTHING = "no module is a gated MLP: none takes one tensor through two or three Linear children around an activation"
@@ -156,7 +157,7 @@ def _forward(unit: Unit, original: Callable[..., Any], argument: str, chain: Cha
         (x,) = args or (named.pop(argument),)
         for name in first:
             x = getattr(self, name)(x)
-        parts = tuple([getattr(self, name)(x) for name in inputs])
+        parts = tuple(together([getattr(self, name) for name in inputs], x))
         y = unit(self, parts, unshared(parts))
         # Not held while the rest runs.
         del parts

@@ -23,6 +23,8 @@ from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, of_length, re
 
 NOTHING = "no module is a linear layer with a LoRA adapter, as PEFT wraps one"
 OP = "lora_linear"
+# On the forwards that this rule puts into modules.
+ADAPTED = "__liger_adapted__"
 # Sizes of the stand-in.
 INNER, OUTER, RANK = 24, 40, 8
 # Fake tensors stand for plain ones when a training run is planned.
@@ -101,14 +103,15 @@ def active_adapter(module: Any) -> Adapter | str:
 
 def _candidate(original: Callable[..., Any]) -> Candidate:
     def forward(self: Any, x: Any, *args: Any, **options: Any) -> Any:
-        adapter = None if args or any(v is not None for v in options.values()) else _computed(self, x)
+        adapter = None if args or any(v is not None for v in options.values()) else computed(self, x)
         y = None if adapter is None else _adapted(self.base_layer, x, adapter)
         return original(self, x, *args, **options) if y is None else y
 
+    forward.__dict__[ADAPTED] = True
     return Candidate(lora_linear, "", forward, lambda module: [replacement(module, forward, original)])
 
 
-def _computed(module: Any, x: Any) -> Adapter | None:
+def computed(module: Any, x: Any) -> Adapter | None:
     """What this call adds to the layer, if the op computes it."""
     if module.disable_adapters or module.merged or not getattr(module, "cast_input_dtype_enabled", True):
         return None
@@ -150,11 +153,11 @@ def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor | None:
     dropout: Any = adapter.dropout
     kept = x
     factor = 1.0
-    if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0.0:
+    if drops(adapter):
         # The factor 1 / (1 - p) belongs to the scale: in bfloat16 it would round x.
         factor = 1.0 / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0
         kept = torch.where(torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - dropout.p), x, 0.0)
-    own = type(base) is nn.Linear and _is_plain(base.weight) and _dtype_of(base.weight) == _dtype_of(x) and not hooked(base)
+    own = brings_weight(base, x)
     if adapter.magnitude is None:
         if own and kept is x:
             return lora_linear(x, base.weight, a, b, scale, bias=base.bias)
@@ -173,9 +176,23 @@ def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor | None:
 
 
 def _added(own: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, **options: Any) -> Tensor | None:
-    # A router returns a tuple.
-    fits = _is_plain(own) and own.dtype in (_dtype_of(x), torch.float32)
-    return lora_linear(x, None, a, b, scale, base=own, **options) if fits else None
+    return lora_linear(x, None, a, b, scale, base=own, **options) if fits(own, x) else None
+
+
+def drops(adapter: Adapter) -> bool:
+    """Whether its dropout drops anything now."""
+    dropout: Any = adapter.dropout
+    return type(dropout) is nn.Dropout and dropout.training and dropout.p > 0.0
+
+
+def brings_weight(base: Any, x: Tensor) -> bool:
+    """Whether the op computes the layer itself, too."""
+    return type(base) is nn.Linear and _is_plain(base.weight) and _dtype_of(base.weight) == _dtype_of(x) and not hooked(base)
+
+
+def fits(own: Any, x: Tensor) -> bool:
+    """Whether an adapter can be added to what its layer returns: a router returns a tuple."""
+    return _is_plain(own) and own.dtype in (_dtype_of(x), torch.float32)
 
 
 def _dequantized(base: Any) -> Tensor:

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two or three linear layers with adapters that read one x: one pass over it for all adapters in each direction, and one gradient of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.ops._inputs import accumulator
+from liger_core.ops._low_rank import RankPasses, add_all, compute, factor_columns
+
+
+class Layer(NamedTuple):
+    """What the backward pass needs of one layer, and x aᵀ as a left factor."""
+
+    weight: Tensor | None
+    a: Tensor
+    b: Tensor
+    projected: Tensor
+
+
+class Layers(NamedTuple):
+    """The fields of every `Layer`; those of the third may be absent."""
+
+    weight: Tensor | None
+    a: Tensor
+    b: Tensor
+    projected: Tensor
+    weight_2: Tensor | None
+    a_2: Tensor
+    b_2: Tensor
+    projected_2: Tensor
+    weight_3: Tensor | None
+    a_3: Tensor | None
+    b_3: Tensor | None
+    projected_3: Tensor | None
+
+
+class Own(NamedTuple):
+    """What a layer adds to the product with its adapter: its bias, or all that it computes by itself."""
+
+    bias: Tensor | None
+    base: Tensor | None
+    bias_2: Tensor | None
+    base_2: Tensor | None
+    bias_3: Tensor | None
+    base_3: Tensor | None
+
+
+class LayerGradients(NamedTuple):
+    """The gradients of one layer's tensors; None for those that are not required."""
+
+    grad_weight: Tensor | None
+    grad_a: Tensor | None
+    grad_b: Tensor | None
+    grad_bias: Tensor | None
+    grad_base: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """The gradient of x, and the fields of every layer's `LayerGradients`."""
+
+    grad_x: Tensor | None
+    grad_weight: Tensor | None
+    grad_a: Tensor | None
+    grad_b: Tensor | None
+    grad_bias: Tensor | None
+    grad_base: Tensor | None
+    grad_weight_2: Tensor | None
+    grad_a_2: Tensor | None
+    grad_b_2: Tensor | None
+    grad_bias_2: Tensor | None
+    grad_base_2: Tensor | None
+    grad_weight_3: Tensor | None
+    grad_a_3: Tensor | None
+    grad_b_3: Tensor | None
+    grad_bias_3: Tensor | None
+    grad_base_3: Tensor | None
+
+
+class Part(NamedTuple):
+    """One layer in the backward pass, with its upstream gradient."""
+
+    grad_y: Tensor
+    layer: Layer
+    made: LayerGradients
+
+
+class LowRankLayers:
+    """The kernels of several linear layers with adapters on one x, for a backend's passes."""
+
+    def __init__(self, passes: RankPasses, make_kernel: Callable[..., Kernel]) -> None:
+        self.passes = passes
+        self.project = make_kernel("lora_project_layers", self._allocate_project, self._launch_project)
+        self.linears = differentiable(
+            make_kernel("lora_linears", self._allocate, self._launch),
+            make_kernel("lora_linears_backward", self._allocate_backward, self._launch_backward, self._recycle_backward),
+            public=3,
+        )
+
+    def __call__(self, x: Tensor, weights: Sequence[Tensor | None], a: Any, b: Any, scale: float, own: Own) -> tuple[Tensor, ...]:
+        self.project.check_plain((x, *weights, *a, *b, *own), "lora_linears")
+        # Constants for autograd: the gradients of x and of every a through them are part of the backward pass below.
+        with torch.no_grad():
+            projected = self.project(x, *a, scale)
+        layers = Layers._make(tensor for layer in zip(weights, a, b, projected, strict=True) for tensor in layer)
+        made: Outputs = self.linears(x, layers, own, scale)
+        return tuple(y for y in made if y is not None)
+
+    def _allocate_project(self, x: Tensor, a: Tensor, a_2: Tensor, a_3: Tensor | None, scale: float) -> Outputs:
+        def made(a: Tensor) -> Tensor:
+            columns, dtype = factor_columns(x, a, a.shape[0])
+            return torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)
+
+        return made(a), made(a_2), None if a_3 is None else made(a_3)
+
+    def _launch_project(
+        self, projected: Tensor, projected_2: Tensor, projected_3: Tensor | None, /, x: Tensor, a: Tensor, a_2: Tensor, a_3: Tensor | None,
+        scale: float,
+    ) -> None:  # fmt: skip
+        matrices = [matrix for matrix in (a, a_2, a_3) if matrix is not None]
+        joint = torch.cat(matrices)
+        columns, dtype = factor_columns(x, joint, joint.shape[0])
+        factor = torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)
+        self.passes.project(x, joint, scale, factor)
+        for out, of_layer in zip((projected, projected_2, projected_3), _split(factor, matrices), strict=False):
+            assert out is not None
+            out.view(of_layer.shape).copy_(of_layer)
+
+    def _allocate(self, x: Tensor, layers: Layers, own: Own, scale: float) -> Outputs:
+        bases = own[1::2]
+        return tuple(
+            None if b is None else torch.empty(x.shape[0], b.shape[0], dtype=x.dtype if base is None else base.dtype, device=x.device)
+            for b, base in zip(layers[2::4], bases, strict=True)
+        )
+
+    def _launch(self, y: Tensor, y_2: Tensor, y_3: Tensor | None, /, x: Tensor, layers: Layers, own: Own, scale: float) -> None:
+        for out, layer, bias, base in zip((y, y_2, y_3), _layers(layers), own[::2], own[1::2], strict=False):
+            assert out is not None
+            compute(self.passes, out, x, layer.weight, layer.b, bias, base, layer.projected)
+
+    def _allocate_backward(
+        self, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers, scale: float,
+        needs: list[bool],
+    ) -> Outputs:  # fmt: skip
+        def like(tensor: Tensor | None, asked: bool) -> Tensor | None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if asked and tensor is not None else None
+
+        made = [like(x, needs[0])]
+        for number, (grad, layer) in enumerate(zip((grad_y, grad_y_2, grad_y_3), _layers(layers), strict=False)):
+            asked = [grad is not None and need for need in needs[1 + 5 * number : 6 + 5 * number]]
+            made += [like(tensor, need) for tensor, need in zip(layer, asked, strict=False)][:3]
+            made += [x.new_empty(layer.b.shape[0]) if asked[3] else None, like(grad, asked[4])]
+        return (*made, *[None] * (len(Gradients._fields) - len(made)))
+
+    def _recycle_backward(
+        self, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers, scale: float,
+        needs: list[bool],
+    ) -> Outputs:  # fmt: skip
+        """The gradient of a base is the upstream one itself."""
+        of_bases = {5: grad_y, 10: grad_y_2, 15: grad_y_3}
+        others = [need and place not in of_bases for place, need in enumerate(needs)]
+        made = self._allocate_backward(grad_y, grad_y_2, grad_y_3, x, layers, scale, others)
+        return tuple(of_bases[place] if place in of_bases and needs[place] else value for place, value in enumerate(made))
+
+    def _launch_backward(
+        self, gradients: Gradients, /, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers,
+        scale: float, needs: list[bool],
+    ) -> None:  # fmt: skip
+        parts = []
+        for number, (grad, layer) in enumerate(zip((grad_y, grad_y_2, grad_y_3), _layers(layers), strict=False)):
+            if grad is None:
+                continue
+            made = LayerGradients._make(gradients[1 + 5 * number : 6 + 5 * number])
+            if made.grad_base is not None and made.grad_base is not grad:
+                made.grad_base.copy_(grad)
+            # As in _low_rank.py: nothing that a more precise upstream gradient would add to.
+            part = Part(grad.to(x.dtype) if layer.a.dtype == x.dtype else grad, layer, made)
+            self._of_layer(part, x)
+            parts.append(part)
+        if gradients.grad_x is None:
+            parts = [part for part in parts if part.made.grad_a is not None]
+        if parts:
+            self._of_input(gradients.grad_x, parts, x, scale)
+
+    def _of_layer(self, part: Part, x: Tensor) -> None:
+        """The gradients that x aᵀ or x alone give."""
+        grad_y, layer, made = part
+        if made.grad_b is not None:
+            self.passes.reduce(layer.projected, grad_y, made.grad_b.t())
+        if made.grad_weight is not None:
+            torch.mm(grad_y.t(), x, out=made.grad_weight)
+        if made.grad_bias is not None:
+            made.grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
+
+    def _of_input(self, grad_x: Tensor | None, parts: list[Part], x: Tensor, scale: float) -> None:
+        """The gradients of x and of every a: what goes back through each b, side by side, meets x and all of a at once."""
+        matrices = [part.layer.a for part in parts]
+        joint, grad_y = torch.cat(matrices), parts[0].grad_y
+        columns, dtype = factor_columns(grad_y, joint, joint.shape[0])
+        back = torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)
+        for part, place in zip(parts, _split(back, matrices), strict=True):
+            of_layer = torch.empty(place.flatten(1).shape, dtype=dtype, device=x.device)
+            self.passes.project(part.grad_y, part.layer.b.t(), scale, of_layer)
+            place.copy_(of_layer.view(place.shape))
+        if grad_x is not None:
+            right = self.passes.right(joint.t(), grad_y.dtype).t()
+            # One after the other into the same memory, without a gradient of x for each layer.
+            large = [(part.grad_y, part.layer.weight) for part in parts if part.layer.weight is not None]
+            add_all(None, back, right, large, grad_x)
+        if any(part.made.grad_a is not None for part in parts):
+            total = torch.empty_like(joint)
+            self.passes.reduce(back, x, total)
+            for part, grad_a in zip(parts, total.split([len(matrix) for matrix in matrices]), strict=True):
+                if part.made.grad_a is not None:
+                    part.made.grad_a.copy_(grad_a)
+
+
+def _layers(layers: Layers) -> list[Layer]:
+    every = [Layer._make(layers[first : first + 4]) for first in range(0, len(layers), 4)]
+    return [layer for layer in every if layer.a is not None]
+
+
+def _split(factor: Tensor, matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The columns of each matrix in a left factor of all of them, (rows, thirds, rank)."""
+    ranks = [matrix.shape[0] for matrix in matrices]
+    thirds = factor.shape[1] // max(1, sum(ranks))
+    parts: tuple[Tensor, ...] = factor.view(factor.shape[0], thirds, sum(ranks)).split(ranks, 2)
+    return parts
+
+
+@functools.cache
+def low_rank_layers(passes: RankPasses, make_kernel: Callable[..., Kernel]) -> Any:
+    return LowRankLayers(passes, make_kernel)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Children that a forward always calls with the same input, found in its source, and the forward rebuilt.
+
+                                       parts = together((self.q, self.k), x)
+    q = self.q(x).view(shape)          q = take(parts, 0).view(shape)
+    k = self.k(x).view(shape)    →     k = take(parts, 1).view(shape)
+
+The input is an argument of which the forward reads nothing else but its shape, so that it is the same in all calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+from liger_hf.source import copy_of, definition_of, rebuilt
+
+TOGETHER, TAKE = "__liger_together__", "__liger_take__"
+# What is within these may run more than once, or never.
+CONDITIONAL = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.BoolOp, ast.Lambda, ast.comprehension)
+# Statements that run what is before them first, and nothing around them.
+SIMPLE = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)
+
+
+def sharing(forward: Callable[..., Any]) -> dict[str, list[str]]:
+    """Argument of a forward → the children that it always calls with nothing but that, if all else it does with it is to read its shape."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef):
+        return {}
+    return {argument: [_child(call) for call in calls] for argument, calls in _calls(function).items()}
+
+
+def with_shared_inputs(function: Any, chosen: Collection[str], helpers: Mapping[str, Callable[..., Any]]) -> FunctionType | None:
+    """The function with the helpers together and take in place of calls of the chosen children; None if no two share an input."""
+    if definition_of(function) is None:
+        return None
+    definition = copy_of(function)
+    groups = list(_groups(definition, chosen))
+    for number, (first, argument, calls) in enumerate(groups):
+        _rewrite(definition, first, argument, calls, f"__liger_parts_{number}__")
+    ast.fix_missing_locations(definition)
+    return rebuilt(function, definition, helpers) if groups else None
+
+
+def _calls(function: ast.FunctionDef) -> dict[str, list[ast.Call]]:
+    calls: dict[str, list[ast.Call]] = {argument.arg: [] for argument in function.args.args[1:]}
+    sometimes = {id(part) for node in ast.walk(function) if isinstance(node, CONDITIONAL) for part in ast.walk(node)}
+    allowed: set[int] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in ("shape", "dtype", "device"):
+            allowed.add(id(node.value))
+        if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or not isinstance(node.args[0], ast.Name):
+            continue
+        called, argument = node.func, node.args[0]
+        if not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name) or called.value.id != "self":
+            continue
+        if argument.id in calls and id(node) not in sometimes:
+            calls[argument.id].append(node)
+            allowed.add(id(argument))
+    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in allowed}
+    return {name: found for name, found in calls.items() if name not in used and len({*map(_child, found)}) == len(found) > 1}
+
+
+def _child(call: ast.Call) -> str:
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.attr
+
+
+def _groups(definition: ast.FunctionDef, chosen: Collection[str]) -> Iterator[tuple[ast.stmt, str, list[ast.Call]]]:
+    """The first statement with a call, the argument, and the calls that are rewritten."""
+    statement_of = {id(node): s for s in definition.body if isinstance(s, SIMPLE) for node in ast.walk(s)}
+    for argument, calls in _calls(definition).items():
+        found = [call for call in calls if _child(call) in chosen and id(call) in statement_of]
+        # As they run: what is random, and what watches, must see the same order.
+        found.sort(key=lambda call: (call.lineno, call.col_offset))
+        if len(found) > 1:
+            yield min((statement_of[id(call)] for call in found), key=definition.body.index), argument, found
+
+
+def _rewrite(definition: ast.FunctionDef, first: ast.stmt, argument: str, calls: list[ast.Call], parts: str) -> None:
+    children = ast.Tuple([copy.deepcopy(call.func) for call in calls], ast.Load())
+    made = ast.Call(_name(TOGETHER), [children, _name(argument)], [])
+    statement = ast.Assign([ast.Name(parts, ast.Store())], made)
+    ast.copy_location(statement, first)
+    definition.body.insert(definition.body.index(first), statement)
+    for place, call in enumerate(calls):
+        call.func, call.args = _name(TAKE), [_name(parts), ast.Constant(place)]
+
+
+def _name(name: str) -> ast.expr:
+    return ast.Name(name, ast.Load())

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lora_linears in Triton: core's cuBLAS matmuls of the layers, and the passes of lora_linear for all adapters at once."""
+
+from __future__ import annotations
+
+from liger_core.ops.lora_linears import implementation
+from liger_triton.launch import TritonKernel, supported
+from liger_triton.lora_linear import PASSES
+
+lora_linears = implementation(PASSES, TritonKernel, supported)
