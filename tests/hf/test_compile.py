@@ -148,6 +148,17 @@ def test_logits_read_outside_the_compiled_graph_are_right() -> None:
     torch.testing.assert_close(outputs.logits + 0, plain(**tokens()).logits)
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "compiled"])
+def test_an_exported_model_in_training_returns_its_logits(strict: bool) -> None:
+    plain = make(num_hidden_layers=1).train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    inputs = {**tokens(), "use_cache": False}
+    results, expected = torch.export.export(patched, (), inputs, strict=strict).module()(**inputs), plain(**inputs)
+    torch.testing.assert_close(results.logits, expected.logits)
+    torch.testing.assert_close(results.loss, expected.loss)
+
+
 @pytest.mark.slow
 def test_inductor_gives_the_right_gradients(place: torch.device) -> None:
     plain = make(num_hidden_layers=1).train()

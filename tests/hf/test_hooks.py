@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -302,6 +303,45 @@ def test_a_setting_that_changes_after_apply_counts(name: str, value: Any) -> Non
     assert torch.equal(model(x), Scaled.forward(model[0], x))
 
 
+class ScaledNorm(nn.RMSNorm):
+    """A norm with a setting that does nothing as it is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=1e-6)
+        self.strength = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.strength
+
+
+def test_a_setting_of_a_norm_that_changes_after_apply_counts() -> None:
+    norm, x = ScaledNorm(8), torch.randn(3, 8)
+    model = nn.Sequential(norm)
+    assert liger_hf.apply(model).replaced == {"rms_norm": 1}
+    norm.strength = 2.0
+    assert torch.equal(model(x), ScaledNorm.forward(norm, x))
+
+
+def test_a_setting_of_a_norm_after_a_sum_that_changes_after_apply_counts() -> None:
+    plain = make(num_hidden_layers=1)
+    plain.model.layers[0].post_attention_layernorm = ScaledNorm(64)
+    patched = twin(plain)
+    assert liger_hf.apply(patched).replaced["add_rms_norm"] == 1
+    for model in (plain, patched):
+        model.model.layers[0].post_attention_layernorm.strength = 2.0
+    torch.testing.assert_close(step(patched, **tokens()), step(plain, **tokens()), rtol=1e-4, atol=1e-5)
+
+
+def test_the_eps_of_a_norm_is_read_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, x = nn.RMSNorm(8, eps=1e-6), torch.randn(3, 8)
+    model = nn.Sequential(norm)
+    liger_hf.apply(model)
+    norm.eps = 1.0
+    expected = nn.RMSNorm.forward(norm, x)
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda *args: pytest.fail("its own forward ran"))
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_units_of_one_class_whose_activations_differ_are_checked_one_by_one() -> None:
     report = liger_hf.apply(nn.Sequential(Unit(nn.GELU("tanh")), Unit(nn.GELU())))
     assert [row.reason.partition("agree")[2] for row in report.rows] == [", approximate='tanh'", ", approximate='none'"]
@@ -314,6 +354,58 @@ def test_a_copied_unit_uses_its_own_activation() -> None:
     copied[0].act.register_forward_hook(lambda module, args, output: output * 0)
     torch.testing.assert_close(copied(x), copied[0].down.bias.expand(3, 8))
     torch.testing.assert_close(model(x), Unit.forward(model[0], x))
+
+
+def test_apply_binds_a_shallow_copy_to_its_own_weights() -> None:
+    norm, x = nn.RMSNorm(8, eps=1e-6), torch.randn(3, 8)
+    liger_hf.apply(norm)
+    copied = copy.copy(norm)
+    copied._parameters = {"weight": nn.Parameter(torch.full((8,), 2.0))}
+    report = liger_hf.apply(copied)
+    assert report.replaced == {"rms_norm": 1}
+    torch.testing.assert_close(copied(x), 2 * norm(x))
+    report.undo()
+    torch.testing.assert_close(norm(x), nn.RMSNorm.forward(norm, x))
+
+
+# -- classes that change
+
+
+# Where apply replaces a forward, and a part of a module that a forward passes over.
+REPLACED = ("", "model.layers.0", "model.layers.0.self_attn", "model.layers.0.mlp", "model.norm", "lm_head")
+PASSED = ("model.layers.0.post_attention_layernorm", "model.layers.0.mlp.act_fn")
+
+
+def of_another_class(module: nn.Module, forward: bool = True) -> None:
+    """Change the class of a module to one that reads a setting; or to one with the same forward, as FSDP2 does."""
+    kind: Any = type(module)
+
+    def scaled(self: Any, *args: Any, **options: Any) -> Any:
+        return tree_map(lambda leaf: leaf * self.scale if isinstance(leaf, Tensor) else leaf, kind.forward(self, *args, **options))
+
+    module.__class__ = type(f"Other{kind.__name__}", (kind,), {"forward": scaled} if forward else {})
+    module.scale = 1.5
+
+
+@pytest.mark.parametrize("path", [*REPLACED, *PASSED], ids=lambda path: path or "model")
+def test_a_class_that_changes_after_apply_counts(path: str) -> None:
+    plain = make(tie_word_embeddings=False).train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    for model in (plain, patched):
+        of_another_class(model.get_submodule(path))
+    torch.testing.assert_close(step(patched, **tokens()), step(plain, **tokens()), rtol=1e-4, atol=1e-5)
+
+
+# Not the head, whose class others have, too.
+@pytest.mark.parametrize("path", REPLACED[:-1], ids=lambda path: path or "model")
+def test_a_class_with_the_same_forward_keeps_what_apply_did(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(num_hidden_layers=1, tie_word_embeddings=False).train()
+    liger_hf.apply(model)
+    module: Any = model.get_submodule(path)
+    monkeypatch.setattr(type(module), "forward", lambda *args, **options: pytest.fail("its own forward ran"))
+    of_another_class(module, forward=False)
+    model(**tokens()).loss.backward()
 
 
 # -- heads that are called again

@@ -13,18 +13,20 @@ from torch.nn.modules import module as global_hooks
 from liger_hf.patch import MARK, slot
 from liger_hf.rebinding import names_in
 
-# On a module: name → the children, functions and settings that its own forward uses and the unit does not.
+# On a module: name → the children with their forwards, functions and settings that its own forward uses and the unit does not.
 PASSED = "liger_passed_over"
 
 
 def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
-    """Everything that the module owns, except what is called, and the numbers, flags and words that its class reads."""
-    children = {name: child for name, child in module._modules.items() if child is not None and name not in called}
+    """Everything that the module owns, and the numbers, flags and words that its class reads, except what the unit calls or reads itself."""
+    children = {n: (child, type(child).forward) for n, child in module._modules.items() if child is not None and n not in called}
     functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value) and name not in (slot(module), "forward")}
     kind: Any = type(module)
     read = _names_read(kind) - {"training"}
     settings = {
-        name: value for name, value in vars(module).items() if name in read and isinstance(value, (bool, int, float, str, type(None)))
+        name: value
+        for name, value in vars(module).items()
+        if name in read and name not in called and isinstance(value, (bool, int, float, str, type(None)))
     }
     return {**children, **functions, **settings}
 
@@ -40,8 +42,11 @@ def _names_read(kind: type[nn.Module]) -> frozenset[str]:
 def may_pass(module: nn.Module) -> bool:
     """What is passed over is unchanged since `apply` checked it, and has no hooks."""
     for name, known in module.__dict__.get(PASSED, {}).items():
-        if isinstance(known, nn.Module):
-            if module._modules.get(name) is not known or hooked(known) or global_hooks._has_any_global_hook():
+        if isinstance(known, tuple):
+            child: nn.Module = known[0]
+            if module._modules.get(name) is not child or hooked(child) or global_hooks._has_any_global_hook():
+                return False
+            if type(child).forward is not known[1]:
                 return False
         elif module.__dict__.get(name) != known:
             return False

@@ -154,7 +154,8 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             and "num_items_in_batch" in options
             and not (torch.compiler.is_compiling() or _sharded(head))
         )
-        lazy = torch.is_grad_enabled() or defer or keep_logits is not None
+        # An exported program returns tensors. The flag, since torch 2.11 answers is_exporting() with True in every compiled region.
+        lazy = (torch.is_grad_enabled() or defer or keep_logits is not None) and not torch.compiler._is_exporting_flag
         before, LAZY.head = LAZY.head, head if lazy else None
         try:
             outputs = original(self, *args, **options)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import Op, layer_norm, rms_norm
-from liger_hf.patch import forward_of, replacement
+from liger_hf.passing import PASSED, may_pass, passed_over
+from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm.gated import Form, fits, forms
 from liger_hf.rules.norm.shaped import cases, form_of
@@ -53,7 +54,7 @@ def look(module: nn.Module) -> Found | None:
             op,
             kind=kind,
             original=original,
-            candidates=lambda: (_candidate(*way, original, arguments[0]) for way in form.ways),
+            candidates=lambda: (_candidate(*way, original, (arguments[0], eps)) for way in form.ways),
             cases=lambda device, dtypes: cases(module, form, weights, device, dtypes),
             device=lambda: device_of(module),
             dtype=dtype,
@@ -91,27 +92,33 @@ def _grouped(module: nn.Module, weights: dict[str, Any]) -> bool:
 def _special(original: Callable[..., Any], arguments: tuple[str, ...], eps: str, grouped: bool) -> Iterator[Candidate]:
     gated = len(arguments) == 2
     for op, detail, form in forms(eps, gated, grouped):
-        yield _special_candidate(op, detail, form, original, arguments)
+        yield _special_candidate(op, detail, form, original, (arguments, eps))
 
 
-def _special_candidate(op: Op[..., Any], detail: str, form: Form, original: Callable[..., Any], arguments: tuple[str, ...]) -> Candidate:
+def _special_candidate(
+    op: Op[..., Any], detail: str, form: Form, original: Callable[..., Any], names: tuple[tuple[str, ...], str]
+) -> Candidate:
+    arguments, eps = names
+
     def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
         given = dict(zip(arguments, inputs, strict=False)) | named
         x, gate = given[arguments[0]], given.get(arguments[-1])
-        if not fits(self.weight, x, gate, len(arguments) == 2):  # type: ignore[arg-type]
+        if not fits(self.weight, x, gate, len(arguments) == 2) or not may_pass(self):  # type: ignore[arg-type]
             return original(self, *inputs, **named)
         return form(self, x, gate)
 
-    return Candidate(op, detail, forward, lambda module: [replacement(module, forward, original)])
+    return Candidate(op, detail, forward, lambda module: _installed(module, forward, original, eps))
 
 
 def _candidates(original: Callable[..., Any], argument: str, eps: str, weights: tuple[str, ...]) -> Iterator[Candidate]:
     if "bias" not in weights:
         for cast, offset in CONVENTIONS if weights else CONVENTIONS[:1]:
             detail = f"weight_offset={offset:g}, cast={cast!r}" if weights else "no weight"
-            yield _candidate(rms_norm, detail, partial(_rms, eps=eps, weight_offset=offset, cast=cast), original, argument, promoted=False)
+            yield _candidate(
+                rms_norm, detail, partial(_rms, eps=eps, weight_offset=offset, cast=cast), original, (argument, eps), promoted=False
+            )
     for detail, added in (("", 0), ("weight + 1", 1))[: 1 + bool(weights)]:
-        yield _candidate(layer_norm, detail, partial(_layer, eps=eps, added=added), original, argument)
+        yield _candidate(layer_norm, detail, partial(_layer, eps=eps, added=added), original, (argument, eps))
 
 
 def _rms(module: Any, x: Tensor, *, eps: str, **options: Any) -> Tensor:
@@ -125,19 +132,29 @@ def _layer(module: Any, x: Tensor, *, eps: str, added: int) -> Tensor:
 
 
 def _candidate(
-    op: Op[..., Any], detail: str, way: Callable[..., Tensor], original: Callable[..., Any], argument: str, promoted: bool = True
+    op: Op[..., Any], detail: str, way: Callable[..., Tensor], original: Callable[..., Any], names: tuple[str, str], promoted: bool = True
 ) -> Candidate:
-    """promoted: autocast makes the result of the module float32."""
+    """names: of its argument and its eps; promoted: autocast makes the result of the module float32."""
+    argument, eps = names
 
     def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
         (x,) = inputs or (named.pop(argument),)
         weight = getattr(self, "weight", None)
         # The treatment of mixed dtypes differs between classes.
-        if (weight is not None and x.dtype != weight.dtype) or (promoted and torch.is_autocast_enabled(x.device.type)):
+        if (
+            (weight is not None and x.dtype != weight.dtype)
+            or (promoted and torch.is_autocast_enabled(x.device.type))
+            or not may_pass(self)
+        ):
             return original(self, x)
         return way(self, x)
 
-    return Candidate(op, detail, forward, lambda module: [replacement(module, forward, original)])
+    return Candidate(op, detail, forward, lambda module: _installed(module, forward, original, eps))
+
+
+def _installed(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], eps: str) -> list[Patch]:
+    # The eps is read in every call.
+    return [Patch(module, PASSED, passed_over(module, (eps,))), replacement(module, function, original)]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
+from liger_hf.passing import may_pass
 from liger_hf.patch import MARK, forward_of
 from liger_hf.rule import Found
 from liger_hf.rules.norm import rule as norms
@@ -33,10 +34,11 @@ def refusal(child: nn.Module) -> str | None:
 
 def untouched(child: Any, forward: Callable[..., Any]) -> bool:
     """Calling the module would run its class's forward, or what stands for that, and nothing else."""
-    if _hooked(child) or global_hooks._has_any_global_hook():
+    if _hooked(child) or global_hooks._has_any_global_hook() or not may_pass(child):
         return False
     own = getattr(child.forward, "__func__", None)
-    return own is forward or (hasattr(own, MARK) and getattr(own, "__wrapped__", None) is forward)
+    # What apply put there is for the class of that time.
+    return own is forward or (hasattr(own, MARK) and getattr(own, "__wrapped__", None) is type(child).forward is forward)
 
 
 def _hooked(child: nn.Module) -> bool:
