@@ -114,7 +114,8 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.nn.Module, "__init__", refuse)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "train.json").write_text('[{"model": "tiny", "liger": "all", "checkpoint": "none", "machine": "a"}]')
+    trained = {"model": "tiny", "liger": "all", "checkpoint": "none", **dict.fromkeys(("machine", "versions", "commit", "date"), "")}
+    (tmp_path / "results" / "train.json").write_text(json.dumps([trained]))
     empty = dict.fromkeys(COLUMNS, None) | {"date": "2026-11-22", "machine": "", "device": "cpu", "versions": "", "commit": ""}
     (tmp_path / "results" / "model.json").write_text(json.dumps([empty]))
     (tmp_path / "results" / "targets.json").write_text('{"row": {}, "targets": []}')

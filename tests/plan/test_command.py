@@ -58,6 +58,21 @@ def test_a_plan_as_json_holds_everything(plan: Plan, tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_batch_auto_is_the_largest_that_fits(plan: Plan) -> None:
+    arguments = ("--model", "tiny", "--sequence", "64", "--memory-limit", "160MiB", "--no-techniques", "--json")
+    code, output, _ = plan(*arguments, "--batch", "auto")
+    found = json.loads(output)
+    assert code == 0
+    assert found["prediction"]["setup"]["batch"] == found["largest_batch"] == json.loads(plan(*arguments)[1])["largest_batch"] > 1
+
+
+def test_the_batch_auto_is_one_sequence_where_none_fits(plan: Plan) -> None:
+    code, output, _ = plan("--model", "tiny", "--batch", "auto", "--memory-limit", "20MiB", "--no-techniques")
+    assert code == 1
+    assert "No batch of this setup fits in 20 MiB." in output
+    assert "1 × 1024 tokens do not fit" in output
+
+
 def test_what_does_not_fit_is_an_exit_code_and_a_way_out(plan: Plan) -> None:
     code, output, _ = plan(
         "--model", "tiny", "--batch", "8", "--sequence", "256", "--liger", "none", "--memory-limit", "768MiB", "--no-techniques"
@@ -86,6 +101,12 @@ def test_without_a_limit_no_verdict_is_given(plan: Plan) -> None:
         ((), "plan: give either --model or --compare"),
         (("--model", "tiny", "--device", "tpu"), "plan: --device must be cuda or cpu, got 'tpu'"),
         (("--model", "tiny", "--optimizer", "adamww"), "Did you mean 'adamw'?"),
+        (("--model", "tiny", "--batch", "many"), "plan: --batch must be a number or auto, got 'many'"),
+        (("--model", "tiny", "--batch", "0"), "plan: --batch must be from 1 to"),
+        (
+            ("--model", "tiny", "--device", "cpu", "--batch", "auto"),
+            "plan: --batch auto needs a limit to stay within, and --device cpu has none; give, for instance, --memory-limit 24GiB",
+        ),
         (("--model", "tiny", "--memory-limit", "much"), "must be a size like 24GiB"),
         (("--model", "tiny", "--memory-limit", "24"), "must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?"),
         (

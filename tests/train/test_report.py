@@ -133,6 +133,22 @@ def test_the_last_row_of_a_repeated_run_counts(tmp_path: Path) -> None:
     assert [each["tokens_per_second"] for each in read([written(tmp_path / "a", [once]), written(tmp_path / "b", [again])])] == [7.0]
 
 
+def test_an_interrupted_run_gives_way_to_the_one_that_resumed_it(tmp_path: Path) -> None:
+    interrupted, resumed = row(ORIGINAL, interrupted=True), row(ORIGINAL, losses=[11.0] * 6)
+    assert [len(each["losses"]) for each in read([written(tmp_path, [interrupted, resumed])])] == [6]
+
+
+def test_an_interrupted_run_does_not_replace_one_that_ended(tmp_path: Path) -> None:
+    ended, interrupted = row(ORIGINAL, losses=[11.0] * 6), row(ORIGINAL, interrupted=True, reason="interrupted")
+    assert [len(each["losses"]) for each in read([written(tmp_path, [ended, interrupted])])] == [6]
+
+
+def test_rows_that_are_not_of_training_runs_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text('[{"model": "tiny", "op": "rms_norm"}]')
+    with pytest.raises(OptionError, match=r"train\.json must hold rows of liger train, got one without machine, versions, commit, date"):
+        read([tmp_path])
+
+
 def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"a folder must hold train\.json"):
         read([tmp_path])

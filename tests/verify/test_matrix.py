@@ -192,10 +192,12 @@ def test_a_wrong_file_of_setups_is_refused(text: str, message: str, tmp_path: Pa
         ({"matrix": True, "tolerance": 0.0}, "compare: tolerance must be > 0, got 0.0"),
         ({"model": ["llama", "qwen3"], "ranks": 3, "tp": 2}, "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3"),
         ({"tp": 3}, "verify: tp must divide the 8 key heads of llama, since a head is never split, got 3"),
+        ({"model": ["lama"]}, "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?"),
+        ({"model": ["llama", "lama"]}, "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?"),
         ({"step": "a.py:b", "model": ["llama"]}, "verify: --step is a step of your own; leave out --model, which is for models"),
         ({"step": "a.py:b", "liger": False}, "verify: --step is a step of your own; leave out --plain, which is for models"),
     ],
-    ids=["one_setup", "step", "both", "tolerance", "impossible", "heads", "step_and_model", "step_and_plain"],
+    ids=["one_setup", "step", "both", "tolerance", "impossible", "heads", "model", "one_of_two_models", "step_and_model", "step_and_plain"],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as raised:

@@ -14,6 +14,8 @@ from liger_train import fields as training_fields
 LIBRARY = "library"
 # Adapters on every linear layer but the LM head.
 ALL_LINEAR = "all-linear"
+# As --batch: as many sequences as fit.
+AUTO = "auto"
 ZERO = ("zero1", "zero2", "zero3")
 MOST = 2**31 - 1
 # Matmuls in float8 need dimensions that are multiples of this one.
@@ -135,6 +137,15 @@ class Setup:
 def _size(size: int) -> str:
     """The value of --memory-limit for a number of bytes."""
     return next((f"{size >> bits}{unit}" for bits, unit in ((30, "GiB"), (20, "MiB")) if size % (1 << bits) == 0), f"{size}B")
+
+
+def batch_of(given: str, largest: int, command: str = "train") -> int:
+    """The value of --batch, which is `largest` for auto."""
+    if given == AUTO:
+        return largest
+    if not given.isdecimal():
+        raise OptionError(f"{command}: --batch must be a number or auto, got {given!r}")
+    return int(given)
 
 
 def check_values(setup: Setup, command: str = "train") -> None:

@@ -68,8 +68,9 @@ class Training:
             )
         if self.length % self.cp:
             raise OptionError(f"verify: length must be a multiple of cp = {self.cp}, got {self.length}")
+        # Raises OptionError for a model that there is not.
+        text = self.config().get_text_config()
         if self.tp > 1:
-            text = self.config().get_text_config()
             heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
             if heads % self.tp:
                 raise OptionError(

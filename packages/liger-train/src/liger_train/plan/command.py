@@ -16,7 +16,7 @@ from liger_bench.progress import progress_bar
 from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
 from liger_hf.presets import PRESETS, preset_name
-from liger_train.setup import DEFAULTS, Setup, check_values
+from liger_train.setup import AUTO, DEFAULTS, Setup, batch_of, check_values
 from liger_train.techniques import chosen, values_of
 
 
@@ -24,7 +24,7 @@ def plan(
     model: Annotated[
         str | None, typer.Option(help=f"{', '.join(PRESETS)}, a folder with a config.json, or a name on the Hugging Face Hub.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch and rank, or group of --tp and --cp.")] = 1,
+    batch: Annotated[str, typer.Option(help="Sequences per micro-batch and rank, or group of --tp and --cp; auto: as many as fit.")] = "1",
     sequence: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 1024,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
     ranks: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. Default: tp × cp.", show_default=False)] = None,
@@ -77,9 +77,12 @@ def plan(
         _compare(compare, out, as_json, trust_remote_code)
         return
     limit = _limit(memory_limit, device)
+    if batch == AUTO and limit is None:
+        none = "--device cpu has none" if device == "cpu" else "this machine has no GPU"
+        raise OptionError(f"plan: --batch auto needs a limit to stay within, and {none}; give, for instance, --memory-limit 24GiB")
     setup = Setup(
         model=preset_name(model or ""),
-        batch=batch,
+        batch=batch_of(batch, 1, "plan"),
         sequence=sequence,
         liger=liger,
         precision=precision or DEFAULTS[device]["precision"],
@@ -106,10 +109,10 @@ def plan(
     chosen(setup)
     if out is not None:
         check_folder("plan: --out", out)
-    _plan(setup, limit, techniques, out, as_json)
+    _plan(setup, limit, batch == AUTO, techniques, out, as_json)
 
 
-def _plan(setup: Setup, limit: int | None, techniques: bool, out: Path | None, as_json: bool) -> None:
+def _plan(setup: Setup, limit: int | None, fill: bool, techniques: bool, out: Path | None, as_json: bool) -> None:
     with progress_bar() as bar:
         task = bar.add_task("loading Transformers", total=None)
         from liger_train.plan.advice import problem_of
@@ -120,9 +123,10 @@ def _plan(setup: Setup, limit: int | None, techniques: bool, out: Path | None, a
         problem = problem_of(setup)
         if problem:
             raise OptionError(f"plan: {problem}")
-        found = planned(setup, limit, techniques, lambda doing: bar.update(task, description=doing))
+        found = planned(setup, limit, techniques, fill, lambda doing: bar.update(task, description=doing))
     if out is not None:
         (out / "plan.json").write_text(json.dumps(found.columns(), indent=1) + "\n")
+        setup = found.prediction.setup
         picture(found.bars, limit, out / "plan.png", f"{setup.model}, {setup.batch} × {setup.sequence} tokens")
     print(json.dumps(found.columns())) if as_json else print_plan(found)
     if limit is not None and not found.prediction.fits(limit):

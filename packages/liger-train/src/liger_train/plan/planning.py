@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from liger_train.plan.advice import Alternative, Item, alternatives, checklist, largest_batch
@@ -62,16 +62,24 @@ class Plan:
         }
 
 
-def planned(setup: Setup, limit: int | None, techniques: bool, show: Callable[[str], object] = lambda doing: None) -> Plan:
-    """Plan a setup; without a limit, there is no checklist and no largest batch. `show` gets what is being predicted."""
+def planned(
+    setup: Setup, limit: int | None, techniques: bool, fill: bool = False, show: Callable[[str], object] = lambda doing: None
+) -> Plan:
+    """Plan a setup; without a limit, there is no checklist and no largest batch.
+
+    fill  plan its largest batch that fits, if there is one
+    show  gets what is being predicted
+    """
 
     def foresee(other: Setup) -> Prediction:
         changed = [f"{name} {value}" for name, value in asdict(other).items() if value != getattr(setup, name)]
         show(f"predicting {', '.join(changed) or setup.model}")
         return predict(other)
 
+    largest = largest_batch(setup, limit, foresee) if limit is not None else None
+    if fill and largest:
+        setup = replace(setup, batch=largest)
     prediction = foresee(setup)
     rest = list(alternatives(setup, foresee)) if techniques else []
     items = list(checklist(setup, limit, foresee)) if limit is not None and not prediction.fits(limit) else []
-    largest = largest_batch(setup, limit, foresee) if limit is not None else None
     return Plan(prediction, formulas(setup, prediction.parameters), rest, items, largest, limit)

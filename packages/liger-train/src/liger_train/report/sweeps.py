@@ -22,6 +22,8 @@ AXES = (*SIZES, "ranks")
 STRATEGY = ("liger", "checkpoint")
 # These change neither the time nor the memory of a step.
 FREE = ("steps", "learning_rate", "seed", "nvme_folder", "trust_remote_code", "random_weights")
+# Rows of earlier versions may be without other columns.
+REQUIRED = ("model", "machine", "versions", "commit", "date")
 DEFAULTS = {field.name: field.default for field in fields(Setup)}
 PLAIN, FUSED, PARTLY = "none", "all", "all-but-loss"
 WORDS = {PLAIN: "Transformers", PARTLY: "Liger without fused loss", FUSED: "Liger"}
@@ -109,15 +111,19 @@ def where(row: Record) -> str:
 
 
 def read(folders: Sequence[Path]) -> list[Record]:
-    """The rows of all these folders; of repeated runs the last one counts.
+    """The rows of all these folders; of repeated runs the last one counts, unless it was interrupted and one before it was not.
 
-    Raises OptionError if there are none.
+    Raises OptionError if there are none, or others.
     """
     kept: dict[tuple[Any, ...], Record] = {}
     for folder in folders:
         for row in read_json(folder / ROWS):
-            complete = DEFAULTS | {"tokens_per_second": None, "reason": ""} | row
-            kept[(*(complete[name] for name in SETUP if name not in FREE), _card(complete))] = complete
+            if missing := [name for name in REQUIRED if name not in row]:
+                raise OptionError(f"report: {folder / ROWS} must hold rows of liger train, got one without {', '.join(missing)}")
+            complete = DEFAULTS | {"tokens_per_second": None, "reason": "", "interrupted": False} | row
+            run = (*(complete[name] for name in SETUP if name not in FREE), _card(complete))
+            if run not in kept or kept[run]["interrupted"] or not complete["interrupted"]:
+                kept[run] = complete
     if not kept:
         looked = ", ".join(str(folder) for folder in folders)
         raise OptionError(f"report: a folder must hold {ROWS}, which liger train --out FOLDER writes; found none in {looked}")

@@ -23,7 +23,7 @@ from liger_core.tables import Column, output, print_table
 from liger_hf.presets import PRESETS, preset_name
 from liger_train import fields, techniques
 from liger_train.row import COLUMNS, Row, where_of
-from liger_train.setup import DEFAULTS, LIBRARY, Setup
+from liger_train.setup import AUTO, DEFAULTS, LIBRARY, Setup, batch_of
 from liger_train.techniques import values_of
 from liger_train.train import ranks, saved
 from liger_train.train.data import check_source
@@ -33,7 +33,6 @@ from liger_train.train.sweep import sweep
 
 # The first batch size that --batch auto tries.
 LARGEST_BATCH = 128
-AUTO = "auto"
 # A run with as many tokens per micro-batch says first what it will cost: a step may take minutes.
 LONG = 65_536
 # The usual exit code after Ctrl-C.
@@ -145,7 +144,7 @@ def train(
     chosen, notes = _defaults(given, device, place)
     setup = Setup(
         model=preset_name(model),
-        batch=_batch(batch),
+        batch=batch_of(batch, LARGEST_BATCH),
         sequence=sequence,
         data=data,
         validation=validation,
@@ -284,14 +283,6 @@ def _trained(setup: Setup, search: bool, options: dict[str, Any], extras: Extras
         options["bar"] = bar if ranks.first() else None
         options["observers"] = observers(setup, extras, stack) if ranks.first() else []
         return largest_batch(setup, lambda one: run(one, **options)) if search else run(setup, **options)
-
-
-def _batch(given: str) -> int:
-    if given == AUTO:
-        return LARGEST_BATCH
-    if not given.isdecimal():
-        raise OptionError(f"train: --batch must be a number or auto, got {given!r}")
-    return int(given)
 
 
 def _print_sentences(sentences: list[str]) -> None:
