@@ -158,6 +158,17 @@ def test_a_compiled_layer_does_not_fall_back(checkpointed: bool, monkeypatch: py
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).loss, expected)
 
 
+def test_a_compiled_layer_that_got_another_class_is_replaced_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = make().train(), tokens() | {"use_cache": False}
+    expected = model(**inputs).loss
+    liger_hf.apply(model)
+    for layer in model.model.layers:
+        of_a_subclass(layer)
+    monkeypatch.setattr(residual, "_plain", lambda *args: pytest.fail("added and normed one after the other"))
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).loss, expected)
+
+
 def test_a_compiled_layer_runs_the_hooks_on_its_norm() -> None:
     model, inputs = make(num_hidden_layers=1).eval(), tokens()
     liger_hf.apply(model)

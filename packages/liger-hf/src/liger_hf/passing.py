@@ -11,15 +11,15 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 
 from liger_hf.patch import MARK, slot
-from liger_hf.rebinding import names_in
+from liger_hf.rebinding import names_in, same_forward
 
-# On a module: name → the children with their forwards, functions and settings that its own forward uses and the unit does not.
+# On a module: name → the children with their classes, functions and settings that its own forward uses and the unit does not.
 PASSED = "liger_passed_over"
 
 
 def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
     """Everything that the module owns, and the numbers, flags and words that its class reads, except what the unit calls or reads itself."""
-    children = {n: (child, type(child).forward) for n, child in module._modules.items() if child is not None and n not in called}
+    children = {n: (child, type(child)) for n, child in module._modules.items() if child is not None and n not in called}
     functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value) and name not in (slot(module), "forward")}
     kind: Any = type(module)
     read = _names_read(kind) - {"training"}
@@ -46,7 +46,7 @@ def may_pass(module: nn.Module) -> bool:
             child: nn.Module = known[0]
             if module._modules.get(name) is not child or hooked(child) or global_hooks._has_any_global_hook():
                 return False
-            if type(child).forward is not known[1]:
+            if not same_forward(type(child), known[1]):
                 return False
         elif module.__dict__.get(name) != known:
             return False

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_hf.rebinding import checkpointed, unwrapped
+from liger_hf.rebinding import checkpointed, same_forward, unwrapped
 
 MARK = "__liger__"
 # On a function: class → the forward that it became for modules of that class; on those: the function.
@@ -116,8 +116,7 @@ def _of_class(kind: Any, function: FunctionType) -> Any:
     inner = function if unwrapped(outermost) is outermost else checkpointed(function, outermost)
 
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-        # FSDP2 and parametrizations, too, change the class of a module, but not its forward.
-        if type(self) is not kind and type(self).forward is not kind.forward:
+        if not same_forward(type(self), kind):
             return type(self).forward(self, *args, **named)
         return inner(self, *args, **named)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
+import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 Functions = dict[str, Callable[..., Any]]
@@ -56,6 +57,16 @@ def unwrapped(forward: Any) -> Any:
     while isinstance(forward, FunctionType) and forward.__code__ in CHECKPOINTING:
         forward = forward.__wrapped__  # type: ignore[attr-defined]
     return forward
+
+
+def same_forward(kind: type, other: type) -> bool:
+    """Modules of both classes run the same forward: FSDP2 and parametrizations change the class, and Transformers wraps the forward of the new one."""
+    return kind is other or _same_unwrapped(kind, other)
+
+
+@torch.compiler.assume_constant_result
+def _same_unwrapped(kind: Any, other: Any) -> bool:
+    return unwrapped(kind.forward) is unwrapped(other.forward)
 
 
 def checkpointed(function: FunctionType, wrapper: FunctionType) -> FunctionType:
