@@ -89,6 +89,13 @@ def narrow_floats() -> None:
     interpreter._implicit_cvt = convert
 
 
+def ignore_nan() -> None:
+    """Make tl.minimum and tl.maximum return the other number if one is NaN, as a GPU does; the interpreter (Triton 3.6 to 3.9) returns NaN."""
+    builder: Any = interpreter.InterpreterBuilder
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+
+
 def find_builtins_once() -> None:
     """Cache the names of the builtins that the interpreter replaces; it searches all of triton.language for them at every call."""
     if not hasattr(interpreter, "_patch_builtin"):

@@ -16,13 +16,14 @@ from triton.runtime import driver
 
 from liger_core import Unsupported
 from liger_core.kernels import Kernel, Outputs
-from liger_triton.interpreter import find_builtins_once, multiply_bfloat16, narrow_floats, round_once, round_to_nearest
+from liger_triton.interpreter import find_builtins_once, ignore_nan, multiply_bfloat16, narrow_floats, round_once, round_to_nearest
 
 if knobs.runtime.interpret:
     round_to_nearest()
     multiply_bfloat16()
     round_once()
     narrow_floats()
+    ignore_nan()
     find_builtins_once()
 
 NAMESPACE = "liger_triton"
@@ -224,6 +225,11 @@ def strided_rows(x: Tensor) -> tuple[Tensor, int]:
 
 def contiguous(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
+
+
+def registers(most: int | None, like: Tensor) -> dict[str, int]:
+    """The option that bounds the registers of a thread, so that more warps run at once; only Triton's backend for NVIDIA GPUs has it."""
+    return {"maxnreg": most} if most and like.is_cuda and torch.version.cuda else {}
 
 
 @cache
