@@ -1321,8 +1321,8 @@ MUTANTS = (
     kernel(
         "triton: the divergence forgets the offset of the two normalizers",
         "_divergence.py",
-        "apart = (beneath - below) + offset\n    ahead",
-        "apart = beneath - below\n    ahead",
+        "apart = (beneath - below) + offset\n        ahead",
+        "apart = beneath - below\n        ahead",
         f"kl_div and {SMALL}",
     ),
     kernel(
@@ -1339,6 +1339,38 @@ MUTANTS = (
         "tl.sum(s, 0) / their_sum - 0.0 * log_series(u)",
         ("tests/ops/test_linear_divergence.py", "--backend", "triton", "-k", "wide_kl"),
         "test_a_wide_kl_and_its_gradient_are_exact_for_logits_of_any_size",
+        True,
+    ),
+    kernel(
+        "triton: of two neighbors in a word, the lower one keeps bits of the upper one",
+        "_divergence.py",
+        "tl.join((word << 16).to(tl.float32, bitcast=True)",
+        "tl.join((word << 15).to(tl.float32, bitcast=True)",
+        "jsd and bfloat16 and several_blocks",
+    ),
+    kernel(
+        "triton: the sum of a row is that around a rounded maximum",
+        "_divergence.py",
+        "d * tl.exp2(-tl.fma(top, 1.4426950408889634, -highest))",
+        "d",
+        "jsd and float32 and common_offset",
+    ),
+    Mutant(
+        "triton: the teacher at the student's largest class is sought in the first block",
+        f"{TRITON}/_divergence.py",
+        "found = tl.where(m > before, start, found)",
+        "found = tl.where(m > before, 0, found)",
+        ("tests/ops/test_linear_divergence.py", "--backend", "triton", "-k", "impossible_on_both_sides"),
+        "test_classes_that_are_impossible_on_both_sides_change_nothing",
+        True,
+    ),
+    Mutant(
+        "triton: a NaN that the teacher has alone is lost",
+        f"{TRITON}/_divergence.py",
+        "tl.where(known, total, offset)",
+        "total",
+        ("tests/ops/test_linear_divergence.py", "--backend", "triton", "-k", "test_a_nan_among"),
+        "test_a_nan_among_the_logits_of_a_row_is_its_divergence",
         True,
     ),
     kernel(
@@ -1362,18 +1394,27 @@ MUTANTS = (
         "slope = tl.where(ahead, -larger, larger) * step",
         "linear_divergence and float32 and impossible",
     ),
-    kernel(
+    Mutant(
         "triton: classes that are impossible on both sides give NaN in a mixture",
-        "_divergence.py",
-        "far = tl.where(far < 800.0, far, 800.0)",
+        f"{TRITON}/_divergence.py",
+        "far = tl.minimum(far, 800.0)",
         "far = far + 0.0",
+        ("tests/ops/test_linear_divergence.py", "--backend", "triton", "-k", "impossible_on_both_sides"),
+        "test_classes_that_are_impossible_on_both_sides_change_nothing",
+        True,
+    ),
+    kernel(
+        "triton: classes that are impossible on both sides give NaN in the Jensen-Shannon divergence",
+        "_divergence.py",
+        "far = tl.minimum(tl.abs(apart), 1100.0)",
+        "far = tl.abs(apart)",
         "jsd and float32 and padded_classes",
     ),
     kernel(
         "triton: the Jensen-Shannon divergence ends its series too late",
         "_divergence.py",
-        "close = far < 0.9",
-        "close = far < 9.0",
+        "close = far < 1.2984",
+        "close = far < 12.984",
         "jsd and float32",
     ),
     kernel(
@@ -1386,8 +1427,8 @@ MUTANTS = (
     kernel(
         "triton: whole blocks of a row are read, its rest is not",
         "_divergence.py",
-        "whole = width // BLOCK * BLOCK\n        for start",
-        "whole = width\n        for start",
+        "whole = width // BLOCK * BLOCK\n    for start in range(0, whole",
+        "whole = width\n    for start in range(0, whole",
         "jsd and float32 and several_blocks",
     ),
     stride(

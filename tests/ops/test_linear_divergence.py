@@ -169,7 +169,7 @@ def test_classes_that_are_impossible_on_both_sides_change_nothing(kind: Any, wid
     student, teacher, upstream = leaf(4, 30, device=device), torch.randn(4, 30, device=device), torch.randn(4, device=device)
     padding = torch.full((4, width), -torch.inf, device=device)
     plain = of_logits(kind)(student, teacher)
-    padded = of_logits(kind)(torch.cat((student, padding), -1), torch.cat((teacher, padding), -1))
+    padded = of_logits(kind)(torch.cat((padding, student, padding), -1), torch.cat((padding, teacher, padding), -1))
     torch.testing.assert_close(padded, plain)
     torch.testing.assert_close(torch.autograd.grad(padded, student, upstream), torch.autograd.grad(plain, student, upstream))
 
@@ -188,11 +188,23 @@ def test_a_class_that_one_side_rules_out_is_infinite_for_one_kl_and_finite_for_t
     torch.testing.assert_close(total_variation(student, teacher), torch.tensor(1 / 3, device=device))
 
 
+@KIND
 @NUMBER_OF_CLASSES
-def test_a_nan_among_the_logits_of_a_row_is_its_divergence(width: int, device: torch.device) -> None:
-    student, teacher = torch.randn(2, 3, width, device=device)
-    student[0, 7], teacher[1, width - 1] = torch.nan, torch.nan
-    assert kl_div(student, teacher, reduction="none").isnan().tolist() == [True, True, False]
+def test_a_nan_among_the_logits_of_a_row_is_its_divergence(kind: Any, width: int, device: torch.device) -> None:
+    student, teacher = torch.randn(2, 4, width, device=device)
+    student[0, 7], teacher[1, width - 1], teacher[2, 7] = torch.nan, torch.nan, torch.inf
+    assert of_logits(kind)(student, teacher).isnan().tolist() == [True, True, True, False]
+
+
+@KIND
+@NUMBER_OF_CLASSES
+def test_the_lowest_numbers_are_impossible_classes_or_equal_ones(kind: Any, width: int, device: torch.device) -> None:
+    student, teacher = torch.randn(2, 2, width, device=device)
+    student[0, 3:200], teacher[0, 3:200] = (torch.finfo(torch.float32).min,) * 2
+    student[1], teacher[1] = (torch.finfo(torch.float32).min,) * 2
+    (possible,) = torch.where(torch.arange(width) // 200 + (torch.arange(width) < 3) > 0)
+    expected = of_logits(kind)(student[:1, possible], teacher[:1, possible])[0]
+    torch.testing.assert_close(of_logits(kind)(student, teacher), torch.stack([expected, torch.zeros_like(expected)]))
 
 
 @KIND

@@ -3,20 +3,32 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_core.ops._divergence import FORWARD, MIXTURE, REVERSE, VARIATION, DivergenceOptions, DivergenceResults
-from liger_triton._logits import GRADIENT, Shape, capped
+from liger_triton._logits import GRADIENT, capped
 from liger_triton._softmax_loss import TritonPasses
-from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, rows_of
+from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, registers, rows_of
 
-# One H200, 8192 rows forward, total variation and JSD: .713 and .869 ms of 40 960 classes, 2.225 and 2.857 of 128 256; with Shape(4096, 16)
-# .794 and .930, 2.454 and 2.931.
-COMPARED = Shape(2048, 8)
-# One H200, 8192 rows forward: 1.255 ms of 128 256 classes and .379 of 40 960; with Shape(4096, 8) 1.302 and .416.
-STREAMED = Shape(2048, 4)
+
+class RowShape(NamedTuple):
+    """Columns of a block, warps, neighbors that a thread takes, and the most registers of a thread if that many cost too many warps."""
+
+    block: int
+    warps: int
+    vector: int
+    registers: int | None = None
+
+
+# Milliseconds on one H200, 8192 rows of 40 960 · 128 256 classes in bfloat16 forward, with STREAMED and with MIXED: KL by one read .370 · 1.109 and
+# .435 · 1.335, total variation .560 · 1.871 and .614 · 1.991, reverse KL .772 · 2.428 and .834 · 2.639, JSD .828 · 2.578 and .794 · 2.452. Without
+# the bound on registers STREAMED takes up to a third more. A kernel that does nothing but read each row twice takes .36 · 1.57 at best.
+STREAMED, MIXED = RowShape(4096, 8, VECTOR, 64), RowShape(2048, 8, VECTOR // 2)
 # After those of liger_core: the Jensen-Shannon divergence with beta 1/2, a mixture whose formula is even in log p - log q, and much shorter.
 EVEN = 1 + max(FORWARD, REVERSE, MIXTURE, VARIATION)
 KIND_FORWARD, KIND_REVERSE, KIND_MIXTURE = tl.constexpr(FORWARD), tl.constexpr(REVERSE), tl.constexpr(MIXTURE)
@@ -36,15 +48,16 @@ class TritonDivergencePasses(TritonPasses):
         student, teacher = student if gradient else rows_of(student), rows_of(teacher)
         # A positive scale keeps the largest logit the largest. A gradient written here takes a second read anyway, and the caches hold a
         # narrow row.
-        one_read = options.formula == FORWARD and not gradient and not options.hard_weight and width > 2 * COMPARED.block
+        one_read = options.formula == FORWARD and not gradient and not options.hard_weight and width > STREAMED.block
         one_read = one_read and options.logit_scale > 0 and options.teacher_logit_scale > 0
-        shape = STREAMED if one_read else COMPARED
-        block = min(shape.block, power_of_two(width))
+        shape = MIXED if options.formula == MIXTURE else STREAMED
+        block = max(2, min(shape.block, power_of_two(width)))
+        vector = min(shape.vector, block // 2)
         divergence_launch(
             (rows,), student, teacher, None if target is None else target.contiguous(), row_factor, results.loss, results.moments,
             student.stride(0), teacher.stride(0), 0 if row_factor is None else row_factor.stride(0), width, *_scalars(options),
-            **_forms(options), GRADIENT=gradient, ONE_READ=one_read, BLOCK=block, VECTOR=min(VECTOR, block), num_warps=shape.warps,
-            enable_fp_fusion=fuses(block),
+            **_forms(options), PAIRED=vector > 1 and _paired(student) and _paired(teacher), GRADIENT=gradient, ONE_READ=one_read,
+            BLOCK=block, VECTOR=vector, num_warps=shape.warps, enable_fp_fusion=fuses(block), **registers(shape.registers, student),
         )  # fmt: skip
 
     def divergence_gradients(
@@ -69,10 +82,10 @@ class TritonDivergencePasses(TritonPasses):
         if rows == 0:
             return
         student, teacher = rows_of(student), rows_of(teacher)
-        block = min(COMPARED.block, power_of_two(width))
+        block = min(MIXED.block, power_of_two(width))
         sums_launch(
             (rows,), student, teacher, None if target is None else target.contiguous(), moments, out, student.stride(0), teacher.stride(0),
-            width, *_scalars(options), **_forms(options), BLOCK=block, num_warps=COMPARED.warps,
+            width, *_scalars(options), **_forms(options), BLOCK=block, VECTOR=min(MIXED.vector, block), num_warps=MIXED.warps,
         )  # fmt: skip
 
 
@@ -99,6 +112,11 @@ def _forms(options: DivergenceOptions) -> dict[str, int | bool]:
     }
 
 
+def _paired(x: Tensor) -> bool:
+    """Whether each row begins with a whole word of two logits."""
+    return x.dtype == torch.bfloat16 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0
+
+
 @triton.jit
 def grown(m, d, x):
     """The maximum and the sum of e^(x - m) of each thread, with VECTOR neighbors more."""
@@ -116,25 +134,135 @@ def met(m, d):
 @triton.jit
 def both(
     base, theirs, column, width, logit_scale, softcap, their_scale, their_softcap,
-    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr, POLICY: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """x of the student and the teacher at these columns, -∞ past the last one. PLAIN: they are the logits; WHOLE: no column is past the last.
+    """x of the student and the teacher at these columns, -∞ past the last one. PLAIN: they are the logits.
 
     The mask also keeps the product that x may be from being fused into x - m, where m is a rounded one.
     """
-    if WHOLE:
-        x = tl.load(base + column, eviction_policy=POLICY).to(tl.float32)
-        y = tl.load(theirs + column, eviction_policy=POLICY).to(tl.float32)
+    mask = column < width
+    x = tl.load(base + column, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    y = tl.load(theirs + column, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    if not PLAIN:
+        x = capped(x, logit_scale, softcap, HAS_SOFTCAP)
+        y = capped(y, their_scale, their_softcap, TEACHER_SOFTCAP)
+    return tl.where(mask, x, float("-inf")), tl.where(mask, y, float("-inf"))
+
+
+@triton.jit
+def neighbors(pointer, N: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constexpr, POLICY: tl.constexpr):
+    """(N, VECTOR) adjacent logits in float32. PAIRED: two of bfloat16 come as one word, so that each takes one instruction, not one and a half."""
+    if PAIRED:
+        HALF: tl.constexpr = VECTOR // 2
+        offset = tl.arange(0, N)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+        word = tl.load(pointer.to(tl.pointer_type(tl.int32)) + offset, eviction_policy=POLICY)
+        both = tl.join((word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True))
+        return both.reshape(N, VECTOR)
     else:
-        mask = column < width
-        x = tl.load(base + column, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
-        y = tl.load(theirs + column, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
-        if not PLAIN:
-            x = capped(x, logit_scale, softcap, HAS_SOFTCAP)
-            y = capped(y, their_scale, their_softcap, TEACHER_SOFTCAP)
-        x = tl.where(mask, x, float("-inf"))
-        y = tl.where(mask, y, float("-inf"))
-    return x, y
+        offset = tl.arange(0, N)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+        return tl.load(pointer + offset, eviction_policy=POLICY).to(tl.float32)
+
+
+@triton.jit
+def halves(pointer, HALF: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constexpr, POLICY: tl.constexpr):
+    """Two blocks beside each other: what a thread does once a block it does once for both."""
+    first = neighbors(pointer, HALF // VECTOR, VECTOR, PAIRED, POLICY)
+    second = neighbors(pointer + HALF, HALF // VECTOR, VECTOR, PAIRED, POLICY)
+    return tl.join(first, second).reshape(HALF // VECTOR, 2 * VECTOR)
+
+
+@triton.jit
+def masked_halves(pointer, column, width, HALF: tl.constexpr, POLICY: tl.constexpr):
+    """(`halves` of the last columns, whatever is past the last one, and which are not)."""
+    first = tl.load(pointer + column, mask=column < width, other=0.0, eviction_policy=POLICY)
+    second = tl.load(pointer + column + HALF, mask=column + HALF < width, other=0.0, eviction_policy=POLICY)
+    both = tl.join(first, second)
+    shape: tl.constexpr = (both.shape[0], 2 * both.shape[1])
+    return both.reshape(shape).to(tl.float32), tl.join(column < width, column + HALF < width).reshape(shape)
+
+
+@triton.jit
+def anchored(m, anchor, d, x):
+    """The maximum of each thread, its anchor, which is the maximum to base 2 and rounded, and the sum of 2^(x - anchor), with more neighbors."""
+    m = tl.maximum(m, tl.max(x, 1))
+    top = m * 1.4426950408889634
+    return m, top, d * tl.exp2(anchor - top) + tl.sum(tl.exp2(tl.fma(x, 1.4426950408889634, -top[:, None])), 1)
+
+
+@triton.jit
+def met_anchored(m, anchor, d):
+    """The maximum of a row and the sum of e^(x - maximum), from those of its threads."""
+    top = tl.max(m, 0)
+    highest = tl.max(anchor, 0)
+    # Selected, so that no product is fused into a sum of two threads, of which each would fuse its own.
+    d = tl.sum(tl.where(d > 0, d * tl.exp2(anchor - highest), d), 0)
+    return top, d * tl.exp2(-tl.fma(top, 1.4426950408889634, -highest))
+
+
+@triton.jit
+def quick_statistics(base, theirs, width, BLOCK: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constexpr):
+    """`statistics` of plain logits, by half of the instructions. The sums are 0, infinite or NaN if a logit is, or is nearly as large."""
+    HALF: tl.constexpr = BLOCK // 2
+    m = tl.full((HALF // VECTOR,), -1e30, dtype=tl.float32)
+    anchor = m * 1.4426950408889634
+    d = tl.zeros((HALF // VECTOR,), dtype=tl.float32)
+    their_m = m
+    their_anchor = anchor
+    their_d = d
+    # Where each thread found its largest.
+    found = tl.zeros((HALF // VECTOR,), dtype=tl.int32)
+    whole = width // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        x = halves(base + start, HALF, VECTOR, PAIRED, "evict_last")
+        y = halves(theirs + start, HALF, VECTOR, PAIRED, "evict_last")
+        before = m
+        m, anchor, d = anchored(m, anchor, d, x)
+        their_m, their_anchor, their_d = anchored(their_m, their_anchor, their_d, y)
+        found = tl.where(m > before, start, found)
+    offset = tl.arange(0, HALF // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    if whole < width:
+        x, mask = masked_halves(base, whole + offset, width, HALF, "evict_last")
+        y, _ = masked_halves(theirs, whole + offset, width, HALF, "evict_last")
+        before = m
+        m, anchor, d = anchored(m, anchor, d, tl.where(mask, x, float("-inf")))
+        their_m, their_anchor, their_d = anchored(their_m, their_anchor, their_d, tl.where(mask, y, float("-inf")))
+        found = tl.where(m > before, whole, found)
+    top, exp_sum = met_anchored(m, anchor, d)
+    their_top, their_sum = met_anchored(their_m, their_anchor, their_d)
+    x, mask = masked_halves(base, found[:, None] + offset, tl.where(m == top, width, 0)[:, None], HALF, "evict_last")
+    y, _ = masked_halves(theirs, found[:, None] + offset, tl.where(m == top, width, 0)[:, None], HALF, "evict_last")
+    their_first = tl.max(tl.max(tl.where(mask & (x == top), y, float("-inf")), 1), 0)
+    return top, exp_sum, their_top, their_sum, their_first
+
+
+@triton.jit
+def statistics(
+    base, theirs, width, temperature, logit_scale, softcap, their_scale, their_softcap, FORMULA: tl.constexpr, HARD: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """(m and d of the student, those of the teacher, the teacher's x at the student's largest, d of the student without temperature)."""
+    # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
+    m = tl.full((BLOCK // VECTOR,), -3.4028234663852886e38, dtype=tl.float32)
+    d = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
+    their_m = m
+    # The teacher's x at each thread's largest of the student.
+    their_first = m
+    their_d = d
+    sharp_d = d
+    offset = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for start in range(0, width, BLOCK):
+        x, y = both(
+            base, theirs, start + offset, width, logit_scale, softcap, their_scale, their_softcap,
+            HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, "evict_last",
+        )  # fmt: skip
+        m, d, their_m, their_d, their_first, sharp_d = seen(m, d, their_m, their_d, their_first, sharp_d, x, y, temperature, FORMULA, HARD)
+    top, exp_sum = met(m, d)
+    their_top, their_sum = met(their_m, their_d)
+    sharp_sum = 1.0
+    if HARD:
+        sharp_sum = tl.sum(sharp_d * tl.exp2((m - top) * temperature * 1.4426950408889634), 0)
+    their_first = tl.max(tl.where(m == top, their_first, float("-inf")), 0)
+    return top, exp_sum, their_top, their_sum, their_first, sharp_sum
 
 
 @triton.jit
@@ -215,33 +343,33 @@ def mixed_slope(far, ahead, step, smaller, log, mixture, behind, beta, complemen
 
 @triton.jit
 def even_terms(far):
-    """(e^-far, log M, twice the terms of the divergence) where M = (1 + e^-far) / 2, all in units of the larger of p and q.
+    """(2^-far, log2 M, terms) where M = (1 + 2^-far) / 2, all in units of the larger of p and q, and far and logarithms to base 2.
 
-    Twice the divergence is -(1 + e^-far) · log M - far · e^-far, which near 0 is e^(-far/2) times an even function of far, and log M is
-    there log cosh(far/2) - far/2. The coefficients are those of the least relative error, which is below 1e-7.
+    The terms are twice the divergence, -(1 + e) · log2 M - far · e with e = 2^-far, which near 0 is 2^(-far/2) times an even function of far,
+    and log2 M is there log2 cosh(far/2 · log 2) - far/2. The coefficients are those of the least relative error, which is below 1e-7.
     """
-    root = tl.exp2(far * -0.7213475204444817)
+    root = tl.exp2(far * -0.5)
     smaller = root * root
-    log = 0.331652671 - smaller * (0.23766446 - smaller * (0.150801832 - smaller * 0.0562537405))
-    log = smaller * (0.999997096 - smaller * (0.499887304 - smaller * log)) - 0.693147168
+    log = 0.47847366375 - smaller * (0.34287733784 - smaller * (0.21756105518 - smaller * 0.081156992451))
+    log = smaller * (1.4426908513 - smaller * (0.72118493448 - smaller * log)) - 0.99999998188
     square = far * far
-    near = 0.124999994 - square * (0.00520808667 - square * (0.000345675389 - square * 0.0000231982289))
-    close = far < 0.9
+    near = 0.086643393411 - square * (0.0017344212508 - square * (5.5308994788e-05 - square * 1.7833355071e-06))
+    close = far < 1.2984
     log = tl.where(close, square * near - 0.5 * far, log)
-    even = square * (0.25 + square * square * (0.000216487055 - square * 0.00000977985405))
+    even = square * (0.17328679514 + square * square * (3.463851283e-05 - square * 7.5181433275e-07))
     return smaller, log, tl.where(close, root * even, -log - smaller * (log + far))
 
 
 @triton.jit
 def first_slope(first, beta, complement, of_teacher, of_student, FORMULA: tl.constexpr):
-    """h at the student's largest class."""
+    """h at the student's largest class, in units of `slope_unit`."""
     h = -first
     if FORMULA == KIND_VARIATION:
         h = tl.where(first == 0, 0.0, tl.where(first > 0, -0.5, 0.5))
     elif FORMULA == KIND_EVEN:
-        far = tl.minimum(tl.abs(first), 800.0)
+        far = tl.minimum(tl.abs(first) * 1.4426950408889634, 1100.0)
         _, log, _ = even_terms(far)
-        h = -0.5 * (log + tl.where(first >= 0, far, 0.0))
+        h = -log - tl.where(first >= 0, far, 0.0)
     elif FORMULA == KIND_MIXTURE:
         ahead = first >= 0
         far = tl.minimum(tl.abs(first), 800.0)
@@ -252,29 +380,39 @@ def first_slope(first, beta, complement, of_teacher, of_student, FORMULA: tl.con
 
 
 @triton.jit
-def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, complement, of_teacher, of_student, FORMULA: tl.constexpr):
+def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_student, FORMULA: tl.constexpr):
     """(the terms of `added_up`, h less that of the student's largest class, q) of classes, or q · h for the forward KL.
 
-    As in liger_core/ops/_divergence.py: the larger of p and q times a function of far = |log p - log q|, by a series where it is small.
+    All but h are in units of 1/d of the student. As in liger_core/ops/_divergence.py: the larger of p and q times a function of
+    far = |log p - log q|, by a series where it is small.
     """
-    apart = (beneath - below) + offset
-    ahead = apart >= 0
-    far = tl.abs(apart)
-    if FORMULA != KIND_FORWARD and FORMULA != KIND_REVERSE:
-        # e^-800 is 0, so that the cut changes nothing but ∞ · 0, and NaN where both are at -∞. The KLs may be infinite.
-        far = tl.where(far < 800.0, far, 800.0)
-    larger = tl.exp2(tl.where(ahead, beneath, below) * 1.4426950408889634) * tl.where(ahead, their_inverse, inverse)
+    ours = below * 1.4426950408889634
+    theirs = tl.fma(beneath, 1.4426950408889634, offset * 1.4426950408889634)
     if FORMULA == KIND_VARIATION:
-        smaller = tl.exp2(far * -1.4426950408889634)
-        step = 0.166662241 - far * (0.0416290891 - far * (0.00818738588 - far * 0.00112163483))
-        step = far * (0.999999999 - far * (0.499999807 - far * step))
-        value = larger * tl.where(far < 0.5, step, 1.0 - smaller)
-        slope = tl.where(apart == 0, 0.0, tl.where(ahead, -0.5, 0.5)) - h
+        apart = tl.fma(beneath - below, 1.4426950408889634, offset * 1.4426950408889634)
+        q = tl.exp2(ours)
+        series = 0.24022650696 + apart * (0.055504108665 + apart * (0.0096181291076 + apart * 0.0013333558146))
+        series = apart * (0.69314718056 + apart * series)
+        # Near zeros of both the difference of the logarithms is NaN, and q and p are 0.
+        value = tl.abs(tl.where(tl.abs(apart) < 0.2, q * series, tl.exp2(theirs) - q))
+        # -½, 0 or ½ less h, whatever the size of apart.
+        slope = tl.minimum(tl.maximum(tl.fma(apart, -1e38, -h), -0.5 - h), 0.5 - h)
     elif FORMULA == KIND_EVEN:
-        smaller, log, value = even_terms(far)
-        value = larger * value
-        slope = -0.5 * (log + tl.where(ahead, far, 0.0)) - h
+        apart = tl.fma(beneath - below, 1.4426950408889634, offset * 1.4426950408889634)
+        # 2^-1100 is 0, so that the cut changes nothing but ∞ · 0, and NaN where both are at -∞.
+        far = tl.minimum(tl.abs(apart), 1100.0)
+        q = tl.exp2(ours)
+        _, log, value = even_terms(far)
+        value = tl.exp2(tl.maximum(ours, theirs)) * value
+        slope = -(log + tl.where(apart >= 0, far, 0.0)) - h
     else:
+        apart = (beneath - below) + offset
+        ahead = apart >= 0
+        far = tl.abs(apart)
+        larger = tl.exp2(tl.maximum(ours, theirs))
+        if FORMULA == KIND_MIXTURE:
+            # As above, to base e. The KLs may be infinite.
+            far = tl.minimum(far, 800.0)
         over, under, step, smaller = steps(far)
         if FORMULA == KIND_FORWARD:
             value = tl.where(larger != 0, larger * tl.where(ahead, over, under), 0.0)
@@ -293,13 +431,27 @@ def compared(below, inverse, beneath, their_inverse, offset, first, h, beta, com
         else:
             value = tl.where(larger != 0, larger * tl.where(ahead, under, over), 0.0)
             slope = first - apart
-    return value, slope, tl.where(ahead, larger * smaller, larger)
+        q = tl.where(ahead, larger * smaller, larger)
+    return value, slope, q
 
 
 @triton.jit
-def added_up(values, FORMULA: tl.constexpr):
-    """The divergence of a row from the terms of its threads, of which the last two formulas, VARIATION and EVEN, have twice as much."""
-    return tl.sum(values, 0) * (0.5 if FORMULA >= KIND_VARIATION else 1.0)
+def slope_unit(FORMULA: tl.constexpr):
+    """What a slope of `compared` is counted in: that of EVEN is twice the slope, to base 2."""
+    return 0.34657359027997264 if FORMULA == KIND_EVEN else 1.0
+
+
+@triton.jit
+def added_up(values, slopes, offset, inverse, FORMULA: tl.constexpr):
+    """(divergence, Σ q (h - h₀)) of a row from the terms of its threads. VARIATION has twice as much, EVEN as much as slopes.
+
+    A NaN among the logits of either side shows in the offset, the difference of the logarithms of both sums, if nowhere else.
+    """
+    unit = 0.5 if FORMULA == KIND_VARIATION else slope_unit(FORMULA)
+    total = tl.sum(tl.sum(values, 1), 0) * inverse * unit
+    mean = tl.sum(tl.sum(slopes, 1), 0) * inverse * slope_unit(FORMULA)
+    known = offset == offset
+    return tl.where(known, total, offset), tl.where(known, mean, offset)
 
 
 @triton.jit
@@ -313,13 +465,14 @@ def difference(below, inverse, beneath, their_inverse, offset):
 
 
 @triton.jit
-def pulled(slope, q, mean, FORMULA: tl.constexpr):
+def pulled(slope, q, mean, inverse, FORMULA: tl.constexpr):
     """The gradient over x of the student."""
+    mean = mean / slope_unit(FORMULA)
+    inverse = inverse * slope_unit(FORMULA)
     if FORMULA == KIND_REVERSE:
-        slope = tl.where(q != 0, q * (slope - mean), 0.0)
-    elif FORMULA != KIND_FORWARD:
-        slope = q * (slope - mean)
-    return slope
+        return tl.where(q != 0, q * (slope - mean), 0.0) * inverse
+    else:
+        return q * (slope - mean) * inverse
 
 
 @triton.jit
@@ -380,18 +533,9 @@ def added(s, a, w, v, mean, m, anchor, their_m, their_anchor, x, y, mask, scale,
 
 
 @triton.jit
-def halves(pointer, mask, other_mask, HALF: tl.constexpr):
-    """Two blocks beside each other: what a thread does once a block it does once for both."""
-    first = tl.load(pointer, mask=mask, eviction_policy="evict_first")
-    second = tl.load(pointer + HALF, mask=other_mask, eviction_policy="evict_first")
-    both = tl.join(first, second)
-    return both.reshape(both.shape[0], 2 * both.shape[1]).to(tl.float32)
-
-
-@triton.jit
 def streamed(
     base, theirs, width, logit_scale, softcap, their_scale, their_softcap,
-    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, HALF: tl.constexpr, VECTOR: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PAIRED: tl.constexpr, HALF: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """(KL(p ‖ q), m and d of the student, m and d of the teacher) by one read of a row. Infinite or NaN if a logit is; see the slow passes.
 
@@ -422,8 +566,8 @@ def streamed(
     offset = tl.arange(0, HALF // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     whole = width // (2 * HALF) * (2 * HALF)
     for start in range(0, whole, 2 * HALF):
-        x = halves(base + start + offset, None, None, HALF)
-        y = halves(theirs + start + offset, None, None, HALF)
+        x = halves(base + start, HALF, VECTOR, PAIRED, "evict_first")
+        y = halves(theirs + start, HALF, VECTOR, PAIRED, "evict_first")
         if HAS_SOFTCAP:
             x = capped(x, logit_scale, softcap, HAS_SOFTCAP)
         if TEACHER_SOFTCAP:
@@ -432,14 +576,12 @@ def streamed(
             s, a, w, v, mean, m, anchor, their_m, their_anchor, x, y, None, scale, their
         )
     if whole < width:
-        column = whole + offset
-        x = halves(base + column, column < width, column + HALF < width, HALF)
-        y = halves(theirs + column, column < width, column + HALF < width, HALF)
+        x, mask = masked_halves(base, whole + offset, width, HALF, "evict_first")
+        y, _ = masked_halves(theirs, whole + offset, width, HALF, "evict_first")
         if HAS_SOFTCAP:
             x = capped(x, logit_scale, softcap, HAS_SOFTCAP)
         if TEACHER_SOFTCAP:
             y = capped(y, their_scale, their_softcap, TEACHER_SOFTCAP)
-        mask = tl.join(column < width, column + HALF < width).reshape(x.shape)
         s, a, w, v, mean, m, anchor, their_m, their_anchor = added(
             s, a, w, v, mean, m, anchor, their_m, their_anchor,
             tl.where(mask, x, float("-inf")), tl.where(mask, y, float("-inf")), mask, scale, their,
@@ -480,7 +622,7 @@ def divergence_kernel(
     student, teacher, target, row_factor, loss, moments, row_stride, their_stride, factor_stride, width,
     ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
     FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
-    PLAIN: tl.constexpr, GRADIENT: tl.constexpr, ONE_READ: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    PLAIN: tl.constexpr, PAIRED: tl.constexpr, GRADIENT: tl.constexpr, ONE_READ: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program takes one row: maximum and sum of both sides, then the loss, then, if asked, the gradient over the student's logits.
 
@@ -491,7 +633,7 @@ def divergence_kernel(
     base = student + row * row_stride
     theirs = teacher + row * their_stride
     moments += 7 * row
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     label = 0
     factor = logit_scale
     if target is not None:
@@ -503,11 +645,11 @@ def divergence_kernel(
             if GRADIENT:
                 for start in range(0, width, BLOCK):
                     column = start + lane
-                    tl.store(base + column, tl.zeros((BLOCK,), dtype=student.dtype.element_ty), mask=column < width)
+                    tl.store(base + column, tl.zeros((BLOCK // VECTOR, VECTOR), dtype=student.dtype.element_ty), mask=column < width)
             return
     if ONE_READ:
         total, top, exp_sum, their_top, their_sum = streamed(
-            base, theirs, width, logit_scale, softcap, their_scale, their_softcap, HAS_SOFTCAP, TEACHER_SOFTCAP, BLOCK // 2, VECTOR
+            base, theirs, width, logit_scale, softcap, their_scale, their_softcap, HAS_SOFTCAP, TEACHER_SOFTCAP, PAIRED, BLOCK // 2, VECTOR
         )
         # Else a logit is infinite, NaN or nearly as large as a float can be: the passes below know what to make of it.
         if tl.abs(total) < float("inf"):
@@ -522,42 +664,22 @@ def divergence_kernel(
             return
     if row_factor is not None:
         factor = factor * tl.load(row_factor + row * factor_stride).to(tl.float32)
-    # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
-    m = tl.full((BLOCK // VECTOR,), -3.4028234663852886e38, dtype=tl.float32)
-    d = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
-    their_m = m
-    # The teacher's x at each thread's largest of the student.
-    their_first = m
-    their_d = d
-    sharp_d = d
-    offset = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    whole = 0
-    if PLAIN:
-        whole = width // BLOCK * BLOCK
-        for start in range(0, whole, BLOCK):
-            x, y = both(
-                base, theirs, start + offset, width, logit_scale, softcap, their_scale, their_softcap,
-                HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, True, "evict_last",
+    if PLAIN and not HARD:
+        top, exp_sum, their_top, their_sum, their_first = quick_statistics(base, theirs, width, BLOCK, VECTOR, PAIRED)
+        if not ((exp_sum > 0) & (exp_sum < float("inf")) & (their_sum > 0) & (their_sum < float("inf"))):
+            top, exp_sum, their_top, their_sum, their_first, _ = statistics(
+                base, theirs, width, temperature, logit_scale, softcap, their_scale, their_softcap,
+                FORMULA, HARD, HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, BLOCK, VECTOR,
             )  # fmt: skip
-            m, d, their_m, their_d, their_first, sharp_d = seen(
-                m, d, their_m, their_d, their_first, sharp_d, x, y, temperature, FORMULA, HARD
-            )
-    for start in range(whole, width, BLOCK):
-        x, y = both(
-            base, theirs, start + offset, width, logit_scale, softcap, their_scale, their_softcap,
-            HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, False, "evict_last",
+        sharp_sum = 1.0
+    else:
+        top, exp_sum, their_top, their_sum, their_first, sharp_sum = statistics(
+            base, theirs, width, temperature, logit_scale, softcap, their_scale, their_softcap,
+            FORMULA, HARD, HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, BLOCK, VECTOR,
         )  # fmt: skip
-        m, d, their_m, their_d, their_first, sharp_d = seen(m, d, their_m, their_d, their_first, sharp_d, x, y, temperature, FORMULA, HARD)
-    top, exp_sum = met(m, d)
-    their_top, their_sum = met(their_m, their_d)
-    sharp_sum = 1.0
-    if HARD:
-        sharp_sum = tl.sum(sharp_d * tl.exp2((m - top) * temperature * 1.4426950408889634), 0)
     inverse = 1.0 / exp_sum
-    their_inverse = 1.0 / their_sum
     sharp_inverse = 1.0 / sharp_sum
     apart = log_ratio(exp_sum, their_sum)
-    their_first = tl.max(tl.where(m == top, their_first, float("-inf")), 0)
     first = (their_first - their_top) + apart
     h = first_slope(first, beta, complement, of_teacher, of_student, FORMULA)
     in_range = (label >= 0) & (label < width)
@@ -565,35 +687,21 @@ def divergence_kernel(
     if HARD:
         factor = tl.where(in_range, factor, float("nan"))
         chosen = capped(tl.load(base + tl.where(in_range, label, 0)), logit_scale, softcap, HAS_SOFTCAP)
-    values = tl.zeros((BLOCK,), dtype=tl.float32)
-    slopes = tl.zeros((BLOCK,), dtype=tl.float32)
-    if PLAIN and not (GRADIENT and FORMULA == KIND_FORWARD):
-        for start in range(0, whole, BLOCK):
-            x, y = both(
-                base, theirs, start + lane, width, logit_scale, softcap, their_scale, their_softcap,
-                HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, True, "evict_last",
-            )  # fmt: skip
-            value, slope, q = compared(
-                x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
-            )
-            values += value
-            slopes = summed(slopes, slope, q, FORMULA)
-    else:
-        whole = 0
+    values = tl.zeros((BLOCK // VECTOR, VECTOR), dtype=tl.float32)
+    slopes = tl.zeros((BLOCK // VECTOR, VECTOR), dtype=tl.float32)
+    whole = width // BLOCK * BLOCK if PLAIN and not (GRADIENT and FORMULA == KIND_FORWARD) else 0
     for start in range(whole, width, BLOCK):
         column = start + lane
         mask = column < width
         x, y = both(
             base, theirs, column, width, logit_scale, softcap, their_scale, their_softcap,
-            HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, False, "evict_last",
+            HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, "evict_last",
         )  # fmt: skip
-        value, slope, q = compared(
-            x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
-        )
+        value, slope, q = compared(x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA)
         values += value
         slopes = summed(slopes, slope, q, FORMULA)
         if GRADIENT and FORMULA == KIND_FORWARD:
-            pull = slope
+            pull = slope * inverse
             if HARD:
                 pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(x - top, sharp_inverse, column, label, temperature)
             pull = pull * factor
@@ -601,8 +709,14 @@ def divergence_kernel(
                 u = tl.where(mask, x * (1.0 / softcap), 0.0)
                 pull = pull * (1.0 - u * u)
             tl.store(base + column, pull.to(student.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    total = added_up(values, FORMULA)
-    mean = tl.sum(slopes, 0)
+    # Backward: what was read last is still in the caches, of which a long row fills more than there is.
+    for back in range(BLOCK, whole + BLOCK, BLOCK):
+        x = neighbors(base + (whole - back), BLOCK // VECTOR, VECTOR, PAIRED, "evict_last" if GRADIENT else "evict_first")
+        y = neighbors(theirs + (whole - back), BLOCK // VECTOR, VECTOR, PAIRED, "evict_last" if GRADIENT else "evict_first")
+        value, slope, q = compared(x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA)
+        values += value
+        slopes = summed(slopes, slope, q, FORMULA)
+    total, mean = added_up(values, slopes, apart, inverse, FORMULA)
     if HARD:
         hard = tl.log2(sharp_sum) * 0.6931471805599453 - (chosen - top) * temperature
         total = (1.0 - hard_weight) * total + hard_weight * tl.where(in_range, hard, float("nan"))
@@ -623,10 +737,8 @@ def divergence_kernel(
             y = capped(y, their_scale, their_softcap, TEACHER_SOFTCAP)
             x = tl.where(mask, x, 0.0)
             y = tl.where(mask, y, 0.0)
-            value, slope, q = compared(
-                x - top, inverse, y - their_top, their_inverse, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
-            )
-            pull = pulled(slope, q, mean, FORMULA)
+            _, slope, q = compared(x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA)
+            pull = pulled(slope, q, mean, inverse, FORMULA)
             if HARD:
                 pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(x - top, sharp_inverse, column, label, temperature)
             pull = pull * factor
@@ -663,11 +775,12 @@ def gradient_kernel(
     exp_sum = tl.load(moments + 1)
     their_sum = tl.load(moments + 3)
     apart = log_ratio(exp_sum, their_sum)
-    x = capped(tl.load(student + row * row_stride + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-    y = capped(tl.load(teacher + row * their_stride + column, mask=mask, other=0.0), their_scale, their_softcap, TEACHER_SOFTCAP)
-    # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
-    x = tl.where(mask, x, 0.0)
-    y = tl.where(mask, y, 0.0)
+    x = tl.load(student + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(teacher + row * their_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if not PLAIN:
+        # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
+        x = tl.where(mask, capped(x, logit_scale, softcap, HAS_SOFTCAP), 0.0)
+        y = tl.where(mask, capped(y, their_scale, their_softcap, TEACHER_SOFTCAP), 0.0)
     below = x - tl.load(moments)
     their_top = tl.load(moments + 2)
     beneath = y - their_top
@@ -676,14 +789,13 @@ def gradient_kernel(
     else:
         first = (tl.load(moments + 4) - their_top) + apart
         h = first_slope(first, beta, complement, of_teacher, of_student, FORMULA)
-        _, slope, q = compared(
-            below, 1.0 / exp_sum, beneath, 1.0 / their_sum, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
-        )
-        pull = pulled(slope, q, tl.load(moments + 5), FORMULA)
+        _, slope, q = compared(below, beneath, apart, first, h, beta, complement, of_teacher, of_student, FORMULA)
+        pull = pulled(slope, q, tl.load(moments + 5), (1.0 if HARD else factor) / exp_sum, FORMULA)
     if HARD:
         sharp_inverse = 1.0 / tl.load(moments + 6)
         pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(below, sharp_inverse, column, label, temperature)
-    pull = pull * factor
+    if HARD or FORMULA == KIND_FORWARD:
+        pull = pull * factor
     if HAS_SOFTCAP:
         u = x * (1.0 / softcap)
         pull = pull * (1.0 - u * u)
@@ -695,7 +807,7 @@ def sums_kernel(
     student, teacher, target, moments, out, row_stride, their_stride, width,
     ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
     FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
-    PLAIN: tl.constexpr, BLOCK: tl.constexpr,
+    PLAIN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program adds up one row over a part of its classes, given the moments of all: the divergence, q · (h - h₀), and x of the target."""
     row = tl.program_id(0).to(tl.int64)
@@ -717,27 +829,25 @@ def sums_kernel(
     apart = log_ratio(exp_sum, their_sum)
     first = (tl.load(moments + 4) - their_top) + apart
     h = first_slope(first, beta, complement, of_teacher, of_student, FORMULA)
-    values = tl.zeros((BLOCK,), dtype=tl.float32)
-    slopes = tl.zeros((BLOCK,), dtype=tl.float32)
+    values = tl.zeros((BLOCK // VECTOR, VECTOR), dtype=tl.float32)
+    slopes = tl.zeros((BLOCK // VECTOR, VECTOR), dtype=tl.float32)
+    lane = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        mask = column < width
-        x = capped(tl.load(base + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-        y = capped(tl.load(theirs + column, mask=mask, other=0.0), their_scale, their_softcap, TEACHER_SOFTCAP)
-        x = tl.where(mask, x, float("-inf"))
-        y = tl.where(mask, y, float("-inf"))
-        value, slope, q = compared(
-            x - top, 1.0 / exp_sum, y - their_top, 1.0 / their_sum, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
-        )
+        x, y = both(
+            base, theirs, start + lane, width, logit_scale, softcap, their_scale, their_softcap,
+            HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, "evict_first",
+        )  # fmt: skip
+        value, slope, q = compared(x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA)
         values += value
         slopes = summed(slopes, slope, q, FORMULA)
+    total, mean = added_up(values, slopes, apart, 1.0 / exp_sum, FORMULA)
     chosen = 0.0
     if HARD:
         inside = (label >= 0) & (label < width)
         x = capped(tl.load(base + tl.where(inside, label, 0)), logit_scale, softcap, HAS_SOFTCAP)
         chosen = tl.where(inside, x, 0.0)
-    tl.store(out, added_up(values, FORMULA))
-    tl.store(out + 1, tl.sum(slopes, 0))
+    tl.store(out, total)
+    tl.store(out + 1, mean)
     tl.store(out + 2, chosen)
 
 

@@ -356,6 +356,7 @@ def logit_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("one_block", n(4, 64), n(4, 64), why="the vocabulary is one block")
     yield sample("odd_width", n(5, 101), n(5, 101), why="mask on the last block")
     yield sample("several_blocks", n(3, 9000), n(3, 9000), why="the row is longer than one block")
+    yield sample("odd_rows", n(3, 9001), n(3, 9001), why="whole blocks of rows that begin at any number, of which a word holds two")
     yield sample("leading_shape", n(2, 3, 40), n(2, 3, 40), why="any leading shape")
     yield sample("one_token", n(40), n(40), why="no leading shape")
     yield sample("sum", n(5, 50), n(5, 50), reduction="sum", why="no normalizer")
