@@ -180,6 +180,35 @@ def test_liger_kernel_is_asked_for_the_log_probabilities_of_the_op(options: dict
     assert errors.worst_gradient < 1e-5
 
 
+class ScaledCrossEntropyInChunks:
+    """The same without a number of tiles."""
+
+    @staticmethod
+    def apply(x: Tensor, w: Tensor, target: Tensor, temperature: float, ignore_index: int, return_entropy: bool) -> Any:
+        return ScaledCrossEntropy.apply(x, w, target, temperature, ignore_index, return_entropy=return_entropy)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("options", [{}, {"return_entropy": True, "ignore_index": 3, "temperature": 2.0}], ids=str)
+def test_liger_kernel_is_asked_for_log_probabilities_in_chunks(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(_FusedLinearPPOFallbackFunction=ScaledCrossEntropyInChunks)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_scaled_cross_entropy", module)
+    case = make_case(linear_log_prob, head_workload(16, 8, 64, mode="options", **options), CPU, torch.float32)
+    case.arguments["target"][:4] = options.get("ignore_index", -100)
+    case.set_exact()
+    errors = case.errors(Run(case, peer(linear_log_prob, Peer("chunks", liger_kernel._chunks()))).full())
+    assert errors is not None
+    assert errors.worst_output < 1e-5
+    assert errors.worst_gradient < 1e-5
+
+
+@pytest.mark.parametrize(("value", "name"), [("0", "liger-kernel untuned"), ("1", "liger-kernel")])
+def test_experts_without_their_autotuner_are_a_variant(value: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", value)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", SimpleNamespace(liger_fused_linear_cross_entropy=print))
+    assert [variant.name for variant in liger_kernel.peers() if "experts" in variant.calls] == [name]
+
+
 def test_a_kernel_of_liger_kernel_that_cannot_be_imported_is_the_reason_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     class Missing:
         @staticmethod

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """liger-kernel 0.8.5: its Triton kernels, variants of its linear losses, and its CuTe kernels if it has them.
 
-Variants: float32 accumulation and long chunks for the linear cross entropy, and the divergence from soft labels.
+Variants: float32 accumulation and long chunks for the linear cross entropy, the divergence from soft labels, the per-token loss in chunks of
+logits, as it runs where it has no kernel, and the experts without their autotuner, with LIGER_FUSED_MOE_AUTOTUNE=0.
 
 Measured as a user calls them, except for two traps: `in_place=False`, since its norms by default write their gradient over the one
 that arrives, which another op may still need; and private copies of what rope, the gated activations and cross_entropy overwrite.
@@ -47,7 +48,10 @@ def peers() -> list[Peer]:
         Peer("liger-kernel fp32", {"linear_cross_entropy": _variant(from_package, accum_dtype=torch.float32)}),
         Peer("liger-kernel long chunks", {"linear_cross_entropy": _variant(from_package, chunk_mem_const=32)}),
         Peer("liger-kernel soft labels", _soft_labels(from_package)),
+        Peer("liger-kernel chunks", _chunks()),
     ]
+    if os.environ.get("LIGER_FUSED_MOE_AUTOTUNE", "1").lower() in ("0", "false", "no"):
+        found.append(Peer("liger-kernel untuned", {"experts": triton.pop("experts")}))
     # Its CuTe kernels are written for Hopper and newer.
     if importlib.util.find_spec("cutlass") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9:
         found.append(Peer("liger-kernel cute", _cute(), OVERWRITES))
@@ -126,7 +130,8 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         return package.liger_cross_entropy(logits, target, **options)
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Any:
-        # As its LigerExperts calls it. Its autotuner may run for minutes; LIGER_FUSED_MOE_AUTOTUNE=0 takes one configuration instead.
+        # As its LigerExperts calls it. Its autotuner compiles 240 kernels for each size of the experts, which takes minutes; those that unroll a
+        # row into tiles of 64 take 10 s each. LIGER_FUSED_MOE_AUTOTUNE=0 takes one configuration instead.
         return importlib.import_module("liger_kernel.ops").LigerFusedMoEFunction.apply(x, gate_up, down, index.int(), weight)
 
     def embedding(index: Tensor, weight: Tensor) -> Any:
@@ -147,7 +152,7 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         except ImportError as error:
             # On Hopper it has a CuTe kernel and no other.
             raise Unsupported(f"its kernel for this device cannot be imported: {error}") from error
-        return (-found[0], found[1]) if return_entropy else -found
+        return _log_prob(found)
 
     losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear, "linear_log_prob": linear_log_prob}
     rows = by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, relu_squared, dyt, softmax, sparsemax, experts)
@@ -207,6 +212,29 @@ def _soft_labels(package: Any) -> dict[str, Callable[..., Any]]:
         return package.liger_fused_linear_kl_div(hidden, weight, teacher, reduction="batchmean", temperature=temperature)
 
     return by_name(linear_divergence)
+
+
+def _chunks() -> dict[str, Callable[..., Any]]:
+    """Its per-token loss of 512 tokens at a time in plain PyTorch, which it runs everywhere but on Hopper."""
+
+    def linear_log_prob(
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        return_entropy: bool = False,
+    ) -> Any:
+        with_one_target(hidden, target)
+        function = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")._FusedLinearPPOFallbackFunction
+        return _log_prob(function.apply(hidden, weight, target, temperature, ignore_index, return_entropy))
+
+    return by_name(linear_log_prob)
+
+
+def _log_prob(found: Any) -> Any:
+    """Its negative log-likelihoods, alone or with entropies, as log-probabilities."""
+    return (-found[0], found[1]) if isinstance(found, tuple) else -found
 
 
 def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
