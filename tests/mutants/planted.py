@@ -1321,8 +1321,8 @@ MUTANTS = (
     kernel(
         "triton: the divergence forgets the offset of the two normalizers",
         "_divergence.py",
-        "apart = (beneath - below) + offset\n        ahead",
-        "apart = beneath - below\n        ahead",
+        "apart = (beneath - below) + offset\n    if FORMULA",
+        "apart = beneath - below\n    if FORMULA",
         f"kl_div and {SMALL}",
     ),
     kernel(
@@ -1406,15 +1406,15 @@ MUTANTS = (
     kernel(
         "triton: classes that are impossible on both sides give NaN in the Jensen-Shannon divergence",
         "_divergence.py",
-        "far = tl.minimum(tl.abs(apart), 1100.0)",
+        "far = tl.minimum(tl.abs(apart), 800.0)",
         "far = tl.abs(apart)",
         "jsd and float32 and padded_classes",
     ),
     kernel(
         "triton: the Jensen-Shannon divergence ends its series too late",
         "_divergence.py",
-        "close = far < 1.2984",
-        "close = far < 12.984",
+        "close = far < 0.9",
+        "close = far < 9.0",
         "jsd and float32",
     ),
     kernel(

@@ -343,20 +343,20 @@ def mixed_slope(far, ahead, step, smaller, log, mixture, behind, beta, complemen
 
 @triton.jit
 def even_terms(far):
-    """(2^-far, log2 M, terms) where M = (1 + 2^-far) / 2, all in units of the larger of p and q, and far and logarithms to base 2.
+    """(e^-far, log M, terms) where M = (1 + e^-far) / 2, all in units of the larger of p and q.
 
-    The terms are twice the divergence, -(1 + e) · log2 M - far · e with e = 2^-far, which near 0 is 2^(-far/2) times an even function of far,
-    and log2 M is there log2 cosh(far/2 · log 2) - far/2. The coefficients are those of the least relative error, which is below 1e-7.
+    The terms are twice the divergence, -(1 + e^-far) · log M - far · e^-far, which near 0 is e^(-far/2) times an even function of far, and
+    log M is there log cosh(far/2) - far/2. The coefficients are those of the least relative error, which is below 1e-7.
     """
-    root = tl.exp2(far * -0.5)
+    root = tl.exp2(far * -0.7213475204444817)
     smaller = root * root
-    log = 0.47847366375 - smaller * (0.34287733784 - smaller * (0.21756105518 - smaller * 0.081156992451))
-    log = smaller * (1.4426908513 - smaller * (0.72118493448 - smaller * log)) - 0.99999998188
+    log = 0.331652671 - smaller * (0.23766446 - smaller * (0.150801832 - smaller * 0.0562537405))
+    log = smaller * (0.999997096 - smaller * (0.499887304 - smaller * log)) - 0.693147168
     square = far * far
-    near = 0.086643393411 - square * (0.0017344212508 - square * (5.5308994788e-05 - square * 1.7833355071e-06))
-    close = far < 1.2984
+    near = 0.124999994 - square * (0.00520808667 - square * (0.000345675389 - square * 0.0000231982289))
+    close = far < 0.9
     log = tl.where(close, square * near - 0.5 * far, log)
-    even = square * (0.17328679514 + square * square * (3.463851283e-05 - square * 7.5181433275e-07))
+    even = square * (0.25 + square * square * (0.000216487055 - square * 0.00000977985405))
     return smaller, log, tl.where(close, root * even, -log - smaller * (log + far))
 
 
@@ -367,7 +367,7 @@ def first_slope(first, beta, complement, of_teacher, of_student, FORMULA: tl.con
     if FORMULA == KIND_VARIATION:
         h = tl.where(first == 0, 0.0, tl.where(first > 0, -0.5, 0.5))
     elif FORMULA == KIND_EVEN:
-        far = tl.minimum(tl.abs(first) * 1.4426950408889634, 1100.0)
+        far = tl.minimum(tl.abs(first), 800.0)
         _, log, _ = even_terms(far)
         h = -log - tl.where(first >= 0, far, 0.0)
     elif FORMULA == KIND_MIXTURE:
@@ -388,30 +388,28 @@ def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_
     """
     ours = below * 1.4426950408889634
     theirs = tl.fma(beneath, 1.4426950408889634, offset * 1.4426950408889634)
+    # In this order classes of nearly equal distances are rounded alike, and their difference, of which h - h₀ is made, is exact.
+    apart = (beneath - below) + offset
     if FORMULA == KIND_VARIATION:
-        apart = tl.fma(beneath - below, 1.4426950408889634, offset * 1.4426950408889634)
         q = tl.exp2(ours)
-        series = 0.24022650696 + apart * (0.055504108665 + apart * (0.0096181291076 + apart * 0.0013333558146))
-        series = apart * (0.69314718056 + apart * series)
-        # Near zeros of both the difference of the logarithms is NaN, and q and p are 0.
-        value = tl.abs(tl.where(tl.abs(apart) < 0.2, q * series, tl.exp2(theirs) - q))
+        # e^apart - 1, for want of which p - q would lose digits.
+        series = apart * (1.0 + apart * (0.5 + apart * (1.0 / 6 + apart * (1.0 / 24 + apart * (1.0 / 120)))))
+        value = tl.abs(tl.where(tl.abs(apart) < 0.125, q * series, tl.exp2(theirs) - q))
         # -½, 0 or ½ less h, whatever the size of apart.
         slope = tl.minimum(tl.maximum(tl.fma(apart, -1e38, -h), -0.5 - h), 0.5 - h)
     elif FORMULA == KIND_EVEN:
-        apart = tl.fma(beneath - below, 1.4426950408889634, offset * 1.4426950408889634)
-        # 2^-1100 is 0, so that the cut changes nothing but ∞ · 0, and NaN where both are at -∞.
-        far = tl.minimum(tl.abs(apart), 1100.0)
+        # e^-800 is 0, so that the cut changes nothing but ∞ · 0, and NaN where both are at -∞.
+        far = tl.minimum(tl.abs(apart), 800.0)
         q = tl.exp2(ours)
         _, log, value = even_terms(far)
         value = tl.exp2(tl.maximum(ours, theirs)) * value
         slope = -(log + tl.where(apart >= 0, far, 0.0)) - h
     else:
-        apart = (beneath - below) + offset
         ahead = apart >= 0
         far = tl.abs(apart)
         larger = tl.exp2(tl.maximum(ours, theirs))
         if FORMULA == KIND_MIXTURE:
-            # As above, to base e. The KLs may be infinite.
+            # As above. The KLs may be infinite.
             far = tl.minimum(far, 800.0)
         over, under, step, smaller = steps(far)
         if FORMULA == KIND_FORWARD:
@@ -437,18 +435,17 @@ def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_
 
 @triton.jit
 def slope_unit(FORMULA: tl.constexpr):
-    """What a slope of `compared` is counted in: that of EVEN is twice the slope, to base 2."""
-    return 0.34657359027997264 if FORMULA == KIND_EVEN else 1.0
+    """What a slope of `compared` is counted in: EVEN has twice the slope."""
+    return 0.5 if FORMULA == KIND_EVEN else 1.0
 
 
 @triton.jit
 def added_up(values, slopes, offset, inverse, FORMULA: tl.constexpr):
-    """(divergence, Σ q (h - h₀)) of a row from the terms of its threads. VARIATION has twice as much, EVEN as much as slopes.
+    """(divergence, Σ q (h - h₀)) of a row from the terms of its threads, of which VARIATION and EVEN have twice as much.
 
     A NaN among the logits of either side shows in the offset, the difference of the logarithms of both sums, if nowhere else.
     """
-    unit = 0.5 if FORMULA == KIND_VARIATION else slope_unit(FORMULA)
-    total = tl.sum(tl.sum(values, 1), 0) * inverse * unit
+    total = tl.sum(tl.sum(values, 1), 0) * inverse * (0.5 if FORMULA >= KIND_VARIATION else 1.0)
     mean = tl.sum(tl.sum(slopes, 1), 0) * inverse * slope_unit(FORMULA)
     known = offset == offset
     return tl.where(known, total, offset), tl.where(known, mean, offset)
