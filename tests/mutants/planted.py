@@ -688,8 +688,8 @@ MUTANTS = (
     kernel(
         "triton: samples share the scale of the first",
         "_norm_modulated.py",
-        "modulation = 1.0 + read(scale + sample * scale_stride + column, inside)\n    if weight is not None:\n        modulation = modulation * read(weight + column, inside)\n    if shift",
-        "modulation = 1.0 + read(scale + column, inside)\n    if weight is not None:\n        modulation = modulation * read(weight + column, inside)\n    if shift",
+        "    scale += sample * scale_stride\n",
+        "",
         "modulated_rms_norm and float32 and odd_width",
     ),
     kernel(
@@ -705,6 +705,20 @@ MUTANTS = (
         "value = tl.where(mask, value - average[:, None], 0.0)",
         "value = value - average[:, None]",
         "modulated_layer_norm and float32 and odd_width",
+    ),
+    kernel(
+        "triton: the mean square of a modulated norm lacks the tail of the row",
+        "_norm_modulated.py",
+        "square += tl.sum(tail_value * tail_value, 1)",
+        "square += 0.0",
+        "modulated_rms_norm and float32 and two_blocks",
+    ),
+    kernel(
+        "triton: masked lanes of the tail enter the variance of a modulated norm",
+        "_norm_modulated.py",
+        "tail_value = tl.where(tail_mask, tail_value - average[:, None], 0.0)",
+        "tail_value = tail_value - average[:, None]",
+        "modulated_layer_norm and float32 and two_long_blocks",
     ),
     kernel(
         "triton: the parts of a group are averaged whatever their sizes",

@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_core import Unsupported
 from liger_core.kernels import Outputs
 from liger_triton._norm_sum import column_sum_launch, read, zero
-from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two, processors, rows_of, shared_memory, strided_rows
+from liger_triton.launch import Launcher, cdiv, contiguous, fuses, parts_of, power_of_two, processors, rows_of, shared_memory, strided_rows
 
 WIDEST = 16384
 # Columns of a program that adds what the programs of a sample have, and rows that it reads at once.
@@ -38,12 +38,12 @@ def forward(
     x, x_stride = strided_rows(x)
     scale = rows_of(scale)
     shift = None if shift is None else rows_of(shift)
-    block, several, warps = forward_shape(width)
+    block, rest, several, warps = forward_shape(width, mean is not None)
     groups = cdiv(tokens, several)
     forward_launch(
         (groups * (y.numel() // (tokens * width)),), x, scale, shift, contiguous(weight), y, mean, inverse,
         x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, groups, eps,
-        ROWS=several, BLOCK=block, num_warps=warps, enable_fp_fusion=fuses(block) and mean is None,
+        ROWS=several, BLOCK=block, REST=rest, num_warps=warps, enable_fp_fusion=fuses(several * rest or block) and mean is None,
     )  # fmt: skip
 
 
@@ -82,16 +82,19 @@ def backward(
         column_sum_launch((cdiv(width, 16), 1), of_samples, grad_weight, None, samples, width, ROWS=128, BLOCK=16)
 
 
-# Share of copy bandwidth on one H200 (bfloat16), whose masked lanes cost: at 3072 columns forward .89 and, centered, .81, full .90 and .83;
-# at 1152 forward .67 and .61, full .73 and .60.
-def forward_shape(width: int) -> tuple[int, int, int]:
-    """Block of columns, rows of a program, warps."""
+# Share of copy bandwidth on one H200 (bfloat16): at 3072 columns .93 and, centered, .89; at 1152 .78 and .62. Where a row is centered, a second block
+# of 256 columns slows it down: .48.
+def forward_shape(width: int, centered: bool) -> tuple[int, int, int, int]:
+    """Columns of a row's first and second block, rows of a program, warps."""
     block = power_of_two(width)
     if block <= 1024:
-        return block, max(1, min(64, 4096 // block)), 4
-    if block <= 4096:
-        return block, 4 if block <= 2048 else 2, 4
-    return block, 1, 16
+        return block, 0, max(1, min(64, 4096 // block)), 4
+    if block > 4096:
+        return block, 0, 1, 16
+    if centered:
+        return *((block, 0) if block <= 2048 else parts_of(width)), 2, 4
+    first, rest = parts_of(width)
+    return first, rest, 4 if block <= 2048 else 1 if rest else 2, 4
 
 
 def programs_of_sample(most: int, samples: int) -> int:
@@ -100,6 +103,7 @@ def programs_of_sample(most: int, samples: int) -> int:
     return share if share >= 8 else cdiv(most, samples)
 
 
+# One block of columns: with two the backward pass is slower, at 1152 columns by 9 % (H200).
 def backward_shape(width: int, centered: bool, size: int, shared: int) -> tuple[int, int, int, int, int]:
     """Block, rows, warps, pipeline stages, programs per multiprocessor; size is the bytes of a column of both tensors."""
     block = power_of_two(width)
@@ -116,32 +120,69 @@ def backward_shape(width: int, centered: bool, size: int, shared: int) -> tuple[
 @triton.jit
 def forward_kernel(
     x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, width, groups, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Program s · groups + p computes ROWS tokens of sample s. One dimension, since the second of a grid ends at 65535."""
+    """Program s · groups + p computes ROWS tokens of sample s. One dimension, since the second of a grid ends at 65535.
+
+    A row is BLOCK columns, and a tail of REST more.
+    """
     sample = (tl.program_id(0) // groups).to(tl.int64)
     token = (tl.program_id(0) % groups) * ROWS + tl.arange(0, ROWS)
     row = sample * tokens + token
+    there = token < tokens
+    x += row[:, None] * x_stride
+    y += row[:, None] * width
+    scale += sample * scale_stride
+    if shift is not None:
+        shift += sample * shift_stride
     column = tl.arange(0, BLOCK)
-    inside = column < width
-    mask = (token < tokens)[:, None] & inside[None, :]
-    value = read(x + row[:, None] * x_stride + column[None, :], mask)
+    mask = there[:, None] & (column < width)[None, :]
+    value = read(x + column[None, :], mask)
+    if REST:
+        tail = BLOCK + tl.arange(0, REST)
+        tail_mask = there[:, None] & (tail < width)[None, :]
+        tail_value = read(x + tail[None, :], tail_mask)
     # Loads behind the reductions would wait for them.
-    modulation = 1.0 + read(scale + sample * scale_stride + column, inside)
-    if weight is not None:
-        modulation = modulation * read(weight + column, inside)
-    if shift is not None:
-        moved = read(shift + sample * shift_stride + column, inside)
+    factors = modulation(scale, weight, column, width)
+    moved = None if shift is None else read(shift + column, column < width)
+    if REST:
+        tail_factors = modulation(scale, weight, tail, width)
+        tail_moved = None if shift is None else read(shift + tail, tail < width)
     if mean is not None:
-        average = tl.div_rn(tl.sum(value, 1), 1.0 * width)
-        tl.store(mean + row, average, mask=token < tokens)
+        average = tl.sum(value, 1)
+        if REST:
+            average += tl.sum(tail_value, 1)
+        average = tl.div_rn(average, 1.0 * width)
+        tl.store(mean + row, average, mask=there)
         value = tl.where(mask, value - average[:, None], 0.0)
-    factor = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
-    tl.store(inverse + row, factor, mask=token < tokens)
-    value = value * factor[:, None] * modulation[None, :]
-    if shift is not None:
+        if REST:
+            tail_value = tl.where(tail_mask, tail_value - average[:, None], 0.0)
+    square = tl.sum(value * value, 1)
+    if REST:
+        square += tl.sum(tail_value * tail_value, 1)
+    factor = tl.rsqrt(square / width + eps)
+    tl.store(inverse + row, factor, mask=there)
+    write(y + column[None, :], value * factor[:, None], factors, moved, mask)
+    if REST:
+        write(y + tail[None, :], tail_value * factor[:, None], tail_factors, tail_moved, tail_mask)
+
+
+@triton.jit
+def modulation(scale, weight, column, width):
+    """(1 + scale) · weight of a block of columns."""
+    factors = 1.0 + read(scale + column, column < width)
+    if weight is not None:
+        factors = factors * read(weight + column, column < width)
+    return factors
+
+
+@triton.jit
+def write(y, value, factors, moved, mask):
+    """Store normalized values, modulated."""
+    value = value * factors[None, :]
+    if moved is not None:
         value = value + moved[None, :]
-    tl.store(y + row[:, None] * width + column[None, :], value.to(y.dtype.element_ty), mask=mask)
+    tl.store(y, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -154,9 +195,7 @@ def backward_kernel(
     sample = (tl.program_id(0) // programs).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    modulation = 1.0 + read(scale + sample * scale_stride + column, inside)
-    if weight is not None:
-        modulation = modulation * read(weight + column, inside)
+    factors = modulation(scale + sample * scale_stride, weight, column, width)
     products = tl.zeros((BLOCK,), dtype=tl.float32)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in tl.range(program * ROWS, tokens, programs * ROWS, num_stages=STAGES):
@@ -173,7 +212,7 @@ def backward_kernel(
             products += tl.sum(grad * value, 0)
             sums += tl.sum(grad, 0)
         if grad_x is not None:
-            grad = grad * modulation[None, :]
+            grad = grad * factors[None, :]
             if mean is not None:
                 # Centered first: of two columns nothing but round-off would be left of a larger product.
                 grad = tl.where(mask, grad - (tl.sum(grad, 1) / width)[:, None], 0.0)

@@ -42,6 +42,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("one_sample", (n(9, 40), n(40), n(40)), why="no sample dimension")
     yield Sample("two_dimensions", (n(2, 3, 4, 40), n(2, 3, 40), n(2, 3, 40)), why="samples have two dimensions")
     yield Sample("whole_row", (n(1, 3, 4096), n(1, 4096), n(1, 4096)), why="one row a program")
+    yield Sample("two_blocks", (n(2, 5, 1100), n(2, 1100), n(2, 1100)), why="a row is a block and a masked tail")
+    yield Sample("two_long_blocks", (n(1, 3, 2200), n(1, 2200)), why="fewer rows a program, and no shift")
     yield Sample("no_shift", (n(2, 6, 96), n(2, 96)), why="scale without shift")
     yield Sample("frozen_modulation", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("scale", "shift"), why="only the gradient of x")
     yield Sample("frozen_input", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("x",), why="only the gradients of the modulation")
