@@ -807,9 +807,16 @@ MUTANTS = (
     kernel(
         "triton: the gradient of earlier layers lacks that of the norm of the keys",
         "attention_residual.py",
-        " - tl.load(slopes + 2 * size + at) * value",
-        "",
+        " - shrink_k * value, inside",
+        ", inside",
         f"attention_residual and {SMALL}",
+    ),
+    kernel(
+        "triton: the gradient of a score in attention over depth lacks the tail of the row",
+        "attention_residual.py",
+        "one += tl.sum(tail_grad * read(at + tail, tail_inside))",
+        "one += 0.0",
+        "attention_residual and float32 and two_blocks",
     ),
     kernel(
         "triton: query and weight of attention over depth get each other's gradient",

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention_residual in Triton: one pass over the layers forward, with an online softmax; two backward, since a score's gradient depends on all layers."""
+"""attention_residual in Triton: one pass over the layers forward, with an online softmax; two backward, since a score's gradient depends on all layers.
+
+The second pass over a row follows the first at once, and finds the layers in the cache.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from liger_triton.launch import (
     contiguous,
     dense_like,
     fuses,
+    parts_of,
     power_of_two,
     processors,
     row_shape,
@@ -30,8 +34,8 @@ from liger_triton.launch import (
 WIDEST, DEEPEST = 16384, 256
 # Columns of a program that adds what the programs have, and rows that it reads at once.
 STRIP, STRIP_ROWS = 32, 32
-# Columns and warps of a program that writes gradients, such programs for each processor, and layers that are on their way at once.
-TILE, WARPS, PROGRAMS, STAGES = 1024, 4, 8, 3
+# Layers that are on their way at once, and warps of a processor that walk rows backward.
+STAGES, WALKING = 3, 16
 
 
 def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -47,7 +51,7 @@ def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = No
 def _allocate(layers: Tensor, query: Tensor, weight: Tensor | None, eps: float) -> Outputs:
     rows = layers[0].numel() // max(1, layers.shape[-1])
     # Scores, and what scales the keys.
-    return layers.new_empty(layers.shape[1:]), layers.new_empty((2, layers.shape[0], rows), dtype=torch.float32)
+    return layers.new_empty(layers.shape[1:]), layers.new_empty((2, rows, layers.shape[0]), dtype=torch.float32)
 
 
 def _launch(y: Tensor, statistics: Tensor, /, layers: Tensor, query: Tensor, weight: Tensor | None, eps: float) -> None:
@@ -79,21 +83,15 @@ def _launch_backward(
         return
     layers, grad_y, query, weight = _stacked(layers), rows_of(grad_y), query.contiguous(), contiguous(weight)
     depth, rows, width = layers.shape
-    block, several, warps = _shape(width)
-    slopes = layers.new_empty((3, depth, rows), dtype=torch.float32)
-    slope_launch(
-        (cdiv(rows, several),), grad_y, layers, statistics, slopes, grad_y.stride(0), layers.stride(0), layers.stride(1), depth, rows, width,
-        ROWS=several, BLOCK=block, DEPTH=power_of_two(depth), STAGES=_stages(layers, several * block), num_warps=warps,
-        enable_fp_fusion=fuses(block) and depth <= 32,
-    )  # fmt: skip
-    tiles = cdiv(width, TILE)
-    programs = min(rows, cdiv(PROGRAMS * processors(layers.device), tiles))
+    block, rest, warps, stages = _backward_shape(width)
+    programs = min(rows, WALKING // warps * processors(layers.device))
     summed = grad_query is not None or grad_weight is not None
     part = layers.new_empty((programs, width), dtype=torch.float32) if summed else None
     backward_launch(
-        (tiles, programs), grad_y, layers, query, weight, slopes, grad_layers, part,
+        (programs,), grad_y, layers, query, weight, statistics, grad_layers, part,
         grad_y.stride(0), layers.stride(0), layers.stride(1), depth, rows, width,
-        BLOCK=TILE, STAGES=STAGES, num_warps=WARPS,
+        BLOCK=block, REST=rest, DEPTH=power_of_two(depth), STAGES=_stages(layers, block + rest, stages), num_warps=warps,
+        enable_fp_fusion=fuses(rest or block) and depth <= 32,
     )  # fmt: skip
     if part is not None:
         sum_launch((cdiv(width, STRIP),), part, query, weight, grad_query, grad_weight, programs, width, ROWS=STRIP_ROWS, BLOCK=STRIP)
@@ -114,9 +112,17 @@ def _shape(width: int) -> tuple[int, int, int]:
     return row_shape(width, 2048, lambda block: 4 if block <= 4096 else 16)
 
 
-def _stages(layers: Tensor, tile: int) -> int:
-    """STAGES, if two programs then fit in shared memory."""
-    return STAGES if 2 * (STAGES - 1) * tile * layers.element_size() < shared_memory(layers.device) - 8192 else 1
+# Share of copy bandwidth on one H200 (bfloat16), forward and backward: .54 at 512 columns, .68 at 1024, .65 at 2304, .81 at 4096 (8192 rows of 9
+# layers), .68 at 2048 (4096 rows of 25).
+def _backward_shape(width: int) -> tuple[int, int, int, int]:
+    """Columns of a row's first and second block, warps, layers that are on their way at once."""
+    block, rest = parts_of(width)
+    return block, rest, max(1, min(WALKING, block // 512)), STAGES if block <= 2048 else STAGES + 1
+
+
+def _stages(layers: Tensor, tile: int, most: int = STAGES) -> int:
+    """As many, if two programs then fit in shared memory."""
+    return most if 2 * (most - 1) * tile * layers.element_size() < shared_memory(layers.device) - 8192 else 1
 
 
 _attention_residual = differentiable(
@@ -132,7 +138,7 @@ def weighted_query(query, weight, column, width):
     value = read(query + column, inside)
     if weight is not None:
         value = value * read(weight + column, inside)
-    return value[None, :]
+    return value
 
 
 @triton.jit
@@ -144,7 +150,7 @@ def forward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < width)[None, :]
-    by = weighted_query(query, weight, column, width)
+    by = weighted_query(query, weight, column, width)[None, :]
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     result = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
@@ -154,7 +160,7 @@ def forward_kernel(
         value = read(layers + tl.cast(k, tl.int64) * layer_stride, mask)
         inverse = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
         score = tl.sum(value * by, 1) * inverse
-        at = statistics + tl.cast(k, tl.int64) * rows + row
+        at = statistics + row * depth + k
         tl.store(at, score, mask=row < rows)
         tl.store(at + inverses, inverse, mask=row < rows)
         higher = tl.maximum(top, score)
@@ -167,74 +173,87 @@ def forward_kernel(
 
 
 @triton.jit
-def slope_kernel(
-    grad_y, layers, statistics, slopes, grad_stride, layer_stride, row_stride, depth, rows, width,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One program computes three numbers for each layer of ROWS rows: its share a_k, the gradient of its score times inverse, and how much
-    of it the norm of its key takes away.
-
-    With g = grad_y the gradient of score k is a_k · (Σ g · layers_k - Σ_l a_l Σ g · layers_l).
-    """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    layer = tl.arange(0, DEPTH)
-    mask = (row < rows)[:, None] & (column < width)[None, :]
-    grad = read(grad_y + row[:, None] * grad_stride + column[None, :], mask)
-    layers += row[:, None] * row_stride + column[None, :]
-    product = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
-    for k in tl.range(0, depth, num_stages=STAGES):
-        value = read(layers + tl.cast(k, tl.int64) * layer_stride, mask)
-        product = tl.where(layer[None, :] == k, tl.sum(grad * value, 1)[:, None], product)
-    size = tl.cast(depth, tl.int64) * rows
-    at = layer.to(tl.int64)[None, :] * rows + row[:, None]
-    known = (row < rows)[:, None] & (layer < depth)[None, :]
-    score = tl.load(statistics + at, mask=known, other=float("-inf"))
-    inverse = tl.load(statistics + size + at, mask=known, other=0.0)
-    # Rows behind the last one have no scores.
-    top = tl.where(row < rows, tl.max(score, 1), 0.0)[:, None]
-    share = tl.exp(score - top)
-    # Only differences from the product of the layer with the highest score: that layer's own would be what is left of two equal numbers.
-    highest = (score == top).to(tl.float32)
-    product = product - (tl.sum(product * highest, 1) / tl.maximum(tl.sum(highest, 1), 1.0))[:, None]
-    total = tl.where(row < rows, tl.sum(share, 1), 1.0)[:, None]
-    slope = share / total * (product - tl.sum(share * product, 1)[:, None] / total) * inverse
-    tl.store(slopes + at, share / total, mask=known)
-    tl.store(slopes + size + at, slope, mask=known)
-    tl.store(slopes + 2 * size + at, slope * tl.where(known, score, 0.0) * inverse / width, mask=known)
-
-
-@triton.jit
 def backward_kernel(
-    grad_y, layers, query, weight, slopes, grad_layers, part, grad_stride, layer_stride, row_stride, depth, rows, width,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    grad_y, layers, query, weight, statistics, grad_layers, part, grad_stride, layer_stride, row_stride, depth, rows, width,
+    BLOCK: tl.constexpr, REST: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, p) walks every programs-th row of one tile of columns; what it adds up for query and weight goes to row p of part.
+    """Program p walks every programs-th row; what it adds up for query and weight goes to row p of part. A row is BLOCK columns, and a tail of
+    REST more.
 
     The gradient of layer k is a_k · grad_y + slope_k · (query · weight) - shrink_k · layers_k.
     """
-    program = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    program = tl.program_id(0)
+    layer = tl.arange(0, DEPTH)
+    column = tl.arange(0, BLOCK)
     inside = column < width
-    by = read(query + column, inside)
-    if weight is not None:
-        by = by * read(weight + column, inside)
-    size = tl.cast(depth, tl.int64) * rows
+    by = weighted_query(query, weight, column, width)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(program, rows, tl.num_programs(1)):
+    if REST:
+        tail = BLOCK + tl.arange(0, REST)
+        tail_inside = tail < width
+        tail_by = weighted_query(query, weight, tail, width)
+        tail_sums = tl.zeros((REST,), dtype=tl.float32)
+    for start in range(program, rows, tl.num_programs(0)):
         row = tl.cast(start, tl.int64)
         grad = read(grad_y + row * grad_stride + column, inside)
+        if REST:
+            tail_grad = read(grad_y + row * grad_stride + tail, tail_inside)
+        product = tl.zeros((DEPTH,), dtype=tl.float32)
         for k in tl.range(0, depth, num_stages=STAGES):
-            at = tl.cast(k, tl.int64) * rows + row
-            value = read(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride + column, inside)
-            slope = tl.load(slopes + size + at)
-            if part is not None:
-                sums += slope * value
+            at = layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride
+            # A scalar: each thread keeps the products of a few layers only, not of all.
+            one = tl.sum(grad * read(at + column, inside))
+            if REST:
+                one += tl.sum(tail_grad * read(at + tail, tail_inside))
+            product = tl.where(layer == k, one, product)
+        share, slope, shrink = slopes(product, statistics, row, layer, depth, rows, width)
+        for back in tl.range(0, depth, num_stages=STAGES):
+            # The last layer comes first: it was read last, and is the surest to be in the cache.
+            k = depth - 1 - back
+            at = layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride
+            value = read(at + column, inside)
+            slope_k = tl.sum(tl.where(layer == k, slope, 0.0))
+            sums += slope_k * value
+            if REST:
+                tail_value = read(at + tail, tail_inside)
+                tail_sums += slope_k * tail_value
             if grad_layers is not None:
-                result = tl.load(slopes + at) * grad + slope * by - tl.load(slopes + 2 * size + at) * value
-                tl.store(grad_layers + at * width + column, result.to(grad_layers.dtype.element_ty), mask=inside)
+                share_k = tl.sum(tl.where(layer == k, share, 0.0))
+                shrink_k = tl.sum(tl.where(layer == k, shrink, 0.0))
+                to = grad_layers + (tl.cast(k, tl.int64) * rows + row) * width
+                write(to + column, share_k * grad + slope_k * by - shrink_k * value, inside)
+                if REST:
+                    write(to + tail, share_k * tail_grad + slope_k * tail_by - shrink_k * tail_value, tail_inside)
     if part is not None:
         tl.store(part + program.to(tl.int64) * width + column, sums, mask=inside)
+        if REST:
+            tl.store(part + program.to(tl.int64) * width + tail, tail_sums, mask=tail_inside)
+
+
+@triton.jit
+def slopes(product, statistics, row, layer, depth, rows, width):
+    """Three numbers for each layer of a row: its share a_k, the gradient of its score times inverse, and how much of it the norm of its key
+    takes away.
+
+    With g = grad_y and product_k = Σ g · layers_k the gradient of score k is a_k · (product_k - Σ_l a_l product_l).
+    """
+    at = statistics + row * depth + layer
+    score = tl.load(at, mask=layer < depth, other=float("-inf"))
+    inverse = tl.load(at + tl.cast(depth, tl.int64) * rows, mask=layer < depth, other=0.0)
+    top = tl.max(score, 0)
+    share = tl.exp(score - top)
+    # Only differences from the product of the layer with the highest score: that layer's own would be what is left of two equal numbers.
+    highest = (score == top).to(tl.float32)
+    product = product - tl.sum(product * highest, 0) / tl.sum(highest, 0)
+    share = share / tl.sum(share, 0)
+    slope = share * (product - tl.sum(share * product, 0)) * inverse
+    return share, slope, slope * tl.where(layer < depth, score, 0.0) * inverse / width
+
+
+@triton.jit
+def write(grad_layer, result, mask):
+    """Store what is not read again soon: the cache keeps the layers."""
+    tl.store(grad_layer, result.to(grad_layer.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
@@ -256,6 +275,5 @@ def sum_kernel(part, query, weight, grad_query, grad_weight, programs, width, RO
 
 
 forward_launch = Launcher(forward_kernel)
-slope_launch = Launcher(slope_kernel)
 backward_launch = Launcher(backward_kernel)
 sum_launch = Launcher(sum_kernel)

@@ -37,6 +37,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("odd_width", given(4, 5, 100), why="masks on rows and columns")
     yield Sample("many_rows", given(2, 150, 24), why="every program of the backward walks several rows")
     yield Sample("whole_row", given(3, 6, 4096), why="one row a program")
+    yield Sample("two_blocks", given(3, 3, 2200), why="a row is a block and a masked tail")
     yield Sample("one_layer", given(1, 5, 40), why="a softmax of one score: y is the layer, and the query has no gradient")
     yield Sample("deep", given(17, 3, 40), why="many layers, one after the other")
     yield Sample("weightless", given(3, 48, 72)[:2], why="keys are normalized without a weight")
