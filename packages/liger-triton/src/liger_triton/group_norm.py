@@ -2,7 +2,8 @@
 """group_norm in Triton.
 
 Enough groups for the device: one program walks a group twice, the second time mostly through the L2 cache. Fewer: each is split over
-programs, whose statistics a second kernel merges. The backward pass sums every channel first, so that its programs are many in any case.
+programs, whose statistics a second kernel merges. The backward pass sums every channel, or parts of it, then takes the means over groups
+and the sums over samples, then reads everything again, the other way round.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._norm_sum import column_sum_launch, zero
+from liger_triton._norm_sum import read, zero
 from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported
 
 NEIGHBORS = 8
 # Numbers of a group, which are counted in 32 bits, as far as the last tile goes.
 MOST = 2**31 - 2**16
+# Channels of a program that adds their sums over the samples.
+STRIP = 16
 
 
 class Shape(NamedTuple):
-    """Columns of a tile, and its warps."""
+    """Numbers of a tile, its warps, and the programs for each multiprocessor below which rows are split into parts."""
 
     tile: int
     warps: int
+    programs: int
 
 
-# Tiles of large groups, of groups that these would fit badly, of the backward pass, and of its pass over few channels.
-FORWARD, SMALL, BACKWARD, FEW = Shape(4096, 8), Shape(2048, 4), Shape(1024, 4), Shape(8192, 16)
+# Of large groups, of groups that these tiles would fit badly, and of the backward pass.
+FORWARD, SMALL, BACKWARD = Shape(4096, 8, 4), Shape(2048, 4, 4), Shape(2048, 4, 8)
 
 
 def group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -60,13 +64,13 @@ def _launch(
     shape = SMALL if size < 4 * FORWARD.tile and size % FORWARD.tile else FORWARD
     tile = max(NEIGHBORS, min(shape.tile, power_of_two(size)))
     warps = warps_of(tile, shape.warps)
-    parts = min(64, cdiv(size, tile), cdiv(4 * processors(x.device), rows)) if rows < processors(x.device) else 1
-    # Parts are whole tiles.
-    part = cdiv(cdiv(size, tile), parts) * tile
-    parts = cdiv(size, part)
+    few = rows < processors(x.device)
+    part, parts = parts_of(size, tile, rows, shape.programs * processors(x.device)) if few else (size, 1)
     found = None if parts == 1 else x.new_empty((3, rows, parts), dtype=torch.float32)
     options = {
-        "PARTS": max(power_of_two(parts), 32 * warps), "TOGETHER": space % NEIGHBORS == 0, "BLOCK": tile, "NEAR": NEIGHBORS, "num_warps": warps,
+        "PARTS": max(power_of_two(parts), 32 * warps), "TOGETHER": together(space, tile), "BLOCK": tile, "NEAR": NEIGHBORS, "num_warps": warps,
+        # Only if a thread adds several numbers first: see `fuses`.
+        "enable_fp_fusion": tile >= 64 * NEIGHBORS * warps,
     }  # fmt: skip
     args = (x, contiguous(weight), contiguous(bias), y, mean, inverse, found, num_groups, channels, space, part, eps)
     if found is not None:
@@ -90,31 +94,44 @@ def _launch_backward(
         return
     x, grad_y, weight = x.contiguous(), grad_y.contiguous(), contiguous(weight)
     samples, channels = x.shape[:2]
-    space, per_group = x.shape[2:].numel(), channels // num_groups
-    sums = x.new_empty((2, samples, channels), dtype=torch.float32)
-    shape = FEW if samples * channels < 4 * processors(x.device) else BACKWARD
-    columns = min(shape.tile, power_of_two(space))
+    rows, groups, per_group, space = samples * channels, mean.numel(), channels // num_groups, x.shape[2:].numel()
+    columns = min(BACKWARD.tile, power_of_two(space))
     # Small channels share a program.
     several = max(1, min(64, BACKWARD.tile // columns))
-    warps = warps_of(several * columns, shape.warps)
-    sum_launch(
-        (cdiv(samples * channels, several),), grad_y, x, mean, inverse, sums, samples * channels, per_group, space,
-        ROWS=several, BLOCK=columns, num_warps=warps,
-    )  # fmt: skip
-    if grad_x is not None:
-        backward_launch(
-            (cdiv(samples * channels, several), cdiv(space, columns)), grad_y, x, weight, mean, inverse, sums, grad_x,
-            samples * channels, channels, per_group, space,
-            ROWS=several, BLOCK=columns, GROUP=max(power_of_two(per_group), 32 * warps // several), num_warps=warps,
+    warps = warps_of(several * columns, BACKWARD.warps)
+    part, parts = parts_of(space, columns, cdiv(rows, several), BACKWARD.programs * processors(x.device))
+    sums = x.new_empty((2, samples, parts, channels), dtype=torch.float32)
+    means = None if grad_x is None else x.new_empty((2, groups), dtype=torch.float32)
+    grid = cdiv(rows, several), parts
+    options = {"ROWS": several, "BLOCK": columns, "WHOLE": space % columns == 0 and rows % several == 0, "num_warps": warps}
+    sum_launch(grid, grad_y, x, mean, inverse, sums, rows, channels, per_group, space, part, **options)
+    strips = 0 if grad_weight is None and grad_bias is None else cdiv(channels, STRIP)
+    first = 0 if means is None else groups
+    if first + strips:
+        mean_launch(
+            (first + strips,), weight, sums, means, grad_weight, grad_bias, first, samples, channels, per_group, space, parts,
+            GROUP=max(128, min(1024, power_of_two(per_group * parts))), ROWS=64, STRIP=STRIP, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
-    for number, gradient in enumerate((grad_weight, grad_bias)):
-        if gradient is not None:
-            column_sum_launch((cdiv(channels, 16), 1), sums[number : number + 1], gradient, None, samples, channels, ROWS=128, BLOCK=16)
+    if grad_x is not None:
+        backward_launch(grid, grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part, **options)
 
 
 def warps_of(elements: int, most: int) -> int:
     """At most one for so many elements that each thread has NEIGHBORS: of fewer, several threads would write one and the same sum."""
     return max(1, min(most, elements // (32 * NEIGHBORS)))
+
+
+def parts_of(size: int, tile: int, rows: int, programs: int) -> tuple[int, int]:
+    """Numbers of a part, in whole tiles, and the parts of each row: so many that there are about as many programs as asked for."""
+    tiles = cdiv(size, tile)
+    part = cdiv(tiles, min(64, tiles, cdiv(programs, rows))) * tile
+    return part, cdiv(size, part)
+
+
+def together(space: int, tile: int) -> int:
+    """How many adjacent numbers certainly have one channel: those of a tile, a thread's neighbors, or each by itself."""
+    return next(count for count in (tile, NEIGHBORS, 1) if space % count == 0)
 
 
 _group_norm = differentiable(
@@ -126,21 +143,32 @@ _group_norm = differentiable(
 @triton.jit
 def moments(x, start, stop, BLOCK: tl.constexpr, NEAR: tl.constexpr):
     """Count, mean and squares around it of x[start:stop], each thread's NEAR neighbors first."""
-    near = tl.arange(0, BLOCK // NEAR)[:, None] * NEAR + tl.arange(0, NEAR)[None, :]
+    begin = tl.arange(0, BLOCK // NEAR) * NEAR
+    near = begin[:, None] + tl.arange(0, NEAR)[None, :]
     average = tl.zeros((BLOCK // NEAR,), dtype=tl.float32)
     squares = tl.zeros((BLOCK // NEAR,), dtype=tl.float32)
-    seen = tl.zeros((BLOCK // NEAR,), dtype=tl.float32)
-    for first in range(start, stop, BLOCK):
-        place = first + near
-        mask = place < stop
-        value = tl.load(x + place, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        count = tl.sum(mask.to(tl.float32), 1)
-        middle = tl.sum(value, 1) / tl.maximum(count, 1.0)
-        around = tl.where(mask, value - middle[:, None], 0.0)
-        share = count / tl.maximum(seen + count, 1.0)
+    tiles = (stop - start) // BLOCK
+    for tile in range(tiles):
+        value = read(x + start + tile * BLOCK + near, None, "evict_last")
+        middle = tl.sum(value, 1) * (1.0 / NEAR)
+        around = value - middle[:, None]
         step = middle - average
+        # In a whole tile, all see equally many.
+        share = 1.0 / (tile + 1.0)
         average += step * share
         # In this order, nothing overflows if there are no values yet.
+        squares += tl.sum(around * around, 1) + step * (step * (share * tile * NEAR))
+    seen = tl.full((BLOCK // NEAR,), NEAR, dtype=tl.float32) * tiles
+    last = start + tiles * BLOCK
+    if last < stop:
+        mask = last + near < stop
+        value = read(x + last + near, mask, "evict_last")
+        count = tl.minimum(tl.maximum(stop - last - begin, 0), NEAR).to(tl.float32)
+        middle = tl.sum(value, 1) / tl.maximum(count, 1.0)
+        around = tl.where(mask, value - middle[:, None], 0.0)
+        step = middle - average
+        share = count / tl.maximum(seen + count, 1.0)
+        average += step * share
         squares += tl.sum(around * around, 1) + step * (step * (share * seen))
         seen += count
     return merged(seen, average, squares)
@@ -166,7 +194,7 @@ def forward_kernel(
     parts = tl.num_programs(1)
     size = channels * space
     start = tl.program_id(1) * part
-    stop = tl.minimum(start + part, size)
+    stop = start + tl.minimum(part, size - start)
     x += row * size
     if FIRST:
         count, average, squares = moments(x, start, stop, BLOCK, NEAR)
@@ -190,78 +218,142 @@ def forward_kernel(
             tl.store(mean + row, average)
             tl.store(inverse + row, scale)
         channel = (row % groups) * channels
-        for first in range(start, stop, BLOCK):
-            begin = first + tl.arange(0, BLOCK // NEAR) * NEAR
-            place = begin[:, None] + tl.arange(0, NEAR)[None, :]
-            mask = place < stop
-            value = (tl.load(x + place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) - average) * scale
-            # TOGETHER: neighbors have one channel, so that one division serves them.
-            if weight is not None:
-                if TOGETHER:
-                    value = value * tl.load(weight + channel + begin // space, mask=begin < stop, other=0.0).to(tl.float32)[:, None]
-                else:
-                    value = value * tl.load(weight + channel + place // space, mask=mask, other=0.0).to(tl.float32)
-            if bias is not None:
-                if TOGETHER:
-                    value = value + tl.load(bias + channel + begin // space, mask=begin < stop, other=0.0).to(tl.float32)[:, None]
-                else:
-                    value = value + tl.load(bias + channel + place // space, mask=mask, other=0.0).to(tl.float32)
-            tl.store(y + row * size + place, value.to(y.dtype.element_ty), mask=mask)
+        y += row * size
+        # Backward through the tiles, because the last ones are still in the caches.
+        tiles = (stop - start) // BLOCK
+        last = start + tiles * BLOCK
+        if last < stop:
+            normalize(x, weight, bias, y, average, scale, channel, last, space, stop, TOGETHER, BLOCK, NEAR)
+        for passed in range(tiles):
+            first = start + (tiles - 1 - passed) * BLOCK
+            normalize(x, weight, bias, y, average, scale, channel, first, space, None, TOGETHER, BLOCK, NEAR)
 
 
 @triton.jit
-def sum_kernel(grad_y, x, mean, inverse, sums, rows, per_group, space, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program sums grad_y · n and grad_y of ROWS channels, n the normalized x."""
+def normalize(
+    x, weight, bias, y, average, scale, channel, first, space, stop, TOGETHER: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr
+):
+    """Write a tile of y, up to stop, or if that is None, all of it."""
+    begin = first + tl.arange(0, BLOCK // NEAR) * NEAR
+    place = begin[:, None] + tl.arange(0, NEAR)[None, :]
+    mask = None if stop is None else place < stop
+    value = (read(x + place, mask, "evict_first") - average) * scale
+    # Numbers TOGETHER have one channel, so that one division serves them.
+    if TOGETHER == BLOCK:
+        number = first // space
+        held = None
+    elif TOGETHER == NEAR:
+        number = (begin // space)[:, None]
+        held = None if stop is None else (begin < stop)[:, None]
+    else:
+        number = place // space
+        held = mask
+    if weight is not None:
+        value = value * read(weight + channel + number, held)
+    if bias is not None:
+        value = value + read(bias + channel + number, held)
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def sum_kernel(
+    grad_y, x, mean, inverse, sums, rows, channels, per_group, space, part,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Program (r, p) sums grad_y · n and grad_y of part p of ROWS channels, n the normalized x. WHOLE: no tile needs a mask."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     average = tl.load(mean + row // per_group, mask=inside, other=0.0)[:, None]
     scale = tl.load(inverse + row // per_group, mask=inside, other=0.0)[:, None]
     products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     totals = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for start in range(0, space, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (place < space)[None, :]
-        grad = tl.load(grad_y + row[:, None] * space + place[None, :], mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        value = tl.load(x + row[:, None] * space + place[None, :], mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    start = tl.program_id(1) * part
+    for first in range(start, start + tl.minimum(part, space - start), BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        mask = None if WHOLE else inside[:, None] & (place < space)[None, :]
+        grad = read(grad_y + row[:, None] * space + place[None, :], mask, "evict_last")
+        value = read(x + row[:, None] * space + place[None, :], mask, "evict_last")
         products += grad * ((value - average) * scale)
         totals += grad
-    tl.store(sums + row, tl.sum(products, 1), mask=inside)
-    tl.store(sums + rows + row, tl.sum(totals, 1), mask=inside)
+    parts = tl.num_programs(1).to(tl.int64)
+    target = sums + (row // channels * parts + tl.program_id(1)) * channels + row % channels
+    tl.store(target, tl.sum(products, 1), mask=inside)
+    tl.store(target + rows * parts, tl.sum(totals, 1), mask=inside)
+
+
+@triton.jit
+def mean_kernel(
+    weight, sums, means, grad_weight, grad_bias, first, samples, channels, per_group, space, parts,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
+):  # fmt: skip
+    """Program r < first writes the means of g · n and g over group r, g = grad_y · weight; one beyond, a strip of the sums over samples."""
+    totals = sums + tl.cast(samples * parts, tl.int64) * channels
+    program = tl.program_id(0)
+    if program >= first:
+        column = (program - first) * STRIP + tl.arange(0, STRIP)
+        add_rows(sums, grad_weight, samples * parts, channels, column, ROWS, STRIP)
+        add_rows(totals, grad_bias, samples * parts, channels, column, ROWS, STRIP)
+    elif means is not None:
+        groups = channels // per_group
+        sample = (program // groups).to(tl.int64)
+        product = tl.zeros((GROUP,), dtype=tl.float32)
+        total = tl.zeros((GROUP,), dtype=tl.float32)
+        for start in range(0, per_group * parts, GROUP):
+            member = start + tl.arange(0, GROUP)
+            mask = member < per_group * parts
+            channel = program % groups * per_group + member % per_group
+            place = (sample * parts + member // per_group) * channels + channel
+            factor = 1.0 if weight is None else read(weight + channel, mask)
+            product += read(sums + place, mask) * factor
+            total += read(totals + place, mask) * factor
+        size = per_group * space
+        tl.store(means + program, tl.sum(product, 0) / size)
+        tl.store(means + first + program, tl.sum(total, 0) / size)
+
+
+@triton.jit
+def add_rows(sums, gradient, count, channels, column, ROWS: tl.constexpr, STRIP: tl.constexpr):
+    """Write the sum of all rows, if it is requested."""
+    if gradient is not None:
+        mask = column < channels
+        row = tl.arange(0, ROWS)
+        total = tl.zeros((ROWS, STRIP), dtype=tl.float32)
+        for start in range(0, count, ROWS):
+            place = (start + row).to(tl.int64)[:, None] * channels + column[None, :]
+            total += read(sums + place, (start + row < count)[:, None] & mask[None, :])
+        tl.store(gradient + column, tl.sum(total, 0).to(gradient.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, weight, mean, inverse, sums, grad_x, rows, channels, per_group, space,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """grad_x = inverse · (g - mean(g) - n · mean(g · n)) of a tile of ROWS channels, with g = grad_y · weight and the means over a group."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """grad_x = inverse · (g - mean(g) - n · mean(g · n)), with g = grad_y · weight and the means over a group."""
+    # From the end of what sum_kernel read to its begin: the last of it is still in the caches.
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     group = row // per_group
-    member = tl.arange(0, GROUP)
-    beside = group[:, None] * per_group + member[None, :]
-    held = inside[:, None] & (member < per_group)[None, :]
-    products = tl.load(sums + beside, mask=held, other=0.0)
-    totals = tl.load(sums + rows + beside, mask=held, other=0.0)
-    if weight is not None:
-        factors = tl.load(weight + beside % channels, mask=held, other=0.0).to(tl.float32)
-        products = products * factors
-        totals = totals * factors
-    size = per_group * space
-    product = (tl.sum(products, 1) / size)[:, None]
-    total = (tl.sum(totals, 1) / size)[:, None]
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = inside[:, None] & (place < space)[None, :]
-    grad = tl.load(grad_y + row[:, None] * space + place[None, :], mask=mask, other=0.0).to(tl.float32)
-    value = tl.load(x + row[:, None] * space + place[None, :], mask=mask, other=0.0).to(tl.float32)
+    average = tl.load(mean + group, mask=inside, other=0.0)[:, None]
     scale = tl.load(inverse + group, mask=inside, other=0.0)[:, None]
-    value = (value - tl.load(mean + group, mask=inside, other=0.0)[:, None]) * scale
-    if weight is not None:
-        grad = grad * tl.load(weight + row % channels, mask=inside, other=0.0).to(tl.float32)[:, None]
-    result = (grad - total - value * product) * scale
-    tl.store(grad_x + row[:, None] * space + place[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
+    product = tl.load(means + group, mask=inside, other=0.0)[:, None]
+    total = tl.load(means + rows // per_group + group, mask=inside, other=0.0)[:, None]
+    factor = 1.0 if weight is None else read(weight + row % channels, inside)[:, None]
+    start = (tl.num_programs(1) - 1 - tl.program_id(1)) * part
+    tiles = tl.cdiv(tl.minimum(part, space - start), BLOCK)
+    for passed in range(tiles):
+        place = start + (tiles - 1 - passed) * BLOCK + tl.arange(0, BLOCK)
+        mask = None if WHOLE else inside[:, None] & (place < space)[None, :]
+        grad = read(grad_y + row[:, None] * space + place[None, :], mask, "evict_first")
+        value = read(x + row[:, None] * space + place[None, :], mask, "evict_first")
+        value = (value - average) * scale
+        result = (grad * factor - total - value * product) * scale
+        tl.store(
+            grad_x + row[:, None] * space + place[None, :], result.to(grad_x.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+        )
 
 
 forward_launch = Launcher(forward_kernel)
 sum_launch = Launcher(sum_kernel)
+mean_launch = Launcher(mean_kernel)
 backward_launch = Launcher(backward_kernel)
