@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparsemax in Triton: no sort. The set of candidates shrinks to the support, each time to what is above the threshold of the last set."""
+"""sparsemax in Triton: no sort. The set of candidates shrinks to the support, each time to what is above the threshold of the last set.
+
+It shrinks first among the largest of every few neighbors, whose threshold is where the search among all of a row starts: elements of the
+support seldom are neighbors, and then it ends there after one pass.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -9,9 +15,21 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, row_shape, strided_rows, supported
+from liger_triton.launch import (
+    Launcher,
+    TritonKernel,
+    cdiv,
+    dense_like,
+    power_of_two,
+    processors,
+    row_shape,
+    strided_rows,
+    supported,
+)
 
 WIDEST = 32768
+# Neighbors of which the largest is taken.
+NEIGHBORS = 8
 
 
 def sparsemax(x: Tensor) -> Tensor:
@@ -32,8 +50,13 @@ def _launch(y: Tensor, /, x: Tensor) -> None:
     width = x.shape[-1]
     rows = x.numel() // width
     x, x_stride = strided_rows(x)
-    block, several, warps = forward_shape(width)
-    forward_launch((cdiv(rows, several),), x, y, x_stride, rows, width, ROWS=several, BLOCK=block, num_warps=warps)
+    shape = forward_shape(width)
+    groups = cdiv(rows, shape.rows)
+    programs = min(groups, shape.programs * processors(x.device)) if shape.programs else groups
+    forward_launch(
+        (programs,), x, y, x_stride, rows, width, ROWS=shape.rows, BLOCK=shape.block, NEIGHBORS=min(NEIGHBORS, shape.block),
+        EVEN=shape.block == width, AHEAD=shape.programs > 0, num_warps=shape.warps,
+    )  # fmt: skip
 
 
 def _allocate_backward(grad_y: Tensor, y: Tensor, needs: list[bool]) -> Outputs:
@@ -50,9 +73,19 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[b
     backward_launch((cdiv(rows, several),), grad_y, y, grad_x, grad_stride, rows, width, ROWS=several, BLOCK=block, num_warps=warps)
 
 
-def forward_shape(width: int) -> tuple[int, int, int]:
-    """Block of columns, rows of a program, warps."""
-    return row_shape(width, 1024, lambda block: min(16, max(4, block // 1024)))
+class Shape(NamedTuple):
+    """Columns of a block, rows of a program, warps, and programs per multiprocessor, which read ahead (0: as many as there are rows)."""
+
+    block: int
+    rows: int
+    warps: int
+    programs: int
+
+
+def forward_shape(width: int) -> Shape:
+    block = power_of_two(width)
+    rows, warps = max(1, min(64, 1024 // block)), max(1, block // 2048)
+    return Shape(block, rows, warps, 0 if block <= 16384 else 1)
 
 
 def backward_shape(width: int) -> tuple[int, int, int]:
@@ -67,32 +100,67 @@ _sparsemax = differentiable(
 
 
 @triton.jit
-def forward_kernel(x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program computes ROWS rows, each in one block; it stops when no threshold rises any more.
+def forward_kernel(
+    x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Program p computes every programs-th group of ROWS rows, from the p-th on, each row in one block.
 
-    The threshold of a set that contains the support is at most the right one, so that nothing of the support is lost (Michelot 1986).
+    The threshold of a set that contains the support is at most the right one, so that nothing of the support is lost (Michelot 1986); nor is
+    the right threshold of some elements of a row higher than that of the row.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (column < width)[None, :]
+    inside = tl.full((1, BLOCK), 1, dtype=tl.int1) if EVEN else (column < width)[None, :]
+    step = tl.num_programs(0) * ROWS
+    if AHEAD:
+        ahead = read_rows(x, x_stride, tl.program_id(0) * ROWS, rows, column, inside, ROWS)
+    for start in range(tl.program_id(0) * ROWS, rows, step):
+        if AHEAD:
+            value = ahead.to(tl.float32)
+            # The next rows are on their way meanwhile.
+            ahead = read_rows(x, x_stride, start + step, rows, column, inside, ROWS)
+        else:
+            value = read_rows(x, x_stride, start, rows, column, inside, ROWS).to(tl.float32)
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        largest = tl.max(tl.reshape(value, (ROWS, BLOCK // NEIGHBORS, NEIGHBORS)), 2)
+        highest = tl.max(largest, 1)[:, None]
+        value = candidates(value, highest)
+        threshold = risen(candidates(largest, highest), tl.full((ROWS,), -1.0, dtype=tl.float32))
+        threshold = risen(value, threshold)
+        result = tl.maximum(value - threshold[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(y + row[:, None] * width + column[None, :], result.to(y.dtype.element_ty), mask=(row < rows)[:, None] & inside)
+
+
+@triton.jit
+def read_rows(x, x_stride, start, rows, column, inside, ROWS: tl.constexpr):
     # The last row again for the lanes behind it.
-    source = tl.minimum(row, rows - 1)
-    value = tl.load(x + source[:, None] * x_stride + column[None, :], mask=(column < width)[None, :], other=float("-inf")).to(tl.float32)
-    value = value - tl.max(value, 1)[:, None]
-    threshold = tl.full((ROWS,), -1.0, dtype=tl.float32)
+    row = tl.minimum(start + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+    return tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=float("-inf"))
+
+
+@triton.jit
+def candidates(value, highest):
+    """Relative to the highest; what is 1 below it or more is in no support, and now finite."""
+    return tl.maximum(value - highest, -2.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def risen(value, threshold):
+    """The threshold of what is above the threshold, again and again until that of no row rises: at most as often as a row has elements."""
     rising = 1
     while rising > 0:
-        inside = value > threshold[:, None]
-        size = tl.sum(inside.to(tl.float32), 1)
-        # Correctly rounded, so that a threshold that x can have is met exactly.
-        higher = tl.div_rn(tl.sum(tl.where(inside, value, 0.0), 1) - 1.0, size)
-        # Nothing is inside of a row without a finite value.
-        higher = tl.where(size > 0.0, higher, float("nan"))
+        inside = tl.where(value > threshold[:, None], 1.0, 0.0)
+        size, total = tl.reduce((inside, inside * value), 1, add_both)
+        # Correctly rounded, so that a threshold that x can have is met exactly. NaN in a row without a finite value.
+        higher = tl.div_rn(total - 1.0, size)
         rising = tl.max((higher > threshold).to(tl.int32), 0)
-        threshold = higher
-    # Compared so that NaN stays NaN.
-    result = tl.where(value <= threshold[:, None], 0.0, value - threshold[:, None])
-    tl.store(y + row[:, None] * width + column[None, :], result.to(y.dtype.element_ty), mask=mask)
+        # Never lower by rounding, so that rows that share a program do not wait for each other forever.
+        threshold = tl.where(higher < threshold, threshold, higher)
+    return threshold
+
+
+@triton.jit
+def add_both(size, total, other_size, other_total):
+    return size + other_size, total + other_total
 
 
 @triton.jit
