@@ -955,6 +955,27 @@ MUTANTS = (
         "qk_norm_rope and float32 and many_tokens",
     ),
     kernel(
+        "triton: every program of qk_norm_rope has the first tile of heads",
+        "qk_norm_rope.py",
+        "tile = program % tiles",
+        "tile = 0 * tiles",
+        "qk_norm_rope and float32 and many_heads",
+    ),
+    kernel(
+        "triton: every program of qk_norm_rope walks tokens of the first batch row",
+        "qk_norm_rope.py",
+        "(walker // walkers).to(tl.int64), walker % walkers",
+        "(0 * walkers).to(tl.int64), walker % walkers",
+        "qk_norm_rope and float32 and one_block",
+    ),
+    kernel(
+        "triton: the last of an odd number of heads of qk_norm_rope is masked",
+        "qk_norm_rope.py",
+        "if EVEN else head < heads",
+        "if EVEN else head < heads - 1",
+        "qk_norm_rope and float32 and odd_heads",
+    ),
+    kernel(
         "triton: softcap without its derivative",
         "_logits.py",
         "slope * (4.0 * decay * share * share)",

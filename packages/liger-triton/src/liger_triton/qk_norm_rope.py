@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ WIDEST_HEAD = 1024
 
 
 class Shape(NamedTuple):
-    """Columns of a tile (tokens × heads × width), programs per multiprocessor that walk tiles, tiles on their way, and warps."""
+    """Columns of a tile (tokens × heads × width), programs per multiprocessor, tiles on their way, and warps."""
 
     columns: int
     programs: int
@@ -29,7 +30,7 @@ class Shape(NamedTuple):
     warps: int
 
 
-FORWARD, BACKWARD = Shape(4096, 4, 3, 4), Shape(4096, 2, 3, 4)
+FORWARD, BACKWARD = Shape(1024, 16, 2, 1), Shape(4096, 2, 3, 4)
 
 
 def qk_norm_rope(
@@ -66,14 +67,23 @@ def _launch(
     cos: Tensor, sin: Tensor, eps: float, weight_offset: float, cast_input: bool, interleaved: bool,
 ) -> None:  # fmt: skip
     q, k, cos, sin = (_columns(t) for t in (q, k, cos, sin))
-    q_tile, k_tile, options = _tiles(q, k, cos, interleaved, FORWARD)
-    programs = min(q_tile.number + k_tile.number, FORWARD.programs * processors(q.device))
+    batch, _, tokens, width = q.shape
+    rows, options = _options(width, cos.shape[-1], interleaved, FORWARD)
+    q_heads, k_heads = (_heads(x.shape[1], rows) for x in (q, k))
+    q_tiles, k_tiles = cdiv(q.shape[1], q_heads), cdiv(k.shape[1], k_heads)
+    # Every program has one tile of heads of q and one of k, in one batch row; programs that have the same ones share the tokens.
+    different, most = batch * math.lcm(max(1, q_tiles), max(1, k_tiles)), FORWARD.programs * processors(q.device)
+    programs = different * min(tokens, max(1, most // max(1, different))) if q_tiles + k_tiles else 0
+    if 2 * programs <= most:
+        # So few tokens that there is room for more threads.
+        options["num_warps"] = 2
     if programs:
         forward_launch(
             (programs,), q, k, out_q, out_k, inverse_q, inverse_k, q_weight.contiguous(), k_weight.contiguous(), cos, sin,
             *q.stride()[:3], *k.stride()[:3], *out_q.stride()[:3], *out_k.stride()[:3], *_tables(cos, sin, q.shape[0]),
-            q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3], q_tile.number, k_tile.number,
-            programs, eps, weight_offset, CAST_INPUT=cast_input, **options,
+            batch, tokens, q.shape[1], k.shape[1], q_tiles, k_tiles, programs, eps, weight_offset,
+            HALF=cos.shape[-1] // 2, WIDTH=width, CAST_INPUT=cast_input, Q_HEADS=q_heads, K_HEADS=k_heads,
+            Q_EVEN=q.shape[1] % q_heads == 0, K_EVEN=k.shape[1] % k_heads == 0, **options,
         )  # fmt: skip
 
 
@@ -99,7 +109,8 @@ def _launch_backward(
     # Rows without a gradient are not walked; any tensor stands for what is then not read.
     above_q, above_k = (x if grad is None else _columns(grad) for grad, x in ((grad_out_q, q), (grad_out_k, k)))
     into_q, into_k = (x if grad is None else grad for grad, x in ((grad_q, q), (grad_k, k)))
-    q_tile, k_tile, options = _tiles(q, k, cos, interleaved, BACKWARD)
+    rows, options = _options(q.shape[3], cos.shape[-1], interleaved, BACKWARD)
+    q_tile, k_tile = (_tile(x.shape[0] * x.shape[2], x.shape[1], rows) for x in (q, k))
     q_count = q_tile.number if grad_q is not None or grad_q_weight is not None else 0
     k_count = k_tile.number if grad_k is not None or grad_k_weight is not None else 0
     sums = (grad_q_weight is not None) + (grad_k_weight is not None)
@@ -114,11 +125,30 @@ def _launch_backward(
         *above_q.stride()[:3], *above_k.stride()[:3], *q.stride()[:3], *k.stride()[:3], *into_q.stride()[:3], *into_k.stride()[:3],
         *_tables(cos, sin, q.shape[0]),
         q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3], q_count, k_count, programs,
-        weight_offset, **options,
+        weight_offset, Q_TOKENS=q_tile.tokens, Q_HEADS=q_tile.heads, K_TOKENS=k_tile.tokens, K_HEADS=k_tile.heads, **options,
     )  # fmt: skip
     if part is not None:
         width = q.shape[3]
         column_sum_launch((cdiv(width, 16), sums), part, grad_q_weight, grad_k_weight, programs, width, ROWS=128, BLOCK=16)
+
+
+def _options(width: int, rotary: int, interleaved: bool, shape: Shape) -> tuple[int, dict[str, object]]:
+    """Heads that a tile has room for, and the compile-time arguments that both kernels have."""
+    # Whole heads in halves: no column is read twice.
+    pairs = rotary == width and not interleaved
+    options: dict[str, object] = {
+        "INTERLEAVED": interleaved, "PAIRS": pairs, "LANES": power_of_two(width // 2 if pairs else width),
+        "STAGES": shape.stages, "num_warps": shape.warps,
+        # A sum of pairs has no product that another thread could fuse into it otherwise (`fuses`).
+        "enable_fp_fusion": pairs or fuses(width),
+    }  # fmt: skip
+    return max(1, shape.columns // power_of_two(width)), options
+
+
+def _heads(heads: int, rows: int) -> int:
+    """Heads of a token in a tile, which share its cos and sin: no idle rows where a power of two divides the heads."""
+    even = heads & -heads
+    return min(rows, even if even >= 4 else power_of_two(heads))
 
 
 class Tile(NamedTuple):
@@ -129,29 +159,10 @@ class Tile(NamedTuple):
     number: int
 
 
-def _tiles(q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, shape: Shape) -> tuple[Tile, Tile, dict[str, object]]:
-    """The tiles of q and of k, and the compile-time arguments that both kernels have."""
-    width, rotary = q.shape[3], cos.shape[-1]
-    # Whole heads in halves: no column is read twice.
-    pairs = rotary == width and not interleaved
-    rows = max(1, shape.columns // power_of_two(width))
-    q_tile, k_tile = (_tile(x.shape[0] * x.shape[2], x.shape[1], rows) for x in (q, k))
-    options: dict[str, object] = {
-        "INTERLEAVED": interleaved, "PAIRS": pairs, "LANES": power_of_two(width // 2 if pairs else width),
-        "Q_TOKENS": q_tile.tokens, "Q_HEADS": q_tile.heads, "K_TOKENS": k_tile.tokens, "K_HEADS": k_tile.heads,
-        "STAGES": shape.stages, "num_warps": shape.warps,
-        # A sum of pairs has no product that another thread could fuse into it otherwise (`fuses`).
-        "enable_fp_fusion": pairs or fuses(width),
-    }  # fmt: skip
-    return q_tile, k_tile, options
-
-
 def _tile(tokens: int, heads: int, rows: int) -> Tile:
-    """As many heads of a token as fit, so that they share its cos and sin; no idle rows where a power of two divides the heads."""
     if not tokens * heads:
         return Tile(1, 1, 0)
-    even = heads & -heads
-    per_tile = min(rows, even if even >= 4 else power_of_two(heads))
+    per_tile = _heads(heads, rows)
     per_program = max(1, min(rows // per_tile, power_of_two(tokens)))
     return Tile(per_program, per_tile, cdiv(tokens, per_program) * cdiv(heads, per_tile))
 
@@ -163,18 +174,6 @@ def _columns(x: Tensor) -> Tensor:
 
 def _tables(cos: Tensor, sin: Tensor, batch: int) -> tuple[int, ...]:
     return *table_strides(cos, batch), *table_strides(sin, batch)
-
-
-@triton.jit
-def place(tile, rows, tokens, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """The batch and token of each of a tile's tokens, the heads, which tokens and which heads of them are there, and their scales."""
-    tiles = tl.cdiv(heads, HEADS)
-    # In 32 bits: a 64-bit division takes more instructions than the rest of a small tile.
-    index = (tile // tiles) * TOKENS + tl.arange(0, TOKENS)
-    head = (tile % tiles) * HEADS + tl.arange(0, HEADS)
-    there = (index < rows)[:, None, None] & (head < heads)[None, :, None]
-    scales = (index.to(tl.int64) * heads)[:, None, None] + head[None, :, None]
-    return (index // tokens).to(tl.int64), (index % tokens).to(tl.int64), head, index < rows, there, scales
 
 
 @triton.jit
@@ -196,21 +195,20 @@ def columns(half, width, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: 
 
 @triton.jit
 def partners(
-    value, row, partner, there, turned, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr
+    value, row, partner, mask, turned, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """What the partners of a tile's columns hold: neighbors are in the tile already, columns of the other half are read."""
     if INTERLEAVED:
         even, odd = tl.split(tl.reshape(value, (TOKENS, HEADS, LANES // 2, 2)))
         return tl.where(turned[None, None, :], tl.reshape(tl.join(odd, even), (TOKENS, HEADS, LANES)), 0.0)
     else:
-        return tl.load(row + partner[None, None, :], mask=there & turned[None, None, :], other=0.0).to(tl.float32)
+        return tl.load(row + partner[None, None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def table(pointer, batch, token, of_batch, of_token, column, token_mask, mask, otherwise):
+def table(row, column, mask, otherwise):
     """The columns of cos or sin of a tile's tokens."""
-    row = pointer + (batch * of_batch + token * of_token)[:, None] + column[None, :]
-    return tl.load(row, mask=token_mask[:, None] & mask[None, :], other=otherwise).to(tl.float32)[:, None, :]
+    return tl.load(row + column[None, :], mask=mask, other=otherwise).to(tl.float32)[:, None, :]
 
 
 @triton.jit
@@ -228,38 +226,61 @@ def normalized(value, scale, weight, out, CAST_INPUT: tl.constexpr):
 
 
 @triton.jit
+def share(program, programs, tiles, batches, heads, HEADS: tl.constexpr, EVEN: tl.constexpr):
+    """What a program computes: its batch row, its first token, how far apart its tokens are, its heads, and which of them are there."""
+    # Programs of neighboring tiles of heads run side by side.
+    tile = program % tiles
+    walker = program // tiles
+    walkers = programs // (tiles * batches)
+    head = (tile * HEADS + tl.arange(0, HEADS))[None, :, None]
+    there = tl.full((1, HEADS, 1), 1, dtype=tl.int1) if EVEN else head < heads
+    return (walker // walkers).to(tl.int64), walker % walkers, walkers, head.to(tl.int64), there
+
+
+@triton.jit
 def forward_tiles(
-    start, count, programs, x, out, inverse, weight, cos, sin, x_batch, x_head, x_token, out_batch, out_head, out_token,
-    cos_batch, cos_token, sin_batch, sin_token, rows, tokens, heads, half, width, eps, offset,
-    CAST_INPUT: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+    program, programs, tiles, x, out, inverse, weight, cos, sin, x_batch, x_head, x_token, out_batch, out_head, out_token,
+    cos_batch, cos_token, sin_batch, sin_token, batches, tokens, heads, eps, offset,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, CAST_INPUT: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr,
+    LANES: tl.constexpr, HEADS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk the tiles start, start + programs, ….
+    """Normalize and rotate a tile of heads of every token that is this program's.
 
     y1 = m1·cos1 - m2·sin1,  y2 = m2·cos2 + m1·sin2,  where m = x · inverse · (weight + offset) and inverse = 1 / sqrt(mean(x²) + eps).
     """
-    column, partner, inside, turned, negative = columns(half, width, INTERLEAVED, PAIRS, LANES)
+    batch, start, step, head, there = share(program, programs, tiles, batches, heads, HEADS, EVEN)
+    column, partner, inside, turned, negative = columns(HALF, WIDTH, INTERLEAVED, PAIRS, LANES)
+    mask = there & inside[None, None, :]
+    partner_mask = there & turned[None, None, :]
+    table_mask = turned[None, :]
     weight1 = factor(weight, column, inside, offset)
     weight2 = factor(weight, partner, turned, offset)
-    for tile in tl.range(start, count, programs, num_stages=STAGES):
-        batch, token, head, token_mask, there, scales = place(tile, rows, tokens, heads, TOKENS, HEADS)
-        row = rows_at(x, batch, token, head, x_batch, x_head, x_token)
-        a = tl.load(row + column[None, None, :], mask=there & inside[None, None, :], other=0.0).to(tl.float32)
-        b = partners(a, row, partner, there, turned, INTERLEAVED, TOKENS, HEADS, LANES)
-        cos1 = table(cos, batch, token, cos_batch, cos_token, column, token_mask, turned, 1.0)
-        sin1 = table(sin, batch, token, sin_batch, sin_token, column, token_mask, turned, 0.0)
+    x += batch * x_batch + head * x_head
+    out += batch * out_batch + head * out_head
+    inverse += batch * tokens * heads + head
+    cos += batch * cos_batch
+    sin += batch * sin_batch
+    for number in tl.range(start, tokens, step, num_stages=STAGES):
+        token = tl.cast(number, tl.int64)
+        row = x + token * x_token
+        cos_row = cos + token * cos_token
+        sin_row = sin + token * sin_token
+        a = tl.load(row + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        b = partners(a, row, partner, partner_mask, turned, INTERLEAVED, 1, HEADS, LANES)
+        cos1 = table(cos_row, column, table_mask, 1.0)
+        sin1 = table(sin_row, column, table_mask, 0.0)
         squares = tl.sum(a * a + b * b, 2) if PAIRS else tl.sum(a * a, 2)
-        scale = tl.rsqrt(squares / width + eps)[:, :, None]
-        tl.store(inverse + scales, scale, mask=there)
+        scale = tl.rsqrt(squares * (1.0 / WIDTH) + eps)[:, :, None]
+        tl.store(inverse + token * heads, scale, mask=there)
         a = normalized(a, scale, weight1, out, CAST_INPUT)
         b = normalized(b, scale, weight2, out, CAST_INPUT)
-        out_row = rows_at(out, batch, token, head, out_batch, out_head, out_token)
-        sin1 = -sin1 if PAIRS else tl.where(negative[None, None, :], -sin1, sin1)
-        tl.store(out_row + column[None, None, :], (a * cos1 + b * sin1).to(out.dtype.element_ty), mask=there & inside[None, None, :])
+        out_row = out + token * out_token
+        first = a * cos1 - b * sin1 if PAIRS else a * cos1 + b * tl.where(negative[None, None, :], -sin1, sin1)
+        tl.store(out_row + column[None, None, :], first.to(out.dtype.element_ty), mask=mask)
         if PAIRS:
-            cos2 = table(cos, batch, token, cos_batch, cos_token, partner, token_mask, turned, 1.0)
-            sin2 = table(sin, batch, token, sin_batch, sin_token, partner, token_mask, turned, 0.0)
-            tl.store(out_row + partner[None, None, :], (b * cos2 + a * sin2).to(out.dtype.element_ty), mask=there & turned[None, None, :])
+            cos2 = table(cos_row, partner, table_mask, 1.0)
+            sin2 = table(sin_row, partner, table_mask, 0.0)
+            tl.store(out_row + partner[None, None, :], (b * cos2 + a * sin2).to(out.dtype.element_ty), mask=partner_mask)
 
 
 @triton.jit
@@ -268,24 +289,36 @@ def forward_kernel(
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     out_q_batch, out_q_head, out_q_token, out_k_batch, out_k_head, out_k_token,
     cos_batch, cos_token, sin_batch, sin_token,
-    rows, tokens, q_heads, k_heads, half, width, q_tiles, k_tiles, programs, eps, offset,
-    CAST_INPUT: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr,
-    Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr, STAGES: tl.constexpr,
+    batches, tokens, q_heads, k_heads, q_tiles, k_tiles, programs, eps, offset,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, CAST_INPUT: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+    Q_EVEN: tl.constexpr, K_EVEN: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every program walks its share of the tiles (tokens, heads) of q, then of k."""
+    """Every program walks its tokens with a tile of heads of q, then with one of k: what does not depend on the token is computed once."""
     program = tl.program_id(0)
-    forward_tiles(
-        program, q_tiles, programs, q, out_q, inverse_q, q_weight, cos, sin, q_batch, q_head, q_token, out_q_batch, out_q_head, out_q_token,
-        cos_batch, cos_token, sin_batch, sin_token, rows, tokens, q_heads, half, width, eps, offset,
-        CAST_INPUT, INTERLEAVED, PAIRS, LANES, Q_TOKENS, Q_HEADS, STAGES,
-    )  # fmt: skip
-    # The programs that had one tile of q less begin.
-    forward_tiles(
-        (program + programs - q_tiles % programs) % programs, k_tiles, programs, k, out_k, inverse_k, k_weight, cos, sin,
-        k_batch, k_head, k_token, out_k_batch, out_k_head, out_k_token,
-        cos_batch, cos_token, sin_batch, sin_token, rows, tokens, k_heads, half, width, eps, offset,
-        CAST_INPUT, INTERLEAVED, PAIRS, LANES, K_TOKENS, K_HEADS, STAGES,
-    )  # fmt: skip
+    if q_tiles > 0:
+        forward_tiles(
+            program, programs, q_tiles, q, out_q, inverse_q, q_weight, cos, sin, q_batch, q_head, q_token, out_q_batch, out_q_head, out_q_token,
+            cos_batch, cos_token, sin_batch, sin_token, batches, tokens, q_heads, eps, offset,
+            HALF, WIDTH, CAST_INPUT, INTERLEAVED, PAIRS, LANES, Q_HEADS, Q_EVEN, STAGES,
+        )  # fmt: skip
+    if k_tiles > 0:
+        forward_tiles(
+            program, programs, k_tiles, k, out_k, inverse_k, k_weight, cos, sin, k_batch, k_head, k_token, out_k_batch, out_k_head, out_k_token,
+            cos_batch, cos_token, sin_batch, sin_token, batches, tokens, k_heads, eps, offset,
+            HALF, WIDTH, CAST_INPUT, INTERLEAVED, PAIRS, LANES, K_HEADS, K_EVEN, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def place(tile, rows, tokens, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """The batch and token of each of a tile's tokens, the heads, which tokens and which heads of them are there, and their scales."""
+    tiles = tl.cdiv(heads, HEADS)
+    # In 32 bits: a 64-bit division takes more instructions than the rest of a small tile.
+    index = (tile // tiles) * TOKENS + tl.arange(0, TOKENS)
+    head = (tile % tiles) * HEADS + tl.arange(0, HEADS)
+    there = (index < rows)[:, None, None] & (head < heads)[None, :, None]
+    scales = (index.to(tl.int64) * heads)[:, None, None] + head[None, :, None]
+    return (index // tokens).to(tl.int64), (index % tokens).to(tl.int64), head, index < rows, there, scales
 
 
 @triton.jit
@@ -312,19 +345,24 @@ def backward_tiles(
         batch, token, head, token_mask, there, scales = place(tile, rows, tokens, heads, TOKENS, HEADS)
         above_row = rows_at(above, batch, token, head, above_batch, above_head, above_token)
         row = rows_at(x, batch, token, head, x_batch, x_head, x_token)
-        g1 = tl.load(above_row + column[None, None, :], mask=there & inside[None, None, :], other=0.0).to(tl.float32)
-        g2 = partners(g1, above_row, partner, there, turned, INTERLEAVED, TOKENS, HEADS, LANES)
-        n1 = tl.load(row + column[None, None, :], mask=there & inside[None, None, :], other=0.0).to(tl.float32)
+        cos_row = cos + (batch * cos_batch + token * cos_token)[:, None]
+        sin_row = sin + (batch * sin_batch + token * sin_token)[:, None]
+        mask = there & inside[None, None, :]
+        partner_mask = there & turned[None, None, :]
+        table_mask = token_mask[:, None] & turned[None, :]
+        g1 = tl.load(above_row + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
+        g2 = partners(g1, above_row, partner, partner_mask, turned, INTERLEAVED, TOKENS, HEADS, LANES)
+        n1 = tl.load(row + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
         scale = tl.load(inverse + scales, mask=there, other=0.0)
-        cos1 = table(cos, batch, token, cos_batch, cos_token, column, token_mask, turned, 1.0)
-        sin2 = table(sin, batch, token, sin_batch, sin_token, partner, token_mask, turned, 0.0)
+        cos1 = table(cos_row, column, table_mask, 1.0)
+        sin2 = table(sin_row, partner, table_mask, 0.0)
         d1 = g1 * cos1 + g2 * (sin2 if PAIRS else tl.where(negative[None, None, :], sin2, -sin2))
         n1 = n1 * scale
         h1 = d1 * weight1
         if PAIRS:
-            n2 = tl.load(row + partner[None, None, :], mask=there & turned[None, None, :], other=0.0).to(tl.float32) * scale
-            cos2 = table(cos, batch, token, cos_batch, cos_token, partner, token_mask, turned, 1.0)
-            sin1 = table(sin, batch, token, sin_batch, sin_token, column, token_mask, turned, 0.0)
+            n2 = tl.load(row + partner[None, None, :], mask=partner_mask, other=0.0).to(tl.float32) * scale
+            cos2 = table(cos_row, partner, table_mask, 1.0)
+            sin1 = table(sin_row, column, table_mask, 0.0)
             d2 = g2 * cos2 - g1 * sin1
             h2 = d2 * weight2
             products = tl.sum(h1 * n1 + h2 * n2, 2)
@@ -338,10 +376,10 @@ def backward_tiles(
             average = (products / width)[:, :, None]
             grad_row = rows_at(grad, batch, token, head, grad_batch, grad_head, grad_token)
             result = ((h1 - n1 * average) * scale).to(grad.dtype.element_ty)
-            tl.store(grad_row + column[None, None, :], result, mask=there & inside[None, None, :])
+            tl.store(grad_row + column[None, None, :], result, mask=mask)
             if PAIRS:
                 result = ((h2 - n2 * average) * scale).to(grad.dtype.element_ty)
-                tl.store(grad_row + partner[None, None, :], result, mask=there & turned[None, None, :])
+                tl.store(grad_row + partner[None, None, :], result, mask=partner_mask)
     if wanted is not None:
         tl.store(part_row + column, tl.sum(tl.sum(sum1, 0), 0), mask=inside)
         if PAIRS:
