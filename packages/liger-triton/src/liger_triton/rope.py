@@ -12,10 +12,10 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, supported
+from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, processors, supported
 
-# Pairs of columns that one program turns: tokens × heads × rotary/2.
-PAIRS = 2048
+# Pairs of columns that one program turns, tokens × heads × rotary/2: more than the fewest once every multiprocessor has a program.
+FEWEST, MOST = 512, 2048
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> tuple[Tensor, Tensor]:
@@ -103,8 +103,10 @@ def _turn(
     rotary = cos.shape[-1]
     half = power_of_two(rotary // 2)
     most = max(x.shape[1] for x, _ in pairs)
-    heads = min(power_of_two(most), max(1, PAIRS // half))
-    per_program = max(1, min(PAIRS // (half * heads), power_of_two(tokens)))
+    each = power_of_two(cdiv(batch * tokens * power_of_two(most) * half, processors(x1.device)))
+    each = min(MOST, max(FEWEST, each))
+    heads = min(power_of_two(most), max(1, each // half))
+    per_program = max(1, min(each // (half * heads), power_of_two(tokens)))
     groups = cdiv(batch * tokens, per_program)
     # Where the heads of q and k fit one tile each, one program turns both and reads cos and sin once.
     grid = (groups, cdiv(most, heads))
