@@ -108,8 +108,9 @@ def forward_kernel(
     The threshold of a set that contains the support is at most the right one, so that nothing of the support is lost (Michelot 1986); nor is
     the right threshold of some elements of a row higher than that of the row.
     """
-    column = tl.arange(0, BLOCK)
-    inside = tl.full((1, BLOCK), 1, dtype=tl.int1) if EVEN else (column < width)[None, :]
+    # (rows, groups of neighbors, neighbors): a thread has whole groups.
+    column = ((tl.arange(0, BLOCK // NEIGHBORS) * NEIGHBORS)[:, None] + tl.arange(0, NEIGHBORS)[None, :])[None, :, :]
+    inside = tl.full((1, BLOCK // NEIGHBORS, NEIGHBORS), 1, dtype=tl.int1) if EVEN else column < width
     step = tl.num_programs(0) * ROWS
     if AHEAD:
         ahead = read_rows(x, x_stride, tl.program_id(0) * ROWS, rows, column, inside, ROWS)
@@ -120,21 +121,21 @@ def forward_kernel(
             ahead = read_rows(x, x_stride, start + step, rows, column, inside, ROWS)
         else:
             value = read_rows(x, x_stride, start, rows, column, inside, ROWS).to(tl.float32)
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        largest = tl.max(tl.reshape(value, (ROWS, BLOCK // NEIGHBORS, NEIGHBORS)), 2)
-        highest = tl.max(largest, 1)[:, None]
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
+        largest = tl.max(value, 2)[:, :, None]
+        highest = tl.max(largest, 1)[:, :, None]
         value = candidates(value, highest)
         threshold = risen(candidates(largest, highest), tl.full((ROWS,), -1.0, dtype=tl.float32))
         threshold = risen(value, threshold)
-        result = tl.maximum(value - threshold[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(y + row[:, None] * width + column[None, :], result.to(y.dtype.element_ty), mask=(row < rows)[:, None] & inside)
+        result = tl.maximum(value - threshold[:, None, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=(row < rows) & inside)
 
 
 @triton.jit
 def read_rows(x, x_stride, start, rows, column, inside, ROWS: tl.constexpr):
     # The last row again for the lanes behind it.
-    row = tl.minimum(start + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-    return tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=float("-inf"))
+    row = tl.minimum(start + tl.arange(0, ROWS), rows - 1).to(tl.int64)[:, None, None]
+    return tl.load(x + row * x_stride + column, mask=inside, other=float("-inf"))
 
 
 @triton.jit
@@ -148,8 +149,8 @@ def risen(value, threshold):
     """The threshold of what is above the threshold, again and again until that of no row rises: at most as often as a row has elements."""
     rising = 1
     while rising > 0:
-        inside = tl.where(value > threshold[:, None], 1.0, 0.0)
-        size, total = tl.reduce((inside, inside * value), 1, add_both)
+        inside = tl.where(value > threshold[:, None, None], 1.0, 0.0)
+        size, total = tl.reduce(tl.reduce((inside, inside * value), 2, add_both), 1, add_both)
         # Correctly rounded, so that a threshold that x can have is met exactly. NaN in a row without a finite value.
         higher = tl.div_rn(total - 1.0, size)
         rising = tl.max((higher > threshold).to(tl.int32), 0)
