@@ -149,7 +149,9 @@ def risen(value, threshold):
     """The threshold of what is above the threshold, again and again until that of no row rises: at most as often as a row has elements."""
     rising = 1
     while rising > 0:
-        inside = tl.where(value > threshold[:, None, None], 1.0, 0.0)
+        # By the sign bit of the difference: LLVM packs comparisons of many elements into a bitmap and unpacks it again.
+        sign = (threshold[:, None, None] - value).to(tl.int32, bitcast=True) >> 31
+        inside = (sign & 0x3F800000).to(tl.float32, bitcast=True)
         size, total = tl.reduce(tl.reduce((inside, inside * value), 2, add_both), 1, add_both)
         # Correctly rounded, so that a threshold that x can have is met exactly. NaN in a row without a finite value.
         higher = tl.div_rn(total - 1.0, size)
