@@ -893,16 +893,9 @@ MUTANTS = (
     kernel(
         "triton: sparsemax searches only the largest of neighbors",
         "sparsemax.py",
-        "        threshold = risen(value, threshold)\n",
+        "    threshold = risen(value, threshold)\n",
         "",
         f"sparsemax and {SMALL}",
-    ),
-    kernel(
-        "triton: sparsemax reads the same row ahead again",
-        "sparsemax.py",
-        "ahead = read_rows(x, x_stride, start + step,",
-        "ahead = read_rows(x, x_stride, start,",
-        "sparsemax and float32 and long",
     ),
     kernel(
         "triton: squared ReLU lets gradients of negative numbers pass",

@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 # Of large groups, of groups that these tiles would fit badly, and of the backward pass.
-FORWARD, SMALL, BACKWARD = Shape(4096, 8, 4), Shape(2048, 4, 4), Shape(2048, 4, 8)
+FORWARD, SMALL, BACKWARD = Shape(8192, 16, 4), Shape(2048, 4, 4), Shape(2048, 4, 8)
 
 
 def group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -268,7 +268,7 @@ def sum_kernel(
     products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     totals = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     start = tl.program_id(1) * part
-    for first in range(start, start + tl.minimum(part, space - start), BLOCK):
+    for first in tl.range(start, start + tl.minimum(part, space - start), BLOCK, num_stages=3):
         place = first + tl.arange(0, BLOCK)
         mask = None if WHOLE else inside[:, None] & (place < space)[None, :]
         grad = read(grad_y + row[:, None] * space + place[None, :], mask, "evict_last")
@@ -341,7 +341,7 @@ def backward_kernel(
     factor = 1.0 if weight is None else read(weight + row % channels, inside)[:, None]
     start = (tl.num_programs(1) - 1 - tl.program_id(1)) * part
     tiles = tl.cdiv(tl.minimum(part, space - start), BLOCK)
-    for passed in range(tiles):
+    for passed in tl.range(0, tiles, num_stages=3):
         place = start + (tiles - 1 - passed) * BLOCK + tl.arange(0, BLOCK)
         mask = None if WHOLE else inside[:, None] & (place < space)[None, :]
         grad = read(grad_y + row[:, None] * space + place[None, :], mask, "evict_first")

@@ -46,7 +46,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("one_group", (n(2, 6, 10), 1, n(6), n(6)), why="one group: a layer norm over channels and space")
     yield Sample("instance", (n(2, 6, 10), 6, n(6), n(6)), why="a group for each channel: an instance norm")
     yield Sample("long_channels", (n(1, 2, 70, 70), 1, n(2), n(2)), why="a channel takes several tiles, and a group several programs")
-    yield Sample("whole_tiles", (n(1, 4, 64, 64), 2, n(4), n(4)), why="every tile lies in one channel: no mask, one weight")
+    yield Sample("whole_tiles", (n(1, 4, 128, 64), 2, n(4), n(4)), why="every tile lies in one channel: no mask, one weight")
     yield Sample("several_tiles", (n(16, 1, 50, 50), 1, n(1), n(1)), why="a program walks a channel in several tiles, the last one masked")
     yield Sample("many_channels", (n(1, 1100, 2), 1, n(1100), n(1100)), why="a group has more channels than a program adds at once")
     yield Sample("many_rows", (n(33, 8, 9), 4, n(8), n(8)), why="more groups than programs")
