@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the divergences read two rows of logits in Triton, and the maximum and the sum of each."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from liger_triton._divergence_terms import KIND_FORWARD
+from liger_triton._logits import capped
+
+
+@triton.jit
+def grown(m, d, x):
+    """The maximum and the sum of e^(x - m) of each thread, with VECTOR neighbors more."""
+    top = tl.maximum(m, tl.max(x, 1))
+    return top, d * tl.exp2((m - top) * 1.4426950408889634) + tl.sum(tl.exp2((x - top[:, None]) * 1.4426950408889634), 1)
+
+
+@triton.jit
+def met(m, d):
+    """The maximum and the sum of a row from those of its threads. A NaN among the logits shows in the sum."""
+    top = tl.max(m, 0)
+    return top, tl.sum(d * tl.exp2((m - top) * 1.4426950408889634), 0)
+
+
+@triton.jit
+def both(
+    base, theirs, column, width, logit_scale, softcap, their_scale, their_softcap,
+    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """x of the student and the teacher at these columns, -∞ past the last one. PLAIN: they are the logits.
+
+    The mask also keeps the product that x may be from being fused into x - m, where m is a rounded one.
+    """
+    mask = column < width
+    x = tl.load(base + column, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    y = tl.load(theirs + column, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    if not PLAIN:
+        x = capped(x, logit_scale, softcap, HAS_SOFTCAP)
+        y = capped(y, their_scale, their_softcap, TEACHER_SOFTCAP)
+    return tl.where(mask, x, float("-inf")), tl.where(mask, y, float("-inf"))
+
+
+@triton.jit
+def neighbors(pointer, N: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constexpr, POLICY: tl.constexpr):
+    """(N, VECTOR) adjacent logits in float32. PAIRED: two of bfloat16 come as one word, so that each takes one instruction, not one and a half."""
+    if PAIRED:
+        HALF: tl.constexpr = VECTOR // 2
+        offset = tl.arange(0, N)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+        word = tl.load(pointer.to(tl.pointer_type(tl.int32)) + offset, eviction_policy=POLICY)
+        both = tl.join((word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True))
+        return both.reshape(N, VECTOR)
+    else:
+        offset = tl.arange(0, N)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+        return tl.load(pointer + offset, eviction_policy=POLICY).to(tl.float32)
+
+
+@triton.jit
+def halves(pointer, HALF: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constexpr, POLICY: tl.constexpr):
+    """Two blocks beside each other: what a thread does once a block it does once for both."""
+    first = neighbors(pointer, HALF // VECTOR, VECTOR, PAIRED, POLICY)
+    second = neighbors(pointer + HALF, HALF // VECTOR, VECTOR, PAIRED, POLICY)
+    return tl.join(first, second).reshape(HALF // VECTOR, 2 * VECTOR)
+
+
+@triton.jit
+def masked_halves(pointer, column, width, HALF: tl.constexpr, POLICY: tl.constexpr):
+    """(`halves` of the last columns, whatever is past the last one, and which are not)."""
+    first = tl.load(pointer + column, mask=column < width, other=0.0, eviction_policy=POLICY)
+    second = tl.load(pointer + column + HALF, mask=column + HALF < width, other=0.0, eviction_policy=POLICY)
+    both = tl.join(first, second)
+    shape: tl.constexpr = (both.shape[0], 2 * both.shape[1])
+    return both.reshape(shape).to(tl.float32), tl.join(column < width, column + HALF < width).reshape(shape)
+
+
+@triton.jit
+def anchored(m, anchor, d, x):
+    """The maximum of each thread, its anchor, which is the maximum to base 2 and rounded, and the sum of 2^(x - anchor), with more neighbors."""
+    m = tl.maximum(m, tl.max(x, 1))
+    top = m * 1.4426950408889634
+    return m, top, d * tl.exp2(anchor - top) + tl.sum(tl.exp2(tl.fma(x, 1.4426950408889634, -top[:, None])), 1)
+
+
+@triton.jit
+def met_anchored(m, anchor, d):
+    """The maximum of a row and the sum of e^(x - maximum), from those of its threads."""
+    top = tl.max(m, 0)
+    highest = tl.max(anchor, 0)
+    # Selected, so that no product is fused into a sum of two threads, of which each would fuse its own.
+    d = tl.sum(tl.where(d > 0, d * tl.exp2(anchor - highest), d), 0)
+    return top, d * tl.exp2(-tl.fma(top, 1.4426950408889634, -highest))
+
+
+@triton.jit
+def quick_statistics(base, theirs, width, BLOCK: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constexpr):
+    """`statistics` of plain logits, by half of the instructions. The sums are 0, infinite or NaN if a logit is, or is nearly as large."""
+    HALF: tl.constexpr = BLOCK // 2
+    m = tl.full((HALF // VECTOR,), -1e30, dtype=tl.float32)
+    anchor = m * 1.4426950408889634
+    d = tl.zeros((HALF // VECTOR,), dtype=tl.float32)
+    their_m = m
+    their_anchor = anchor
+    their_d = d
+    # Where each thread found its largest.
+    found = tl.zeros((HALF // VECTOR,), dtype=tl.int32)
+    whole = width // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        x = halves(base + start, HALF, VECTOR, PAIRED, "evict_last")
+        y = halves(theirs + start, HALF, VECTOR, PAIRED, "evict_last")
+        before = m
+        m, anchor, d = anchored(m, anchor, d, x)
+        their_m, their_anchor, their_d = anchored(their_m, their_anchor, their_d, y)
+        found = tl.where(m > before, start, found)
+    offset = tl.arange(0, HALF // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    if whole < width:
+        x, mask = masked_halves(base, whole + offset, width, HALF, "evict_last")
+        y, _ = masked_halves(theirs, whole + offset, width, HALF, "evict_last")
+        before = m
+        m, anchor, d = anchored(m, anchor, d, tl.where(mask, x, float("-inf")))
+        their_m, their_anchor, their_d = anchored(their_m, their_anchor, their_d, tl.where(mask, y, float("-inf")))
+        found = tl.where(m > before, whole, found)
+    top, exp_sum = met_anchored(m, anchor, d)
+    their_top, their_sum = met_anchored(their_m, their_anchor, their_d)
+    x, mask = masked_halves(base, found[:, None] + offset, tl.where(m == top, width, 0)[:, None], HALF, "evict_last")
+    y, _ = masked_halves(theirs, found[:, None] + offset, tl.where(m == top, width, 0)[:, None], HALF, "evict_last")
+    their_first = tl.max(tl.max(tl.where(mask & (x == top), y, float("-inf")), 1), 0)
+    return top, exp_sum, their_top, their_sum, their_first
+
+
+@triton.jit
+def statistics(
+    base, theirs, width, temperature, logit_scale, softcap, their_scale, their_softcap, FORMULA: tl.constexpr, HARD: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """(m and d of the student, those of the teacher, the teacher's x at the student's largest, d of the student without temperature)."""
+    # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
+    m = tl.full((BLOCK // VECTOR,), -3.4028234663852886e38, dtype=tl.float32)
+    d = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
+    their_m = m
+    # The teacher's x at each thread's largest of the student.
+    their_first = m
+    their_d = d
+    sharp_d = d
+    offset = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    for start in range(0, width, BLOCK):
+        x, y = both(
+            base, theirs, start + offset, width, logit_scale, softcap, their_scale, their_softcap,
+            HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, "evict_last",
+        )  # fmt: skip
+        m, d, their_m, their_d, their_first, sharp_d = seen(m, d, their_m, their_d, their_first, sharp_d, x, y, temperature, FORMULA, HARD)
+    top, exp_sum = met(m, d)
+    their_top, their_sum = met(their_m, their_d)
+    sharp_sum = 1.0
+    if HARD:
+        sharp_sum = tl.sum(sharp_d * tl.exp2((m - top) * temperature * 1.4426950408889634), 0)
+    their_first = tl.max(tl.where(m == top, their_first, float("-inf")), 0)
+    return top, exp_sum, their_top, their_sum, their_first, sharp_sum
+
+
+@triton.jit
+def seen(m, d, their_m, their_d, their_first, sharp_d, x, y, temperature, FORMULA: tl.constexpr, HARD: tl.constexpr):
+    """What each thread knows of a row, with VECTOR neighbors of both sides more."""
+    if FORMULA != KIND_FORWARD:
+        highest = tl.max(x, 1)
+        there = tl.max(tl.where(x == highest[:, None], y, float("-inf")), 1)
+        their_first = tl.where(highest > m, there, tl.where(highest == m, tl.maximum(there, their_first), their_first))
+    if HARD:
+        top = tl.maximum(m, tl.max(x, 1))
+        sharp = tl.sum(tl.exp2((x - top[:, None]) * temperature * 1.4426950408889634), 1)
+        sharp_d = sharp_d * tl.exp2((m - top) * temperature * 1.4426950408889634) + sharp
+    m, d = grown(m, d, x)
+    their_m, their_d = grown(their_m, their_d, y)
+    return m, d, their_m, their_d, their_first, sharp_d
