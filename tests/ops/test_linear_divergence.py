@@ -193,7 +193,10 @@ def test_a_class_that_one_side_rules_out_is_infinite_for_one_kl_and_finite_for_t
 def test_a_nan_among_the_logits_of_a_row_is_its_divergence(kind: Any, width: int, device: torch.device) -> None:
     student, teacher = torch.randn(2, 4, width, device=device)
     student[0, 7], teacher[1, width - 1], teacher[2, 7] = torch.nan, torch.nan, torch.inf
-    assert of_logits(kind)(student, teacher).isnan().tolist() == [True, True, True, False]
+    loss = of_logits(kind)(student.requires_grad_(), teacher)
+    assert loss.isnan().tolist() == [True, True, True, False]
+    (gradient,) = torch.autograd.grad(loss.sum(), student)
+    assert gradient.isnan().any(-1).tolist() == [True, True, True, False]
 
 
 @KIND

@@ -223,7 +223,8 @@ def _compared(x: Tensor, theirs: Tensor, moments: Tensor, options: DivergenceOpt
     if options.formula == REVERSE:
         return torch.where(larger != 0, larger * torch.where(ahead, under, over), 0.0), first - apart, q
     if options.formula == VARIATION:
-        return 0.5 * larger * step, 0.5 * (first.sign() - apart.sign()), q
+        # The sign of NaN is 0.
+        return 0.5 * larger * step, torch.where(offset.isnan(), offset, 0.5 * (first.sign() - apart.sign())), q
     # M = larger · (1 + t).
     share = _either(ahead, options.beta, 1.0 - options.beta, far)
     rest, log, _ = _mixed(share, step, smaller)
