@@ -9,7 +9,7 @@ import torch
 from conformance.cases import Case, change_of, in_float64, leaves, with_gradients
 from conformance.running import KernelCall, Trial, differences, different_bits, output_complaints, penalty, run
 from conformance.variations import LAYOUTS
-from liger_core import use
+from liger_core import OptionError, use
 
 pytestmark = pytest.mark.matrix
 
@@ -37,6 +37,23 @@ def test_strided_small_large_and_shifted_inputs_keep_the_accuracy(variation_case
 def test_two_runs_give_the_same_bits(repeated_case: Case) -> None:
     trial = Trial(repeated_case)
     trial.expect(differences(trial.run(), trial.run()))
+
+
+def test_a_nan_shows_where_it_does_in_the_definition(form_case: Case) -> None:
+    trial = Trial(form_case)
+    for name, value in trial.arguments.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+            changed = value.detach().clone()
+            changed[tuple(size // 2 for size in value.shape)] = torch.nan
+            arguments = {**trial.arguments, name: changed}
+            try:
+                got = leaves(form_case.call(arguments))
+            except OptionError:
+                # An option for each row, which must be finite.
+                continue
+            wanted = leaves(trial.define(arguments))
+            wrong = [output for output in wanted if not torch.equal(got[output].isnan(), wanted[output].isnan())]
+            trial.expect([f"{output} has other NaNs than the definition where {name} has one" for output in wrong])
 
 
 def test_a_second_backward_gives_the_same_gradients(form_case: Case) -> None:
