@@ -137,24 +137,16 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
     def embedding(index: Tensor, weight: Tensor) -> Any:
         return importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction.apply(weight, index)
 
-    def linear_log_prob(
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        temperature: float = 1.0,
-        ignore_index: int = -100,
-        return_entropy: bool = False,
-    ) -> Any:
-        with_one_target(hidden, target)
+    def scaled(*args: Any) -> Any:
+        *most, return_entropy = args
         function = importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
         try:
-            found = function.apply(hidden, weight, target, temperature, ignore_index, return_entropy=return_entropy)
+            return function.apply(*most, return_entropy=return_entropy)
         except ImportError as error:
             # On Hopper it has a CuTe kernel and no other.
             raise Unsupported(f"its kernel for this device cannot be imported: {error}") from error
-        return _log_prob(found)
 
-    losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear, "linear_log_prob": linear_log_prob}
+    losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear, "linear_log_prob": _per_token(scaled)}
     rows = by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, relu_squared, dyt, softmax, sparsemax, experts)
     rows |= by_name(poly_norm, group_norm, modulated_rms_norm, embedding, mix_streams, merge_streams, attention_residual)
     return rows | losses | _divergences(package)
@@ -217,6 +209,15 @@ def _soft_labels(package: Any) -> dict[str, Callable[..., Any]]:
 def _chunks() -> dict[str, Callable[..., Any]]:
     """Its per-token loss of 512 tokens at a time in plain PyTorch, which it runs everywhere but on Hopper."""
 
+    def chunked(*args: Any) -> Any:
+        return importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")._FusedLinearPPOFallbackFunction.apply(*args)
+
+    return {"linear_log_prob": _per_token(chunked)}
+
+
+def _per_token(function: Callable[..., Any]) -> Callable[..., Any]:
+    """linear_log_prob by a function of its arguments in order, whose results are negative log-likelihoods, alone or with entropies."""
+
     def linear_log_prob(
         hidden: Tensor,
         weight: Tensor,
@@ -226,15 +227,10 @@ def _chunks() -> dict[str, Callable[..., Any]]:
         return_entropy: bool = False,
     ) -> Any:
         with_one_target(hidden, target)
-        function = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")._FusedLinearPPOFallbackFunction
-        return _log_prob(function.apply(hidden, weight, target, temperature, ignore_index, return_entropy))
+        found = function(hidden, weight, target, temperature, ignore_index, return_entropy)
+        return (-found[0], found[1]) if isinstance(found, tuple) else -found
 
-    return by_name(linear_log_prob)
-
-
-def _log_prob(found: Any) -> Any:
-    """Its negative log-likelihoods, alone or with entropies, as log-probabilities."""
-    return (-found[0], found[1]) if isinstance(found, tuple) else -found
+    return linear_log_prob
 
 
 def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
