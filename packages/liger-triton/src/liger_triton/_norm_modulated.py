@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_core import Unsupported
 from liger_core.kernels import Outputs
 from liger_triton._norm_sum import column_sum_launch, read, zero
-from liger_triton.launch import Launcher, cdiv, contiguous, fuses, parts_of, power_of_two, processors, rows_of, shared_memory, strided_rows
+from liger_triton.launch import Launcher, blocks_of, cdiv, contiguous, fuses, power_of_two, processors, rows_of, shared_memory, strided_rows
 
 WIDEST = 16384
 # Columns of a program that adds what the programs of a sample have, and rows that it reads at once.
@@ -92,8 +92,8 @@ def forward_shape(width: int, centered: bool) -> tuple[int, int, int, int]:
     if block > 4096:
         return block, 0, 1, 16
     if centered:
-        return *((block, 0) if block <= 2048 else parts_of(width)), 2, 4
-    first, rest = parts_of(width)
+        return *((block, 0) if block <= 2048 else blocks_of(width)), 2, 4
+    first, rest = blocks_of(width)
     return first, rest, 4 if block <= 2048 else 1 if rest else 2, 4
 
 

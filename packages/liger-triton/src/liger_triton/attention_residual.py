@@ -17,11 +17,11 @@ from liger_triton._norm_sum import read, zero
 from liger_triton.launch import (
     Launcher,
     TritonKernel,
+    blocks_of,
     cdiv,
     contiguous,
     dense_like,
     fuses,
-    parts_of,
     power_of_two,
     processors,
     row_shape,
@@ -116,7 +116,7 @@ def _shape(width: int) -> tuple[int, int, int]:
 # layers), .68 at 2048 (4096 rows of 25).
 def _backward_shape(width: int) -> tuple[int, int, int, int]:
     """Columns of a row's first and second block, warps, layers that are on their way at once."""
-    block, rest = parts_of(width)
+    block, rest = blocks_of(width)
     return block, rest, max(1, min(WALKING, block // 512)), STAGES if block <= 2048 else STAGES + 1
 
 

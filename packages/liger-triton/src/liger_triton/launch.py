@@ -215,7 +215,7 @@ def row_shape(width: int, most: int, warps: Callable[[int], int]) -> tuple[int, 
     return block, 1, warps(block)
 
 
-def parts_of(width: int) -> tuple[int, int]:
+def blocks_of(width: int) -> tuple[int, int]:
     """Blocks of columns that cover a row: one, or two where that spares a quarter of the lanes. 3072 is 2048 + 1024, not 4096."""
     block = power_of_two(width)
     # One warp reads 256 columns, 16 bytes of bf16 a thread.
