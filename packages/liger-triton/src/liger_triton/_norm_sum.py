@@ -12,12 +12,15 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from liger_triton.launch import Launcher
+from liger_triton.launch import Launcher, cdiv, power_of_two, wait
 
 DIRECT_ROWS = 512
 # Columns of a program that adds whole columns (in the interpreter a program costs milliseconds), and rows that it reads at once.
 STRIP, STRIP_ROWS = 512 if knobs.runtime.interpret else 32, 128
 
+
+# Numbers that a program which adds the sums of all programs reads at once, and its warps.
+SUMMED, SUM_WARPS = 8192, 4
 
 # No hint on how long the cache keeps what is read.
 ANY = tl.constexpr("")
@@ -88,9 +91,21 @@ def store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, prog
         tl.store(row, sum_bias, mask=mask)
 
 
+def sum_columns(part: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None) -> None:
+    """Add the rows of part (sums, programs, width), which the last launch wrote, into the gradients that there are."""
+    sums, programs, width = part.shape
+    # Narrow strips fill the device at usual widths; a program reads all of its rows at once.
+    block = min(power_of_two(width), max(16, power_of_two(width // 256)))
+    column_sum_launch.after(
+        (cdiv(width, block), sums), part, grad_weight, grad_bias, programs, width,
+        ROWS=min(power_of_two(programs), SUMMED // block), BLOCK=block, num_warps=SUM_WARPS,
+    )  # fmt: skip
+
+
 @triton.jit
-def column_sum_kernel(part, grad_weight, grad_bias, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def column_sum_kernel(part, grad_weight, grad_bias, programs, width, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Program (c, s) adds all rows of BLOCK columns of part[s] into the s-th of the gradients that are there."""
+    wait(EARLY)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     part += tl.program_id(1).to(tl.int64) * programs * width

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_triton._norm_sum import column_sum_launch, read, store_sums, summands
+from liger_triton._norm_sum import read, store_sums, sum_columns, summands
 from liger_triton.launch import VECTOR, Launcher, cdiv
 
 TILE = 4096
@@ -59,8 +59,7 @@ def backward(
         (cdiv(width, SUM_TILE), programs), grad_y, x, mean, inverse, grad_weight, grad_bias, part, grad_stride, x_stride, rows, width,
         ROWS=SUM_ROWS, BLOCK=SUM_TILE,
     )  # fmt: skip
-    # Wide rows have strips enough to fill the device.
-    column_sum_launch((cdiv(width, 256), sums), part, grad_weight, grad_bias, programs, width, ROWS=PARTS, BLOCK=256)
+    sum_columns(part, grad_weight, grad_bias)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch import Tensor
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
 from liger_triton._norm_sum import read, zero
-from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported
+from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported, wait
 
 NEIGHBORS = 8
 # Numbers of a group, which are counted in 32 bits, as far as the last tile goes.
@@ -73,9 +73,11 @@ def _launch(
         "enable_fp_fusion": tile >= 64 * NEIGHBORS * warps,
     }  # fmt: skip
     args = (x, contiguous(weight), contiguous(bias), y, mean, inverse, found, num_groups, channels, space, part, eps)
-    if found is not None:
-        forward_launch((rows, parts), *args, FIRST=True, **options)
-    forward_launch((rows, parts), *args, FIRST=False, **options)
+    if found is None:
+        forward_launch((rows, parts), *args, EARLY=False, FIRST=False, **options)
+    else:
+        forward_launch((rows, parts), *args, EARLY=False, FIRST=True, **options)
+        forward_launch.after((rows, parts), *args, FIRST=False, **options)
 
 
 def _allocate_backward(
@@ -108,13 +110,13 @@ def _launch_backward(
     strips = 0 if grad_weight is None and grad_bias is None else cdiv(channels, STRIP)
     first = 0 if means is None else groups
     if first + strips:
-        mean_launch(
+        mean_launch.after(
             (first + strips,), weight, sums, means, grad_weight, grad_bias, first, samples, channels, per_group, space, parts,
             GROUP=max(128, min(1024, power_of_two(per_group * parts))), ROWS=64, STRIP=STRIP, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
     if grad_x is not None:
-        backward_launch(grid, grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part, **options)
+        backward_launch.after(grid, grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part, **options)
 
 
 def warps_of(elements: int, most: int) -> int:
@@ -186,9 +188,10 @@ def merged(count, average, squares):
 @triton.jit
 def forward_kernel(
     x, weight, bias, y, mean, inverse, found, groups, channels, space, part, eps,
-    FIRST: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
+    EARLY: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """Program (r, p) takes part p of group r. FIRST: it writes the moments of its part; else it normalizes it, by the moments of all."""
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     parts = tl.num_programs(1)
@@ -284,9 +287,10 @@ def sum_kernel(
 @triton.jit
 def mean_kernel(
     weight, sums, means, grad_weight, grad_bias, first, samples, channels, per_group, space, parts,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
+    EARLY: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """Program r < first writes the means of g · n and g over group r, g = grad_y · weight; one beyond, a strip of the sums over samples."""
+    wait(EARLY)
     totals = sums + tl.cast(samples * parts, tl.int64) * channels
     program = tl.program_id(0)
     if program >= first:
@@ -327,9 +331,10 @@ def add_rows(sums, gradient, count, channels, column, ROWS: tl.constexpr, STRIP:
 @triton.jit
 def backward_kernel(
     grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """grad_x = inverse · (g - mean(g) - n · mean(g · n)), with g = grad_y · weight and the means over a group."""
+    wait(EARLY)
     # From the end of what sum_kernel read to its begin: the last of it is still in the caches.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows

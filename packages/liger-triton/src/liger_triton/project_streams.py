@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._norm_sum import column_sum_launch, read, zero
+from liger_triton._norm_sum import read, sum_columns, zero
 from liger_triton._streams import positions
 from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, processors, supported
 
@@ -72,8 +72,7 @@ def _launch_backward(
         COUNT=count, LOGITS=_logits(count), EXACT=x.dtype == torch.bfloat16, ROWS=ROWS, BLOCK=BLOCK, num_warps=4, num_stages=2,
     )  # fmt: skip
     if part is not None:
-        whole = count * columns
-        column_sum_launch((cdiv(whole, 64), 1), part, grad_weight, None, splits, whole, ROWS=16, BLOCK=64)
+        sum_columns(part, grad_weight, None)
 
 
 def _logits(count: int) -> int:

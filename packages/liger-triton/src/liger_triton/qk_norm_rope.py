@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._norm_sum import column_sum_launch, zero
+from liger_triton._norm_sum import sum_columns, zero
 from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, fuses, power_of_two, processors, supported
 from liger_triton.rope import rows_at, table_strides
 
@@ -128,8 +128,7 @@ def _launch_backward(
         weight_offset, Q_TOKENS=q_tile.tokens, Q_HEADS=q_tile.heads, K_TOKENS=k_tile.tokens, K_HEADS=k_tile.heads, **options,
     )  # fmt: skip
     if part is not None:
-        width = q.shape[3]
-        column_sum_launch((cdiv(width, 16), sums), part, grad_q_weight, grad_k_weight, programs, width, ROWS=128, BLOCK=16)
+        sum_columns(part, grad_q_weight, grad_k_weight)
 
 
 def _options(width: int, rotary: int, interleaved: bool, shape: Shape) -> tuple[int, dict[str, object]]:
