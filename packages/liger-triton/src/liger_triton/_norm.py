@@ -11,26 +11,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_triton import _norm_wide
-from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, column_sum_launch, read, store_sums, zero
-from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two, processors, shared_memory, strided_rows
+from liger_triton import _norm_chunks, _norm_wide
+from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, read, store_sums, sum_columns, zero
+from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two, processors, strided_rows
 
 # Wider rows are processed in tiles: beyond this, a row in float32 and its gradient no longer fit in the registers of a program.
 WIDEST_BLOCK = 16384
+# Rows up to this width share a program backward.
+SHORT = 512
 
 
 class Shape(NamedTuple):
-    """How a launch covers (rows, width): block of columns, rows per program, warps, pipeline stages, programs per multiprocessor.
-
-    held  whether the weight stays in registers from row to row
-    """
+    """How a launch covers (rows, width): block of columns, rows per program, warps."""
 
     block: int
     rows: int
     warps: int
-    stages: int = 1
-    programs: int = 0
-    held: bool = True
 
 
 # Share of copy bandwidth on one H200 (bf16, kernels alone) for the shapes below and their neighbors in rows, warps, stages and grid.
@@ -53,41 +49,24 @@ def forward_shape(width: int, centered: bool) -> Shape:
 
 
 def tiled(width: int, centered: bool, summed: bool) -> bool:
-    """Whether a row is processed in tiles although it fits in a block.
+    """Whether a row is processed in tiles although registers would hold it.
 
-    Rows of 4096 and 8192 columns that are not centered: .97 (in blocks .94), .96 (.95); add_rms_norm .98 (.96), .98 (.96). Rows that leave a
-    quarter of a block idle, as 5120 · 6144 · 10240 do: rms_norm .90 · .91 · .94 (.75 · .92 · .77), layer_norm .81 · .86 · .87 (.75 · .83 · .71), but
-    add_rms_norm is best in blocks there.
+    Rows of 4096 and 8192 columns that are not centered: .97 (in blocks .94), .96 (.95); add_rms_norm .98 (.96), .98 (.96). Long rows that leave a
+    quarter of a block idle, as 10240 does: rms_norm .94 (.77), layer_norm .87 (.71), but add_rms_norm is best in blocks there.
     """
     if width > WIDEST_BLOCK:
         return True
     block = power_of_two(width)
     if width == block:
         return 4096 <= width <= 8192 and not centered
-    return 4096 < width <= 3 * block // 4 and width % 1024 == 0 and not summed
+    return 8192 < width <= 3 * block // 4 and width % 1024 == 0 and not summed
 
 
-@cache
-def backward_shape(width: int, size: int, weight: int, shared: int) -> Shape:
-    """Loads of the next rows overlap the current ones (3 stages): .75 at 1024 (1 stage .66), .91 at 4096, .93 at 8192.
-
-    size and weight are the bytes of a column of a row (4: two tensors of bfloat16) and of the weight. Rows on their way wait in shared
-    memory, as many as fit, and the weight with them where it is not held. At 16384 columns two column sums take half of the registers:
-    layer_norm reaches .77 with the weight left in memory, 8 warps and no masks (16 warps .73, 32 .62); with masks, as at 14336, .59 with
-    32 warps and .47 with 8.
+def chunked(width: int) -> bool:
+    """Whether a row is processed in chunks: rms_norm .86 at 2560 columns, .93 at 5120, .92 at 6144, layer_norm .87 at 3072, .91 at 5120 (in blocks
+    .80, .75, .76, .79, .75).
     """
-    block = power_of_two(width)
-    if block <= 2048:
-        rows, warps, programs = max(2, min(32, 4096 // block)), 4, 2
-    elif block <= 8192:
-        rows, warps, programs = 1, 8, 2 if block <= 4096 else 1
-    else:
-        rows, warps, programs = 1, 8 if width == block and size <= 4 else 32, 1
-    held = block <= 8192
-    # A kilobyte stays for the reductions. Three tensors of 16384 columns are faster without (.95, with .92).
-    fitting = 1 + (shared - 1024) // (rows * block * (size if held else size + weight))
-    stages = max(1, min(3, fitting)) if held or size <= 4 else 1
-    return Shape(block, rows, warps, stages, programs, held)
+    return 2048 < width < 8192 and width != power_of_two(width)
 
 
 def forward(
@@ -103,8 +82,8 @@ def forward(
     residual, residual_stride = (None, 0) if residual is None else strided_rows(residual)
     weight, bias = contiguous(weight), contiguous(bias)
     args = (x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride)
-    if tiled(width, mean is not None, residual is not None):
-        _norm_wide.forward(count, *args, width, eps, offset, cast_input)
+    if chunked(width) or tiled(width, mean is not None, residual is not None):
+        (_norm_chunks if chunked(width) else _norm_wide).forward(count, *args, width, eps, offset, cast_input)
         return
     shape = forward_shape(width, mean is not None)
     grid = (cdiv(count, shape.rows),)
@@ -133,31 +112,24 @@ def backward(
     grad_y, grad_stride = strided_rows(grad_y)
     grad_summed, summed_stride = (None, 0) if grad_summed is None else strided_rows(grad_summed)
     args = (grad_y, grad_summed, x, contiguous(weight), mean, inverse, grad_x, grad_weight, grad_bias)
-    if width > WIDEST_BLOCK:
-        _norm_wide.backward(count, *args, grad_stride, summed_stride, x_stride, width, offset)
+    if width > SHORT:
+        # Several short rows share a program; longer ones are walked one by one, and if registers do not hold them, twice.
+        longer = _norm_wide if width > WIDEST_BLOCK else _norm_chunks
+        longer.backward(count, *args, grad_stride, summed_stride, x_stride, width, offset)
         return
-    size = (2 if grad_summed is None else 3) * x.element_size()
-    shape = backward_shape(width, size, 0 if weight is None else weight.element_size(), shared_memory(x.device))
-    groups = cdiv(count, shape.rows)
+    block = power_of_two(width)
+    several = max(2, min(32, 4096 // block))
+    groups = cdiv(count, several)
     direct = count <= DIRECT_ROWS
-    programs = groups if direct or not sums else min(groups, shape.programs * processors(x.device))
+    programs = groups if direct or not sums else min(groups, 2 * processors(x.device))
     part = None if direct or not sums else x.new_empty((sums, programs, width), dtype=torch.float32)
-    grid = (programs + cdiv(width, STRIP) if direct and sums else programs,)
-    rest = (part, grad_stride, summed_stride, x_stride, count, width, programs, offset)
-    if shape.rows > 1:
-        # A product fused into its distance from the mean would leave its round-off, which inverse makes large where a row is constant.
-        tile_backward_launch(
-            grid, *args, *rest,
-            ROWS=shape.rows, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps, enable_fp_fusion=mean is None,
-        )  # fmt: skip
-    else:
-        row_backward_launch(
-            grid, *args, *rest,
-            WHOLE=width == shape.block, HELD=shape.held, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps,
-        )  # fmt: skip
+    # A product fused into its distance from the mean would leave its round-off, which inverse makes large where a row is constant.
+    backward_launch(
+        (programs + cdiv(width, STRIP) if direct and sums else programs,), *args, part, grad_stride, summed_stride, x_stride, count, width,
+        programs, offset, ROWS=several, BLOCK=block, STAGES=3, num_warps=4, enable_fp_fusion=mean is None,
+    )  # fmt: skip
     if part is not None:
-        # Narrow strips fill the device at usual widths (8 µs against 13 with 64 columns, 264 rows).
-        column_sum_launch((cdiv(width, 16), sums), part, grad_weight, grad_bias, programs, width, ROWS=128, BLOCK=16)
+        sum_columns(part, grad_weight, grad_bias)
 
 
 @triton.jit
@@ -199,7 +171,7 @@ def forward_kernel(
 
 
 @triton.jit
-def tile_backward_kernel(
+def backward_kernel(
     grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part,
     grad_stride, summed_stride, x_stride, rows, width, programs, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -247,56 +219,5 @@ def tile_backward_kernel(
         store_sums(tl.sum(sum_weight, 0), tl.sum(sum_bias, 0), part, grad_weight, grad_bias, program, programs, column, width)
 
 
-@triton.jit
-def row_backward_kernel(
-    grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part,
-    grad_stride, summed_stride, x_stride, rows, width, programs, offset,
-    WHOLE: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The same for one row at a time.
-
-    WHOLE: the row is as wide as its block, so that no lane is masked. HELD: the weight stays in registers; else the L2 cache serves it
-    to every row.
-    """
-    program = tl.program_id(0)
-    if part is None and program >= programs:
-        add_columns(program - programs, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, width)
-        return
-    column = tl.arange(0, BLOCK)
-    mask = None if WHOLE else column < width
-    if weight is not None and HELD:
-        factor = read(weight + column, mask) + offset
-    sum_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-    sum_bias = tl.zeros((BLOCK,), dtype=tl.float32)
-    for row in tl.range(program.to(tl.int64), rows, programs, num_stages=STAGES):
-        grad = read(grad_y + row * grad_stride + column, mask)
-        value = read(x + row * x_stride + column, mask)
-        scale = tl.load(inverse + row)
-        if mean is not None:
-            value = value - tl.load(mean + row)
-        value = value * scale
-        if part is not None:
-            sum_weight += grad * value
-            sum_bias += grad
-        if grad_x is not None:
-            if weight is not None:
-                if not HELD:
-                    factor = read(weight + column, mask) + offset
-                grad = grad * factor
-            if mean is not None:
-                # One reduction for the two sums: each costs two barriers.
-                product, total = tl.split(tl.sum(tl.join(grad * value, grad), 0))
-                result = grad - value * (product / width) - total / width
-            else:
-                result = grad - value * (tl.sum(grad * value, 0) / width)
-            result = result * scale
-            if grad_summed is not None:
-                result += read(grad_summed + row * summed_stride + column, mask)
-            tl.store(grad_x + row * width + column, result.to(grad_x.dtype.element_ty), mask=mask)
-    if part is not None:
-        store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, programs, column, width)
-
-
 forward_launch = Launcher(forward_kernel)
-tile_backward_launch = Launcher(tile_backward_kernel)
-row_backward_launch = Launcher(row_backward_kernel)
+backward_launch = Launcher(backward_kernel)

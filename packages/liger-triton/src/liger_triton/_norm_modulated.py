@@ -10,12 +10,30 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs
-from liger_triton._norm_sum import column_sum_launch, read, zero
-from liger_triton.launch import Launcher, blocks_of, cdiv, contiguous, fuses, power_of_two, processors, rows_of, shared_memory, strided_rows
+from liger_triton._chunks import (
+    centered,
+    chunks_of,
+    multiplied,
+    no_sums,
+    plus,
+    product_sum,
+    read_chunks,
+    row_sum,
+    warps_for,
+    write_chunk,
+    write_chunks,
+)
+from liger_triton._norm_sum import read, sum_columns, zero
+from liger_triton.launch import Launcher, cdiv, contiguous, power_of_two, processors, registers, rows_of, shared_memory, strided_rows, wait
 
 WIDEST = 16384
-# Columns of a program that adds what the programs of a sample have, and rows that it reads at once.
-STRIP, STRIP_ROWS = 32, 32
+# Chunks of a row, rows that are on their way at once, warps of a multiprocessor, and the registers of a thread with which backward as many fit. Share
+# of copy bandwidth on one H200 (bfloat16), forward · backward: .85 · .85 at 1152 columns (centered .83 · .84), .89 · .90 at 3072 (.85 · .90).
+MOST_CHUNKS, STAGES, WARPS, REGISTERS = 3, 3, 12, 168
+# Registers of one thread times warps of a program.
+MOST_REGISTERS = 2048
+# Numbers that a program which adds what the programs of a sample have reads at once, at most so many rows of them.
+STRIP, STRIP_ROWS = 1024, 32
 
 
 def check_width(x: Tensor) -> None:
@@ -38,12 +56,12 @@ def forward(
     x, x_stride = strided_rows(x)
     scale = rows_of(scale)
     shift = None if shift is None else rows_of(shift)
-    block, rest, several, warps = forward_shape(width, mean is not None)
-    groups = cdiv(tokens, several)
+    samples, warps = y.numel() // (tokens * width), warps_for(width, MOST_CHUNKS)
+    programs = min(tokens, programs_of_sample(warps, x, samples))
     forward_launch(
-        (groups * (y.numel() // (tokens * width)),), x, scale, shift, contiguous(weight), y, mean, inverse,
-        x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, groups, eps,
-        ROWS=several, BLOCK=block, REST=rest, num_warps=warps, enable_fp_fusion=fuses(several * rest or block) and mean is None,
+        (programs * samples,), x, scale, shift, contiguous(weight), y, mean, inverse,
+        x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, programs, eps,
+        STAGES=stages_of(x, 1, warps), **chunks_of(width, warps, mean is not None),
     )  # fmt: skip
 
 
@@ -59,177 +77,122 @@ def backward(
         return
     (tokens, width), samples = x.shape[-2:], x.numel() // (x.shape[-2] * x.shape[-1])
     grad_y, grad_stride = strided_rows(grad_y)
-    size = 2 * x.element_size()
     x, x_stride = strided_rows(x)
     scale, weight = rows_of(scale), contiguous(weight)
-    block, several, warps, stages, programs = backward_shape(width, mean is not None, size, shared_memory(x.device))
-    programs = min(cdiv(tokens, several), programs_of_sample(programs * processors(x.device), samples))
+    warps = warps_for(width, MOST_CHUNKS)
+    programs = min(tokens, programs_of_sample(warps, x, samples))
     products = grad_scale is not None or grad_weight is not None
     part = x.new_empty((2, samples * programs, width), dtype=torch.float32) if products or grad_shift is not None else None
     backward_launch(
         (programs * samples,), grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale.stride(0), tokens, width, programs,
-        ROWS=several, BLOCK=block, STAGES=stages, num_warps=warps, enable_fp_fusion=fuses(block) and mean is None,
+        STAGES=stages_of(x, 2, warps), **chunks_of(width, warps, mean is not None), **registers(min(REGISTERS, MOST_REGISTERS // warps), x),
     )  # fmt: skip
     if part is None:
         return
     of_samples = None if grad_weight is None else x.new_empty((1, samples, width), dtype=torch.float32)
-    strips = cdiv(width, STRIP)
-    sum_launch(
+    several = min(STRIP_ROWS, power_of_two(programs))
+    strips = cdiv(width, STRIP // several)
+    sum_launch.after(
         (strips * samples,), part, scale, weight, grad_scale, grad_shift, of_samples, scale.stride(0), programs, width, samples, strips,
-        ROWS=STRIP_ROWS, BLOCK=STRIP,
+        ROWS=several, BLOCK=STRIP // several,
     )  # fmt: skip
     if of_samples is not None:
-        column_sum_launch((cdiv(width, 16), 1), of_samples, grad_weight, None, samples, width, ROWS=128, BLOCK=16)
+        sum_columns(of_samples, grad_weight, None)
 
 
-# Share of copy bandwidth on one H200 (bfloat16): at 3072 columns .93 and, centered, .89; at 1152 .78 and .62. Where a row is centered, a second block
-# of 256 columns slows it down: .48.
-def forward_shape(width: int, centered: bool) -> tuple[int, int, int, int]:
-    """Columns of a row's first and second block, rows of a program, warps."""
-    block = power_of_two(width)
-    if block <= 1024:
-        return block, 0, max(1, min(64, 4096 // block)), 4
-    if block > 4096:
-        return block, 0, 1, 16
-    if centered:
-        return *((block, 0) if block <= 2048 else blocks_of(width)), 2, 4
-    first, rest = blocks_of(width)
-    return first, rest, 4 if block <= 2048 else 1 if rest else 2, 4
+def programs_of_sample(warps: int, x: Tensor, samples: int) -> int:
+    """So many that all of them run at once, if there are not more samples than that."""
+    return max(1, max(1, WARPS // warps) * processors(x.device) // samples)
 
 
-def programs_of_sample(most: int, samples: int) -> int:
-    """So that all of them run at once; of few, one more than that is faster all the same, as they have less to do each."""
-    share = most // samples
-    return share if share >= 8 else cdiv(most, samples)
-
-
-# One block of columns: with two the backward pass is slower, at 1152 columns by 9 % (H200).
-def backward_shape(width: int, centered: bool, size: int, shared: int) -> tuple[int, int, int, int, int]:
-    """Block, rows, warps, pipeline stages, programs per multiprocessor; size is the bytes of a column of both tensors."""
-    block = power_of_two(width)
-    if block <= 1024:
-        rows, warps, programs = max(1, min(64, 4096 // block)), 4, 4
-    elif block <= 2048:
-        rows, warps, programs = (1, 4, 2) if centered else (2, 4, 4)
-    else:
-        rows, warps, programs = 1, 4 if block <= 4096 else 16, 2
-    stages = 3 if 3 * size * rows * block < shared - 2048 else 1
-    return block, rows, warps, stages, programs
+def stages_of(x: Tensor, tensors: int, warps: int) -> int:
+    """Rows of so many tensors that are on their way at once, if shared memory holds those of all programs of a multiprocessor."""
+    size = tensors * x.shape[-1] * x.element_size() * max(1, WARPS // warps)
+    return STAGES if STAGES * size < shared_memory(x.device) - 8192 else 1
 
 
 @triton.jit
 def forward_kernel(
-    x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, width, groups, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, width, programs, eps,
+    STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Program s · groups + p computes ROWS tokens of sample s. One dimension, since the second of a grid ends at 65535.
-
-    A row is BLOCK columns, and a tail of REST more.
-    """
-    sample = (tl.program_id(0) // groups).to(tl.int64)
-    token = (tl.program_id(0) % groups) * ROWS + tl.arange(0, ROWS)
-    row = sample * tokens + token
-    there = token < tokens
-    x += row[:, None] * x_stride
-    y += row[:, None] * width
-    scale += sample * scale_stride
+    """Program s · programs + p computes every programs-th token of sample s, from the p-th on."""
+    sample = (tl.program_id(0) // programs).to(tl.int64)
+    factors = modulation(scale + sample * scale_stride, weight, width, COUNT, CHUNK, EVEN)
     if shift is not None:
-        shift += sample * shift_stride
-    column = tl.arange(0, BLOCK)
-    mask = there[:, None] & (column < width)[None, :]
-    value = read(x + column[None, :], mask)
-    if REST:
-        tail = BLOCK + tl.arange(0, REST)
-        tail_mask = there[:, None] & (tail < width)[None, :]
-        tail_value = read(x + tail[None, :], tail_mask)
-    # Loads behind the reductions would wait for them.
-    factors = modulation(scale, weight, column, width)
-    moved = None if shift is None else read(shift + column, column < width)
-    if REST:
-        tail_factors = modulation(scale, weight, tail, width)
-        tail_moved = None if shift is None else read(shift + tail, tail < width)
-    if mean is not None:
-        average = tl.sum(value, 1)
-        if REST:
-            average += tl.sum(tail_value, 1)
-        average = tl.div_rn(average, 1.0 * width)
-        tl.store(mean + row, average, mask=there)
-        value = tl.where(mask, value - average[:, None], 0.0)
-        if REST:
-            tail_value = tl.where(tail_mask, tail_value - average[:, None], 0.0)
-    square = tl.sum(value * value, 1)
-    if REST:
-        square += tl.sum(tail_value * tail_value, 1)
-    factor = tl.rsqrt(square / width + eps)
-    tl.store(inverse + row, factor, mask=there)
-    write(y + column[None, :], value * factor[:, None], factors, moved, mask)
-    if REST:
-        write(y + tail[None, :], tail_value * factor[:, None], tail_factors, tail_moved, tail_mask)
+        moved = read_chunks(shift + sample * shift_stride, width, COUNT, CHUNK, EVEN)
+    for token in tl.range(tl.program_id(0) % programs, tokens, programs, num_stages=STAGES):
+        row = sample * tokens + token
+        value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
+        if mean is not None:
+            average = tl.div_rn(row_sum(value, COUNT), 1.0 * width)
+            tl.store(mean + row, average)
+            value = centered(value, average, width, COUNT, CHUNK, EVEN)
+        factor = tl.rsqrt(product_sum(value, value, COUNT) / width + eps)
+        tl.store(inverse + row, factor)
+        for c in tl.static_range(COUNT):
+            result = value[c] * factor * factors[c]
+            if shift is not None:
+                result += moved[c]
+            write_chunk(y + row * width, result, c, width, COUNT, CHUNK, EVEN)
 
 
 @triton.jit
-def modulation(scale, weight, column, width):
-    """(1 + scale) · weight of a block of columns."""
-    factors = 1.0 + read(scale + column, column < width)
-    if weight is not None:
-        factors = factors * read(weight + column, column < width)
-    return factors
-
-
-@triton.jit
-def write(y, value, factors, moved, mask):
-    """Store normalized values, modulated."""
-    value = value * factors[None, :]
-    if moved is not None:
-        value = value + moved[None, :]
-    tl.store(y, value.to(y.dtype.element_ty), mask=mask)
+def modulation(scale, weight, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
+    """(1 + scale) · weight of a row."""
+    scales = read_chunks(scale, width, COUNT, CHUNK, EVEN)
+    factors = ()
+    for c in tl.static_range(COUNT):
+        factors += (1.0 + scales[c],)
+    return factors if weight is None else multiplied(factors, read_chunks(weight, width, COUNT, CHUNK, EVEN), COUNT)
 
 
 @triton.jit
 def backward_kernel(
     grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale_stride, tokens, width, programs,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Program s · programs + p walks every programs-th group of ROWS tokens of sample s, from the p-th on."""
+    """Program s · programs + p walks every programs-th token of sample s, from the p-th on."""
     program = tl.program_id(0) % programs
     sample = (tl.program_id(0) // programs).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    factors = modulation(scale + sample * scale_stride, weight, column, width)
-    products = tl.zeros((BLOCK,), dtype=tl.float32)
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in tl.range(program * ROWS, tokens, programs * ROWS, num_stages=STAGES):
-        token = start + tl.arange(0, ROWS)
+    factors = modulation(scale + sample * scale_stride, weight, width, COUNT, CHUNK, EVEN)
+    products = no_sums(COUNT, CHUNK)
+    sums = no_sums(COUNT, CHUNK)
+    for token in tl.range(program, tokens, programs, num_stages=STAGES):
         row = sample * tokens + token
-        mask = (token < tokens)[:, None] & inside[None, :]
-        grad = read(grad_y + row[:, None] * grad_stride + column[None, :], mask)
-        value = read(x + row[:, None] * x_stride + column[None, :], mask)
-        factor = tl.load(inverse + row, mask=token < tokens, other=0.0)[:, None]
+        grad = read_chunks(grad_y + row * grad_stride, width, COUNT, CHUNK, EVEN)
+        value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
+        factor = tl.load(inverse + row)
+        average = 0.0
         if mean is not None:
-            value = value - tl.load(mean + row, mask=token < tokens, other=0.0)[:, None]
-        value = value * factor
+            average = tl.load(mean + row)
+        normal = ()
+        for c in tl.static_range(COUNT):
+            normal += ((value[c] - average) * factor,)
         if part is not None:
-            products += tl.sum(grad * value, 0)
-            sums += tl.sum(grad, 0)
+            products = plus(products, multiplied(grad, normal, COUNT), 1.0, COUNT)
+            sums = plus(sums, grad, 1.0, COUNT)
         if grad_x is not None:
-            grad = grad * factors[None, :]
+            scaled = multiplied(grad, factors, COUNT)
             if mean is not None:
                 # Centered first: of two columns nothing but round-off would be left of a larger product.
-                grad = tl.where(mask, grad - (tl.sum(grad, 1) / width)[:, None], 0.0)
-            result = (grad - value * (tl.sum(grad * value, 1) / width)[:, None]) * factor
-            tl.store(grad_x + row[:, None] * width + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
+                scaled = centered(scaled, row_sum(scaled, COUNT) / width, width, COUNT, CHUNK, EVEN)
+            slope = product_sum(scaled, normal, COUNT) / width
+            for c in tl.static_range(COUNT):
+                write_chunk(grad_x + row * width, (scaled[c] - normal[c] * slope) * factor, c, width, COUNT, CHUNK, EVEN)
     if part is not None:
-        first = part + (sample * programs + program) * width + column
-        tl.store(first, products, mask=inside)
-        tl.store(first + tl.num_programs(0).to(tl.int64) * width, sums, mask=inside)
+        first = part + (sample * programs + program) * width
+        write_chunks(first, products, width, COUNT, CHUNK, EVEN)
+        write_chunks(first + tl.num_programs(0).to(tl.int64) * width, sums, width, COUNT, CHUNK, EVEN)
 
 
 @triton.jit
 def sum_kernel(
     part, scale, weight, grad_scale, grad_shift, of_samples, scale_stride, programs, width, samples, strips,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program s · strips + c adds what the programs of sample s have of column strip c."""
+    wait(EARLY)
     sample = (tl.program_id(0) // strips).to(tl.int64)
     column = (tl.program_id(0) % strips) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

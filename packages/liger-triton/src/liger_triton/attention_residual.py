@@ -13,29 +13,29 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
+from liger_triton._chunks import chunks_of, multiplied, no_sums, plus, product_sum, read_chunks, warps_for, write_chunk, write_chunks
 from liger_triton._norm_sum import read, zero
 from liger_triton.launch import (
     Launcher,
     TritonKernel,
-    blocks_of,
     cdiv,
     contiguous,
     dense_like,
-    fuses,
     power_of_two,
     processors,
-    row_shape,
     rows_of,
     shared_memory,
     supported,
+    wait,
 )
 
 # The longest rows and the most layers.
 WIDEST, DEEPEST = 16384, 256
 # Columns of a program that adds what the programs have, and rows that it reads at once.
 STRIP, STRIP_ROWS = 32, 32
-# Layers that are on their way at once, and warps of a processor that walk rows backward.
-STAGES, WALKING = 3, 16
+# Chunks of a row, forward and backward, and layers that are on their way at once. Share of copy bandwidth on one H200 (bfloat16), forward ·
+# backward: .90 · .72 at 2304 columns, .96 · .75 at 4096 (8192 rows of 9 layers), .90 · .62 at 2048 (4096 rows of 25).
+MOST_CHUNKS, MOST_CHUNKS_BACKWARD, STAGES = 9, 5, 3
 
 
 def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -59,12 +59,10 @@ def _launch(y: Tensor, statistics: Tensor, /, layers: Tensor, query: Tensor, wei
         return
     layers = _stacked(layers)
     depth, rows, width = layers.shape
-    block, several, warps = _shape(width)
-    stages = _stages(layers, several * block)
+    options = chunks_of(width, warps_for(width, MOST_CHUNKS))
     forward_launch(
-        (cdiv(rows, several),), layers, query.contiguous(), contiguous(weight), y, statistics,
-        layers.stride(0), layers.stride(1), depth, rows, width, eps,
-        ROWS=several, BLOCK=block, STAGES=stages, num_warps=warps, enable_fp_fusion=fuses(block),
+        (rows,), layers, query.contiguous(), contiguous(weight), y, statistics, layers.stride(0), layers.stride(1), depth, rows, width, eps,
+        STAGES=_stages(layers), **options,
     )  # fmt: skip
 
 
@@ -83,18 +81,18 @@ def _launch_backward(
         return
     layers, grad_y, query, weight = _stacked(layers), rows_of(grad_y), query.contiguous(), contiguous(weight)
     depth, rows, width = layers.shape
-    block, rest, warps, stages = _backward_shape(width)
-    programs = min(rows, WALKING // warps * processors(layers.device))
+    warps = warps_for(width, MOST_CHUNKS_BACKWARD)
+    # As many as registers hold.
+    programs = min(rows, max(1, (12 if warps >= 4 else 8) // warps) * processors(layers.device))
     summed = grad_query is not None or grad_weight is not None
     part = layers.new_empty((programs, width), dtype=torch.float32) if summed else None
     backward_launch(
         (programs,), grad_y, layers, query, weight, statistics, grad_layers, part,
         grad_y.stride(0), layers.stride(0), layers.stride(1), depth, rows, width,
-        BLOCK=block, REST=rest, DEPTH=power_of_two(depth), STAGES=_stages(layers, block + rest, stages), num_warps=warps,
-        enable_fp_fusion=fuses(rest or block) and depth <= 32,
+        DEPTH=power_of_two(depth), STAGES=_stages(layers), **chunks_of(width, warps),
     )  # fmt: skip
     if part is not None:
-        sum_launch((cdiv(width, STRIP),), part, query, weight, grad_query, grad_weight, programs, width, ROWS=STRIP_ROWS, BLOCK=STRIP)
+        sum_launch.after((cdiv(width, STRIP),), part, query, weight, grad_query, grad_weight, programs, width, ROWS=STRIP_ROWS, BLOCK=STRIP)
 
 
 def _stacked(layers: Tensor) -> Tensor:
@@ -108,21 +106,9 @@ def _stacked(layers: Tensor) -> Tensor:
         return layers.contiguous().view(shape)
 
 
-def _shape(width: int) -> tuple[int, int, int]:
-    return row_shape(width, 2048, lambda block: 4 if block <= 4096 else 16)
-
-
-# Share of copy bandwidth on one H200 (bfloat16), forward and backward: .54 at 512 columns, .68 at 1024, .65 at 2304, .81 at 4096 (8192 rows of 9
-# layers), .68 at 2048 (4096 rows of 25).
-def _backward_shape(width: int) -> tuple[int, int, int, int]:
-    """Columns of a row's first and second block, warps, layers that are on their way at once."""
-    block, rest = blocks_of(width)
-    return block, rest, max(1, min(WALKING, block // 512)), STAGES if block <= 2048 else STAGES + 1
-
-
-def _stages(layers: Tensor, tile: int, most: int = STAGES) -> int:
-    """As many, if two programs then fit in shared memory."""
-    return most if 2 * (most - 1) * tile * layers.element_size() < shared_memory(layers.device) - 8192 else 1
+def _stages(layers: Tensor) -> int:
+    """As many layers are on their way at once, if two programs then fit in shared memory."""
+    return STAGES if 2 * (STAGES - 1) * layers.shape[-1] * layers.element_size() < shared_memory(layers.device) - 8192 else 1
 
 
 _attention_residual = differentiable(
@@ -132,114 +118,95 @@ _attention_residual = differentiable(
 
 
 @triton.jit
-def weighted_query(query, weight, column, width):
+def weighted_query(query, weight, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
     """query · weight, in float32."""
-    inside = column < width
-    value = read(query + column, inside)
-    if weight is not None:
-        value = value * read(weight + column, inside)
-    return value
+    values = read_chunks(query, width, COUNT, CHUNK, EVEN)
+    return values if weight is None else multiplied(values, read_chunks(weight, width, COUNT, CHUNK, EVEN), COUNT)
 
 
 @triton.jit
 def forward_kernel(
     layers, query, weight, y, statistics, layer_stride, row_stride, depth, rows, width, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program computes ROWS rows: each layer is read once, and what was summed is scaled where the highest score rises."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (column < width)[None, :]
-    by = weighted_query(query, weight, column, width)[None, :]
-    top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    result = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    layers += row[:, None] * row_stride + column[None, :]
+    """One program computes a row: each layer is read once, and what was summed is scaled where the highest score rises."""
+    row = tl.program_id(0).to(tl.int64)
+    by = weighted_query(query, weight, width, COUNT, CHUNK, EVEN)
+    top = tl.full((), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((), dtype=tl.float32)
+    result = no_sums(COUNT, CHUNK)
     inverses = tl.cast(depth, tl.int64) * rows
     for k in tl.range(0, depth, num_stages=STAGES):
-        value = read(layers + tl.cast(k, tl.int64) * layer_stride, mask)
-        inverse = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
-        score = tl.sum(value * by, 1) * inverse
+        value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, width, COUNT, CHUNK, EVEN)
+        inverse = tl.rsqrt(product_sum(value, value, COUNT) / width + eps)
+        score = product_sum(value, by, COUNT) * inverse
         at = statistics + row * depth + k
-        tl.store(at, score, mask=row < rows)
-        tl.store(at + inverses, inverse, mask=row < rows)
+        tl.store(at, score)
+        tl.store(at + inverses, inverse)
         higher = tl.maximum(top, score)
         scale = tl.exp(top - higher)
         power = tl.exp(score - higher)
-        result = result * scale[:, None] + power[:, None] * value
+        scaled = ()
+        for c in tl.static_range(COUNT):
+            scaled += (result[c] * scale + power * value[c],)
+        result = scaled
         total = total * scale + power
         top = higher
-    tl.store(y + row[:, None] * width + column[None, :], (result / total[:, None]).to(y.dtype.element_ty), mask=mask)
+    for c in tl.static_range(COUNT):
+        write_chunk(y + row * width, result[c] / total, c, width, COUNT, CHUNK, EVEN)
 
 
 @triton.jit
 def backward_kernel(
     grad_y, layers, query, weight, statistics, grad_layers, part, grad_stride, layer_stride, row_stride, depth, rows, width,
-    BLOCK: tl.constexpr, REST: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Program p walks every programs-th row; what it adds up for query and weight goes to row p of part. A row is BLOCK columns, and a tail of
-    REST more.
+    """Program p walks every programs-th row; what it adds up for query and weight goes to row p of part.
 
     The gradient of layer k is a_k · grad_y + slope_k · (query · weight) - shrink_k · layers_k.
     """
     program = tl.program_id(0)
     layer = tl.arange(0, DEPTH)
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    by = weighted_query(query, weight, column, width)
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    if REST:
-        tail = BLOCK + tl.arange(0, REST)
-        tail_inside = tail < width
-        tail_by = weighted_query(query, weight, tail, width)
-        tail_sums = tl.zeros((REST,), dtype=tl.float32)
+    by = weighted_query(query, weight, width, COUNT, CHUNK, EVEN)
+    sums = no_sums(COUNT, CHUNK)
     for start in range(program, rows, tl.num_programs(0)):
         row = tl.cast(start, tl.int64)
-        grad = read(grad_y + row * grad_stride + column, inside)
-        if REST:
-            tail_grad = read(grad_y + row * grad_stride + tail, tail_inside)
+        at = statistics + row * depth + layer
+        # Before the layers, behind which they would wait.
+        score = tl.load(at, mask=layer < depth, other=float("-inf"))
+        inverse = tl.load(at + tl.cast(depth, tl.int64) * rows, mask=layer < depth, other=0.0)
+        grad = read_chunks(grad_y + row * grad_stride, width, COUNT, CHUNK, EVEN)
         product = tl.zeros((DEPTH,), dtype=tl.float32)
         for k in tl.range(0, depth, num_stages=STAGES):
-            at = layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride
+            value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, width, COUNT, CHUNK, EVEN)
             # A scalar: each thread keeps the products of a few layers only, not of all.
-            one = tl.sum(grad * read(at + column, inside))
-            if REST:
-                one += tl.sum(tail_grad * read(at + tail, tail_inside))
-            product = tl.where(layer == k, one, product)
-        share, slope, shrink = slopes(product, statistics, row, layer, depth, rows, width)
+            product = tl.where(layer == k, product_sum(grad, value, COUNT), product)
+        share, slope, shrink = slopes(product, score, inverse, layer, depth, width)
         for back in tl.range(0, depth, num_stages=STAGES):
             # The last layer comes first: it was read last, and is the surest to be in the cache.
             k = depth - 1 - back
-            at = layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride
-            value = read(at + column, inside)
+            value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, width, COUNT, CHUNK, EVEN)
             slope_k = tl.sum(tl.where(layer == k, slope, 0.0))
-            sums += slope_k * value
-            if REST:
-                tail_value = read(at + tail, tail_inside)
-                tail_sums += slope_k * tail_value
             if grad_layers is not None:
                 share_k = tl.sum(tl.where(layer == k, share, 0.0))
                 shrink_k = tl.sum(tl.where(layer == k, shrink, 0.0))
                 to = grad_layers + (tl.cast(k, tl.int64) * rows + row) * width
-                write(to + column, share_k * grad + slope_k * by - shrink_k * value, inside)
-                if REST:
-                    write(to + tail, share_k * tail_grad + slope_k * tail_by - shrink_k * tail_value, tail_inside)
+                for c in tl.static_range(COUNT):
+                    result = share_k * grad[c] + slope_k * by[c] - shrink_k * value[c]
+                    # It is not read again soon: the cache keeps the layers.
+                    write_chunk(to, result, c, width, COUNT, CHUNK, EVEN, ".cs")
+            sums = plus(sums, value, slope_k, COUNT)
     if part is not None:
-        tl.store(part + program.to(tl.int64) * width + column, sums, mask=inside)
-        if REST:
-            tl.store(part + program.to(tl.int64) * width + tail, tail_sums, mask=tail_inside)
+        write_chunks(part + program.to(tl.int64) * width, sums, width, COUNT, CHUNK, EVEN)
 
 
 @triton.jit
-def slopes(product, statistics, row, layer, depth, rows, width):
+def slopes(product, score, inverse, layer, depth, width):
     """Three numbers for each layer of a row: its share a_k, the gradient of its score times inverse, and how much of it the norm of its key
     takes away.
 
     With g = grad_y and product_k = Σ g · layers_k the gradient of score k is a_k · (product_k - Σ_l a_l product_l).
     """
-    at = statistics + row * depth + layer
-    score = tl.load(at, mask=layer < depth, other=float("-inf"))
-    inverse = tl.load(at + tl.cast(depth, tl.int64) * rows, mask=layer < depth, other=0.0)
     top = tl.max(score, 0)
     share = tl.exp(score - top)
     # Only differences from the product of the layer with the highest score: that layer's own would be what is left of two equal numbers.
@@ -251,14 +218,9 @@ def slopes(product, statistics, row, layer, depth, rows, width):
 
 
 @triton.jit
-def write(grad_layer, result, mask):
-    """Store what is not read again soon: the cache keeps the layers."""
-    tl.store(grad_layer, result.to(grad_layer.dtype.element_ty), mask=mask, cache_modifier=".cs")
-
-
-@triton.jit
-def sum_kernel(part, query, weight, grad_query, grad_weight, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(part, query, weight, grad_query, grad_weight, programs, width, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """One program adds one strip of what the programs have, and multiplies it by the other factor of query · weight."""
+    wait(EARLY)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
