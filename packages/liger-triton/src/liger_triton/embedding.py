@@ -9,10 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
-from liger_triton.launch import TILE, Launcher, TritonKernel, cdiv, power_of_two, rows_of, supported
+from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows_of, supported, wait
 
 # Sorted indices that one program adds up. A sum that ends in a later span continues there, and a second kernel adds its parts.
-SPAN = 32
+SPAN = 16
+# Columns and warps of a program that adds up, and rows of its that are on their way at once.
+SUMMED, SUMMING, STAGES = 1024, 2, 4
 # Columns and warps of a program that copies. Share of copy bandwidth on one H200 (bfloat16), 16384 rows of 4096 columns: .74.
 WIDE, WARPS = 2048, 1
 # As many indices are sorted by comparing each with all others, in one kernel instead of ten: indices of a program, and others at once.
@@ -53,15 +55,18 @@ def _launch_backward(
         return
     grad_y = rows_of(grad_y)
     found, order = _prepared(index.contiguous().view(-1), grad_weight)
-    tiles, block = _tiles(width, TILE)
+    tiles, block = _tiles(width, SUMMED)
     spans = cdiv(count, SPAN)
     # The sum that a span begins with if it continues one, and the one that it ends with if that goes beyond it.
     parts = torch.empty(2, spans, width, dtype=torch.float32, device=grad_y.device)
     grid = (spans * tiles,)
     shape = (count, rows, width, tiles, padding)
-    spans_launch(grid, grad_y, found, order, grad_weight, parts[0], parts[1], grad_y.stride(0), *shape, SPAN=SPAN, BLOCK=block)
+    spans_launch.after(
+        grid, grad_y, found, order, grad_weight, parts[0], parts[1], grad_y.stride(0), *shape, SPAN=SPAN, BLOCK=block, STAGES=STAGES,
+        num_warps=SUMMING,
+    )  # fmt: skip
     if spans > 1:
-        crossing_launch(grid, found, grad_weight, parts[0], parts[1], spans, *shape, SPAN=SPAN, BLOCK=block)
+        crossing_launch.after(grid, found, grad_weight, parts[0], parts[1], spans, *shape, SPAN=SPAN, BLOCK=block)
 
 
 def _prepared(index: Tensor, grad_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,12 +145,14 @@ def narrowed(index, rows):
 
 @triton.jit
 def spans_kernel(
-    grad_y, found, order, grad_weight, heads, tails, grad_stride, count, rows, width, tiles, padding, SPAN: tl.constexpr, BLOCK: tl.constexpr
+    grad_y, found, order, grad_weight, heads, tails, grad_stride, count, rows, width, tiles, padding,
+    EARLY: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program sums one tile of columns over one span of the sorted indices, a run of equal ones after the other.
 
     Runs that lie in the span go to grad_weight. A run that began before it goes to heads, one that began in it and continues behind it to tails.
     """
+    wait(EARLY)
     program = tl.program_id(0)
     span = (program // tiles).to(tl.int64)
     column = (program % tiles) * BLOCK + tl.arange(0, BLOCK)
@@ -157,7 +164,7 @@ def spans_kernel(
     row = tl.load(found + first).to(tl.int64)
     continued = (first > 0) & (row == before)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for position in range(first, last):
+    for position in tl.range(first, last, num_stages=STAGES):
         following = tl.load(found + position).to(tl.int64)
         source = tl.load(order + position).to(tl.int64)
         value = tl.load(grad_y + source * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
@@ -180,9 +187,10 @@ def spans_kernel(
 
 @triton.jit
 def crossing_kernel(
-    found, grad_weight, heads, tails, spans, count, rows, width, tiles, padding, SPAN: tl.constexpr, BLOCK: tl.constexpr
+    found, grad_weight, heads, tails, spans, count, rows, width, tiles, padding, EARLY: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program sums one tile of columns of the run that begins in its span and ends in a later one, if there is one."""
+    wait(EARLY)
     program = tl.program_id(0)
     span = (program // tiles).to(tl.int64)
     column = (program % tiles) * BLOCK + tl.arange(0, BLOCK)
