@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from liger_triton._norm_sum import ANY, read
-from liger_triton.launch import VECTOR, cdiv, power_of_two
+from liger_triton.launch import VECTOR, cdiv, power_of_two, shared_memory
 
 LANES = 32
 
@@ -27,6 +28,12 @@ def chunks_of(width: int, warps: int, centered: bool = False) -> dict[str, int |
 def warps_for(width: int, most: int) -> int:
     """The fewest warps, up to 16, with which a row has at most so many chunks."""
     return min(16, power_of_two(cdiv(width, LANES * VECTOR * most)))
+
+
+def stages_of(size: int, like: Tensor, most: int = 3) -> int:
+    """Rows on their way at once, which wait in shared memory; size is the bytes of one row of every program of a multiprocessor."""
+    # A kilobyte stays for the reductions.
+    return max(1, min(most, (shared_memory(like.device) - 1024) // max(1, size)))
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two,
 
 # Wider rows are processed in tiles: beyond this, a row in float32 and its gradient no longer fit in the registers of a program.
 WIDEST_BLOCK = 16384
-# Rows up to this width share a program backward.
+# Rows up to this width share a program backward; of few rows, up to 2048 columns.
 SHORT = 512
 
 
@@ -112,7 +112,8 @@ def backward(
     grad_y, grad_stride = strided_rows(grad_y)
     grad_summed, summed_stride = (None, 0) if grad_summed is None else strided_rows(grad_summed)
     args = (grad_y, grad_summed, x, contiguous(weight), mean, inverse, grad_x, grad_weight, grad_bias)
-    if width > SHORT:
+    direct = count <= DIRECT_ROWS
+    if width > (2048 if direct else SHORT):
         # Several short rows share a program; longer ones are walked one by one, and if registers do not hold them, twice.
         longer = _norm_wide if width > WIDEST_BLOCK else _norm_chunks
         longer.backward(count, *args, grad_stride, summed_stride, x_stride, width, offset)
@@ -120,7 +121,6 @@ def backward(
     block = power_of_two(width)
     several = max(2, min(32, 4096 // block))
     groups = cdiv(count, several)
-    direct = count <= DIRECT_ROWS
     programs = groups if direct or not sums else min(groups, 2 * processors(x.device))
     part = None if direct or not sums else x.new_empty((sums, programs, width), dtype=torch.float32)
     # A product fused into its distance from the mean would leave its round-off, which inverse makes large where a row is constant.

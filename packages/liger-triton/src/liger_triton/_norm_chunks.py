@@ -19,12 +19,13 @@ from liger_triton._chunks import (
     read_chunk,
     read_chunks,
     row_sum,
+    stages_of,
     warps_for,
     write_chunk,
     write_chunks,
 )
 from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, sum_columns
-from liger_triton.launch import Launcher, cdiv, processors, registers, shared_memory
+from liger_triton.launch import Launcher, cdiv, processors, registers
 
 FORWARD_CHUNKS = 6
 
@@ -36,7 +37,7 @@ def forward(
     """One program a row."""
     forward_launch(
         (rows,), x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
-        CAST_INPUT=cast_input, **chunks_of(width, warps_for(width, FORWARD_CHUNKS), mean is not None),
+        CAST_INPUT=cast_input, **chunks_of(width, warps_for(width, FORWARD_CHUNKS)),
     )  # fmt: skip
 
 
@@ -53,13 +54,13 @@ def backward(
     warps = max(4, warps) if direct else warps
     programs = rows if direct else min(rows, max(1, walking // warps) * processors(x.device))
     part = None if direct else x.new_empty((sums, programs, width), dtype=torch.float32)
-    # Rows on their way wait in shared memory. A kilobyte stays for the reductions.
     size = (2 if grad_summed is None else 3) * width * x.element_size() * max(1, walking // warps)
-    stages = max(1, min(3, (shared_memory(x.device) - 1024) // size))
+    stages = 1 if direct or warps == 32 else stages_of(size, x)
+    strips = cdiv(width, STRIP) if direct and sums else 0
     backward_launch(
-        (programs + cdiv(width, STRIP) if direct and sums else programs,),
+        (programs + strips,),
         grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part, grad_stride, summed_stride, x_stride, rows, width,
-        programs, offset, HELD=held, STAGES=1 if direct else stages, **chunks_of(width, warps, mean is not None),
+        programs, strips, offset, HELD=held, STAGES=stages, **chunks_of(width, warps),
         **registers(168 if walking > 8 and not direct else None, x),
     )  # fmt: skip
     if part is not None:
@@ -72,6 +73,9 @@ def backward_shape(width: int, centered: bool, summed: bool) -> tuple[int, int, 
     """Warps of a row, warps of a multiprocessor, and whether the weight stays in registers from row to row."""
     if width <= 3072:
         return warps_for(width, 3), 8 if summed else 12, True
+    if width > 12288 and summed:
+        # Three rows fill the shared memory: they are faster without waiting there (.93 at 14336 columns, with .86).
+        return 32, 32, False
     if width > 8192 and centered:
         # Both column sums take half of the registers.
         return warps_for(width, 8), 8, False
@@ -115,17 +119,18 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part,
-    grad_stride, summed_stride, x_stride, rows, width, programs, offset,
+    grad_stride, summed_stride, x_stride, rows, width, programs, strips, offset,
     HELD: tl.constexpr, STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program p walks every programs-th row, and writes its sums for the other gradients to row p of part (sums, programs, width).
 
-    part None: programs beyond the first `programs` add whole columns instead. HELD: the weight stays in registers; else the cache serves it
+    part None: `strips` programs before them add whole columns instead. HELD: the weight stays in registers; else the cache serves it
     to every row.
     """
-    program = tl.program_id(0)
-    if part is None and program >= programs:
-        add_columns(program - programs, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, width)
+    program = tl.program_id(0) - strips
+    if part is None and program < 0:
+        # They come first, since they have more to do.
+        add_columns(program + strips, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, width)
         return
     if weight is not None and HELD:
         factors = read_chunks(weight, width, COUNT, CHUNK, EVEN)
@@ -155,12 +160,12 @@ def backward_kernel(
                     factor = factors[c] if HELD else read_chunk(weight, c, width, COUNT, CHUNK, EVEN)
                     product = product * (factor + offset)
                 scaled += (product,)
-            if mean is not None:
-                # Centered first: of two columns nothing but round-off would be left of a larger product.
-                scaled = centered(scaled, row_sum(scaled, COUNT) / width, width, COUNT, CHUNK, EVEN)
             slope = product_sum(scaled, normal, COUNT) / width
+            away = 0.0
+            if mean is not None:
+                away = row_sum(scaled, COUNT) / width
             for c in tl.static_range(COUNT):
-                result = (scaled[c] - normal[c] * slope) * scale
+                result = (scaled[c] - normal[c] * slope - away) * scale
                 if grad_summed is not None:
                     result += read_chunk(grad_summed + row * summed_stride, c, width, COUNT, CHUNK, EVEN)
                 write_chunk(grad_x + row * width, result, c, width, COUNT, CHUNK, EVEN)

@@ -17,19 +17,22 @@ from liger_triton._chunks import (
     no_sums,
     plus,
     product_sum,
+    read_chunk,
     read_chunks,
     row_sum,
+    stages_of,
     warps_for,
     write_chunk,
     write_chunks,
 )
 from liger_triton._norm_sum import read, sum_columns, zero
-from liger_triton.launch import Launcher, cdiv, contiguous, power_of_two, processors, registers, rows_of, shared_memory, strided_rows, wait
+from liger_triton.launch import Launcher, cdiv, contiguous, power_of_two, processors, registers, rows_of, strided_rows, wait
 
 WIDEST = 16384
 # Chunks of a row, rows that are on their way at once, warps of a multiprocessor, and the registers of a thread with which backward as many fit. Share
 # of copy bandwidth on one H200 (bfloat16), forward · backward: .85 · .85 at 1152 columns (centered .83 · .84), .89 · .90 at 3072 (.85 · .90).
-MOST_CHUNKS, STAGES, WARPS, REGISTERS = 3, 3, 12, 168
+LONGEST_HELD = 2048
+MOST_CHUNKS, STAGES, WARPS, WARPS_BACKWARD, REGISTERS = 3, 3, 16, 12, 168
 # Registers of one thread times warps of a program.
 MOST_REGISTERS = 2048
 # Numbers that a program which adds what the programs of a sample have reads at once, at most so many rows of them.
@@ -57,11 +60,13 @@ def forward(
     scale = rows_of(scale)
     shift = None if shift is None else rows_of(shift)
     samples, warps = y.numel() // (tokens * width), warps_for(width, MOST_CHUNKS)
-    programs = min(tokens, programs_of_sample(warps, x, samples))
+    # Long rows have a program each, which reads their scale and shift beside them.
+    held = width <= LONGEST_HELD
+    programs = min(tokens, programs_of_sample(WARPS // warps, x, samples)) if held else tokens
     forward_launch(
         (programs * samples,), x, scale, shift, contiguous(weight), y, mean, inverse,
         x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, programs, eps,
-        STAGES=stages_of(x, 1, warps), **chunks_of(width, warps, mean is not None),
+        HELD=held, STAGES=stages_of(max(1, WARPS // warps) * width * x.element_size(), x, STAGES), **chunks_of(width, warps, mean is not None),
     )  # fmt: skip
 
 
@@ -80,12 +85,13 @@ def backward(
     x, x_stride = strided_rows(x)
     scale, weight = rows_of(scale), contiguous(weight)
     warps = warps_for(width, MOST_CHUNKS)
-    programs = min(tokens, programs_of_sample(warps, x, samples))
+    programs = min(tokens, programs_of_sample(WARPS_BACKWARD // warps, x, samples))
     products = grad_scale is not None or grad_weight is not None
     part = x.new_empty((2, samples * programs, width), dtype=torch.float32) if products or grad_shift is not None else None
     backward_launch(
         (programs * samples,), grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale.stride(0), tokens, width, programs,
-        STAGES=stages_of(x, 2, warps), **chunks_of(width, warps, mean is not None), **registers(min(REGISTERS, MOST_REGISTERS // warps), x),
+        STAGES=stages_of(max(1, WARPS_BACKWARD // warps) * 2 * width * x.element_size(), x, STAGES),
+        **chunks_of(width, warps, mean is not None), **registers(min(REGISTERS, MOST_REGISTERS // warps), x),
     )  # fmt: skip
     if part is None:
         return
@@ -100,30 +106,33 @@ def backward(
         sum_columns(of_samples, grad_weight, None)
 
 
-def programs_of_sample(warps: int, x: Tensor, samples: int) -> int:
-    """So many that all of them run at once, if there are not more samples than that."""
-    return max(1, max(1, WARPS // warps) * processors(x.device) // samples)
-
-
-def stages_of(x: Tensor, tensors: int, warps: int) -> int:
-    """Rows of so many tensors that are on their way at once, if shared memory holds those of all programs of a multiprocessor."""
-    size = tensors * x.shape[-1] * x.element_size() * max(1, WARPS // warps)
-    return STAGES if STAGES * size < shared_memory(x.device) - 8192 else 1
+def programs_of_sample(programs: int, x: Tensor, samples: int) -> int:
+    """So many that all of them run at once, `programs` on a multiprocessor, if there are not more samples than that."""
+    return max(1, max(1, programs) * processors(x.device) // samples)
 
 
 @triton.jit
 def forward_kernel(
     x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, width, programs, eps,
-    STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    HELD: tl.constexpr, STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program s · programs + p computes every programs-th token of sample s, from the p-th on."""
     sample = (tl.program_id(0) // programs).to(tl.int64)
-    factors = modulation(scale + sample * scale_stride, weight, width, COUNT, CHUNK, EVEN)
+    scale += sample * scale_stride
+    if HELD:
+        factors = modulation(scale, weight, width, COUNT, CHUNK, EVEN)
     if shift is not None:
-        moved = read_chunks(shift + sample * shift_stride, width, COUNT, CHUNK, EVEN)
+        shift += sample * shift_stride
+        if HELD:
+            moved = read_chunks(shift, width, COUNT, CHUNK, EVEN)
     for token in tl.range(tl.program_id(0) % programs, tokens, programs, num_stages=STAGES):
         row = sample * tokens + token
         value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
+        if not HELD:
+            # Loads behind the reductions would wait for them.
+            factors = modulation(scale, weight, width, COUNT, CHUNK, EVEN)
+            if shift is not None:
+                moved = read_chunks(shift, width, COUNT, CHUNK, EVEN)
         if mean is not None:
             average = tl.div_rn(row_sum(value, COUNT), 1.0 * width)
             tl.store(mean + row, average)
@@ -140,11 +149,13 @@ def forward_kernel(
 @triton.jit
 def modulation(scale, weight, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
     """(1 + scale) · weight of a row."""
-    scales = read_chunks(scale, width, COUNT, CHUNK, EVEN)
     factors = ()
     for c in tl.static_range(COUNT):
-        factors += (1.0 + scales[c],)
-    return factors if weight is None else multiplied(factors, read_chunks(weight, width, COUNT, CHUNK, EVEN), COUNT)
+        factor = 1.0 + read_chunk(scale, c, width, COUNT, CHUNK, EVEN)
+        if weight is not None:
+            factor = factor * read_chunk(weight, c, width, COUNT, CHUNK, EVEN)
+        factors += (factor,)
+    return factors
 
 
 @triton.jit

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._chunks import chunks_of, read_chunks, row_sum, warps_for, write_chunk
+from liger_triton._chunks import chunks_of, read_chunks, row_sum, stages_of, warps_for, write_chunk
 from liger_triton._norm_sum import sum_columns, zero
-from liger_triton.launch import Launcher, TritonKernel, contiguous, dense_like, processors, shared_memory, strided_rows, supported
+from liger_triton.launch import Launcher, TritonKernel, contiguous, dense_like, processors, strided_rows, supported
 
 WIDEST = 16384
 # Chunks of a row forward and backward, and backward, rows that are on their way at once, and warps of a multiprocessor. Share of copy bandwidth on
@@ -60,7 +60,7 @@ def _launch_backward(
     grad_y, grad_stride = strided_rows(grad_y)
     warps = warps_for(width, MOST_CHUNKS_BACKWARD)
     several = max(1, WARPS // warps)
-    stages = STAGES if STAGES * several * 2 * width * x.element_size() < shared_memory(x.device) - 8192 else 1
+    stages = stages_of(several * 2 * width * x.element_size(), x, STAGES)
     programs = min(rows, several * processors(x.device))
     part = None if grad_weight is None and grad_bias is None else x.new_empty((1, programs, 4), dtype=torch.float32)
     backward_launch(

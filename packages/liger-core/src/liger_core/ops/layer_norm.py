@@ -47,6 +47,10 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(
         "huge_values", (n(4, 64, scale=3e4 if dtype == torch.float16 else 1e18), n(64), n(64)), why="the cube of their inverse underflows"
     )
+    constant = torch.cat((torch.full_like(n(2, 1100), 3.0), n(3, 1100)))
+    yield Sample(
+        "constant_long_rows", (constant, n(1100), n(1100)), why="beside 1 / sqrt(eps), round-off of the sums over a row would be large"
+    )
     yield Sample("strided_rows", (n(5, 160)[:, :80], n(80), n(80)), why="rows are read through their stride")
     yield Sample("transposed", (n(40, 6).t(), n(40), n(40)), why="the last dimension is not contiguous")
     affine = [normal(device, torch.float32, 72) for _ in range(2)]
