@@ -61,7 +61,7 @@ def backward(
         (programs + strips,),
         grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part, grad_stride, summed_stride, x_stride, rows, width,
         programs, strips, offset, HELD=held, STAGES=stages, **chunks_of(width, warps),
-        **registers(168 if walking > 8 and not direct else None, x),
+        **registers(168 if walking == 12 and not direct else None, x),
     )  # fmt: skip
     if part is not None:
         sum_columns(part, grad_weight, grad_bias)

@@ -66,7 +66,7 @@ def forward(
     forward_launch(
         (programs * samples,), x, scale, shift, contiguous(weight), y, mean, inverse,
         x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, programs, eps,
-        HELD=held, STAGES=stages_of(max(1, WARPS // warps) * width * x.element_size(), x, STAGES), **chunks_of(width, warps, mean is not None),
+        HELD=held, STAGES=stages_of(max(1, WARPS // warps) * width * x.element_size(), x, STAGES) if held else 1, **chunks_of(width, warps, mean is not None),
     )  # fmt: skip
 
 
