@@ -1070,8 +1070,8 @@ MUTANTS = (
     stride(
         "gradient of the sum read with the strides of the other, one row",
         "_norm_chunks.py",
-        "read_chunk(grad_summed + row * summed_stride",
-        "read_chunk(grad_summed + row * grad_stride",
+        "read_chunks(grad_summed + row * summed_stride",
+        "read_chunks(grad_summed + row * grad_stride",
         NORMS,
     ),
     stride(

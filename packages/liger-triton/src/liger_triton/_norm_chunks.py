@@ -164,10 +164,13 @@ def backward_kernel(
             away = 0.0
             if mean is not None:
                 away = row_sum(scaled, COUNT) / width
+            if grad_summed is not None:
+                # All of it before the first store, which the compiler must not move a load past.
+                others = read_chunks(grad_summed + row * summed_stride, width, COUNT, CHUNK, EVEN)
             for c in tl.static_range(COUNT):
                 result = (scaled[c] - normal[c] * slope - away) * scale
                 if grad_summed is not None:
-                    result += read_chunk(grad_summed + row * summed_stride, c, width, COUNT, CHUNK, EVEN)
+                    result += others[c]
                 write_chunk(grad_x + row * width, result, c, width, COUNT, CHUNK, EVEN)
     if part is not None:
         to = part + program.to(tl.int64) * width

@@ -29,10 +29,10 @@ from liger_triton._norm_sum import read, sum_columns, zero
 from liger_triton.launch import Launcher, cdiv, contiguous, power_of_two, processors, registers, rows_of, strided_rows, wait
 
 WIDEST = 16384
-# Chunks of a row, rows that are on their way at once, warps of a multiprocessor, and the registers of a thread with which backward as many fit. Share
-# of copy bandwidth on one H200 (bfloat16), forward · backward: .85 · .85 at 1152 columns (centered .83 · .84), .89 · .90 at 3072 (.85 · .90).
-LONGEST_HELD = 2048
-MOST_CHUNKS, STAGES, WARPS, WARPS_BACKWARD, REGISTERS = 3, 3, 16, 12, 168
+# Chunks of a row, warps of a multiprocessor forward, and the registers of a thread with which backward 12 fit. Share of copy bandwidth on one H200
+# (bfloat16), forward · backward: .85 · .85 at 1152 columns (centered .83 · .85), .89 · .92 at 3072 (.89 · .90). A program for every row of 3072
+# columns, as the norms have: .87 (.60).
+MOST_CHUNKS, WARPS, REGISTERS = 3, 16, 168
 # Registers of one thread times warps of a program.
 MOST_REGISTERS = 2048
 # Numbers that a program which adds what the programs of a sample have reads at once, at most so many rows of them.
@@ -60,13 +60,11 @@ def forward(
     scale = rows_of(scale)
     shift = None if shift is None else rows_of(shift)
     samples, warps = y.numel() // (tokens * width), warps_for(width, MOST_CHUNKS)
-    # Long rows have a program each, which reads their scale and shift beside them.
-    held = width <= LONGEST_HELD
-    programs = min(tokens, programs_of_sample(WARPS // warps, x, samples)) if held else tokens
+    programs = min(tokens, programs_of_sample(max(1, WARPS // warps), x, samples))
     forward_launch(
         (programs * samples,), x, scale, shift, contiguous(weight), y, mean, inverse,
         x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, programs, eps,
-        HELD=held, STAGES=stages_of(max(1, WARPS // warps) * width * x.element_size(), x, STAGES) if held else 1, **chunks_of(width, warps, mean is not None),
+        STAGES=stages_of(max(1, WARPS // warps) * width * x.element_size(), x), **chunks_of(width, warps, mean is not None),
     )  # fmt: skip
 
 
@@ -85,12 +83,13 @@ def backward(
     x, x_stride = strided_rows(x)
     scale, weight = rows_of(scale), contiguous(weight)
     warps = warps_for(width, MOST_CHUNKS)
-    programs = min(tokens, programs_of_sample(WARPS_BACKWARD // warps, x, samples))
+    several = max(1, (12 if warps < 4 or mean is not None else 8) // warps)
+    programs = min(tokens, programs_of_sample(several, x, samples))
     products = grad_scale is not None or grad_weight is not None
     part = x.new_empty((2, samples * programs, width), dtype=torch.float32) if products or grad_shift is not None else None
     backward_launch(
         (programs * samples,), grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale.stride(0), tokens, width, programs,
-        STAGES=stages_of(max(1, WARPS_BACKWARD // warps) * 2 * width * x.element_size(), x, STAGES),
+        STAGES=stages_of(several * 2 * width * x.element_size(), x),
         **chunks_of(width, warps, mean is not None), **registers(min(REGISTERS, MOST_REGISTERS // warps), x),
     )  # fmt: skip
     if part is None:
@@ -108,31 +107,22 @@ def backward(
 
 def programs_of_sample(programs: int, x: Tensor, samples: int) -> int:
     """So many that all of them run at once, `programs` on a multiprocessor, if there are not more samples than that."""
-    return max(1, max(1, programs) * processors(x.device) // samples)
+    return max(1, programs * processors(x.device) // samples)
 
 
 @triton.jit
 def forward_kernel(
     x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, width, programs, eps,
-    HELD: tl.constexpr, STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program s · programs + p computes every programs-th token of sample s, from the p-th on."""
     sample = (tl.program_id(0) // programs).to(tl.int64)
-    scale += sample * scale_stride
-    if HELD:
-        factors = modulation(scale, weight, width, COUNT, CHUNK, EVEN)
+    factors = modulation(scale + sample * scale_stride, weight, width, COUNT, CHUNK, EVEN)
     if shift is not None:
-        shift += sample * shift_stride
-        if HELD:
-            moved = read_chunks(shift, width, COUNT, CHUNK, EVEN)
+        moved = read_chunks(shift + sample * shift_stride, width, COUNT, CHUNK, EVEN)
     for token in tl.range(tl.program_id(0) % programs, tokens, programs, num_stages=STAGES):
         row = sample * tokens + token
         value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
-        if not HELD:
-            # Loads behind the reductions would wait for them.
-            factors = modulation(scale, weight, width, COUNT, CHUNK, EVEN)
-            if shift is not None:
-                moved = read_chunks(shift, width, COUNT, CHUNK, EVEN)
         if mean is not None:
             average = tl.div_rn(row_sum(value, COUNT), 1.0 * width)
             tl.store(mean + row, average)
