@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in registers as tuples of chunks: a width that is no power of two leaves few lanes idle, and no chunk but the last needs a mask.
+"""Rows in registers as tuples of chunks: a width that is not a power of two leaves few lanes idle, and no chunk but the last needs a mask.
 
 A chunk is CHUNK adjacent columns, 16 bytes of bf16 for each thread. A row has COUNT of them; EVEN: the last one is full, too.
 """

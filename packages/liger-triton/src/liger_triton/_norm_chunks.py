@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One row a program, or one row after the other, in chunks that registers hold: rows of more than 512 columns backward, and forward those whose
-width is no power of two.
+width is not a power of two.
 """
 
 from __future__ import annotations

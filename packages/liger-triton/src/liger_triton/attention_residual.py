@@ -31,8 +31,8 @@ from liger_triton.launch import (
 
 # The longest rows and the most layers.
 WIDEST, DEEPEST = 16384, 256
-# Columns of a program that adds what the programs have, and rows that it reads at once.
-STRIP, STRIP_ROWS = 32, 32
+# Columns of a program that adds what the programs have, and numbers that it reads at once.
+STRIP, SUMMED = 16, 8192
 # Chunks of a row, forward and backward, and layers that are on their way at once. Share of copy bandwidth on one H200 (bfloat16), forward ·
 # backward: .90 · .72 at 2304 columns, .96 · .75 at 4096 (8192 rows of 9 layers), .90 · .62 at 2048 (4096 rows of 25).
 MOST_CHUNKS, MOST_CHUNKS_BACKWARD, STAGES = 9, 5, 3
@@ -92,7 +92,18 @@ def _launch_backward(
         DEPTH=power_of_two(depth), STAGES=_stages(layers), **chunks_of(width, warps),
     )  # fmt: skip
     if part is not None:
-        sum_launch.after((cdiv(width, STRIP),), part, query, weight, grad_query, grad_weight, programs, width, ROWS=STRIP_ROWS, BLOCK=STRIP)
+        sum_launch.after(
+            (cdiv(width, STRIP),),
+            part,
+            query,
+            weight,
+            grad_query,
+            grad_weight,
+            programs,
+            width,
+            ROWS=min(power_of_two(programs), SUMMED // STRIP),
+            BLOCK=STRIP,
+        )
 
 
 def _stacked(layers: Tensor) -> Tensor:

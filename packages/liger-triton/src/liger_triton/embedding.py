@@ -15,8 +15,8 @@ from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows
 SPAN = 16
 # Columns and warps of a program that adds up, and rows of its that are on their way at once.
 SUMMED, SUMMING, STAGES = 1024, 2, 4
-# Columns and warps of a program that copies. Share of copy bandwidth on one H200 (bfloat16), 16384 rows of 4096 columns: .90 of a copy.
-WIDE, WARPS = 1024, 1
+# Columns and warps of a program that copies. Share of copy bandwidth on one H200 (bfloat16), 16384 rows of 4096 columns: .80.
+WIDE, WARPS = 2048, 1
 # As many indices are sorted by comparing each with all others, in one kernel instead of ten: indices of a program, and others at once.
 COMPARED, RANKED, OTHERS = 8192, 16, 128
 # Zeros that a program writes. Beside them as many pairs of indices are compared for nothing: 16384 indices into a table of 262144 x 2560 (bfloat16)

@@ -241,14 +241,6 @@ def row_shape(width: int, most: int, warps: Callable[[int], int]) -> tuple[int, 
     return block, 1, warps(block)
 
 
-def blocks_of(width: int) -> tuple[int, int]:
-    """Blocks of columns that cover a row: one, or two where that spares a quarter of the lanes. 3072 is 2048 + 1024, not 4096."""
-    block = power_of_two(width)
-    # One warp reads 256 columns, 16 bytes of bf16 a thread.
-    rest = max(256, power_of_two(width - block // 2))
-    return (block // 2, rest) if block > 1024 and 4 * rest <= block else (block, 0)
-
-
 def strided_rows(x: Tensor) -> tuple[Tensor, int]:
     """x, or where its strides allow no such reading a copy, as rows of adjacent columns; and how far apart they are."""
     if x.is_contiguous():
