@@ -93,17 +93,9 @@ def _launch_backward(
     )  # fmt: skip
     if part is not None:
         sum_launch.after(
-            (cdiv(width, STRIP),),
-            part,
-            query,
-            weight,
-            grad_query,
-            grad_weight,
-            programs,
-            width,
-            ROWS=min(power_of_two(programs), SUMMED // STRIP),
-            BLOCK=STRIP,
-        )
+            (cdiv(width, STRIP),), part, query, weight, grad_query, grad_weight, programs, width,
+            ROWS=min(power_of_two(programs), SUMMED // STRIP), BLOCK=STRIP,
+        )  # fmt: skip
 
 
 def _stacked(layers: Tensor) -> Tensor:
