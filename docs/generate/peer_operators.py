@@ -71,6 +71,7 @@ def page() -> str:
         "## Below the bounds",
         BOUNDS.format(speed=SPEED, copy=COPY),
         *_below(found),
+        _bounds(description["bounds"], found),
         "## Runs",
         _runs(found),
     ]
@@ -141,7 +142,7 @@ def _below(found: Sequence[Pair]) -> list[str]:
         for pair, name, value in _figures(found, Pair.speed)
         if value < SPEED
     ]
-    low = [(pair, name, value) for pair, name, value in _figures(found, Pair.bandwidth) if value < COPY and not pair.short(name)]
+    low = _low(found)
     short = [(pair, name, value) for pair, name, value in _figures(found, Pair.of_copy) if value < COPY and pair.short(name)]
     return [
         _list(f"Slower than {PEER}, its time ÷ Liger's:", slow),
@@ -152,6 +153,23 @@ def _below(found: Sequence[Pair]) -> list[str]:
         ),
         _list("With a larger error:", [line for pair in found for line in _worse(pair)]),
     ]
+
+
+def _low(found: Sequence[Pair]) -> list[tuple[Pair, str, float]]:
+    """Shares of copy bandwidth below the bound, at shapes that are long enough for a copy to reach it."""
+    return [(pair, name, value) for pair, name, value in _figures(found, Pair.bandwidth) if value < COPY and not pair.short(name)]
+
+
+def _bounds(reasons: dict[str, str], found: Sequence[Pair]) -> str:
+    """What bounds the shapes below the bandwidth of a copy. Raises ValueError if a reason is of none of them."""
+    low = {key for pair, _, _ in _low(found) for key in (pair.op, f"{pair.op} {pair.shape}")}
+    stale = [key for key in reasons if key not in low]
+    if stale:
+        raise ValueError(
+            f"{DESCRIPTION.name}: bounds names {', '.join(stale)}, which no row below {COPY} of copy bandwidth is of; remove it"
+        )
+    # Reasons may hold links.
+    return "\n".join(["What bounds them, as measured:", "", *(f"* {key}: {reason}" for key, reason in reasons.items())])
 
 
 def _figures(found: Sequence[Pair], figure: Callable[[Pair, str], float | None]) -> list[tuple[Pair, str, float]]:

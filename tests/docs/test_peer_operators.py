@@ -164,6 +164,15 @@ def test_what_is_beyond_a_bound_is_listed(generators: SimpleNamespace, tmp_path:
     assert "* rms_norm 64x128, gradients: 1.250 × that of liger-kernel (5.0e-03 and 4.0e-03)" in text
 
 
+def test_a_reason_for_what_is_within_the_bounds_is_a_mistake(generators: SimpleNamespace, tmp_path: Path) -> None:
+    low = found(generators, tmp_path / "low", ours(FIRST, share=0.8), theirs(FIRST))
+    fast = found(generators, tmp_path / "fast", ours(FIRST, share=0.95), theirs(FIRST))
+    for key in ("rms_norm", "rms_norm 64x128"):
+        assert f"* {key}: it is read twice" in generators.page._bounds({key: "it is read twice"}, low).splitlines()
+        with pytest.raises(ValueError, match=f"bounds names {key}, which no row"):
+            generators.page._bounds({key: "it is read twice"}, fast)
+
+
 def test_what_is_within_every_bound_is_not_listed(generators: SimpleNamespace, tmp_path: Path) -> None:
     fast = found(generators, tmp_path, ours(FIRST, share=0.95), theirs(FIRST, median_ms=2.5))
     assert [part.rpartition(" ")[2] for part in generators.page._below(fast)] == ["none."] * 4

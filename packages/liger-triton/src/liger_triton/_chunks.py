@@ -37,6 +37,12 @@ def stages_of(size: int, like: Tensor, most: int = 3) -> int:
 
 
 @triton.jit
+def no_chunks():
+    """The tuple that chunks are added to."""
+    return ()
+
+
+@triton.jit
 def read_chunk(row, c: tl.constexpr, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
     """Chunk c of a row in float32, zero where the row has no columns."""
     column = c * CHUNK + tl.arange(0, CHUNK)
@@ -56,7 +62,7 @@ def write_chunk(
 @triton.jit
 def read_chunks(row, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
     """All chunks of a row."""
-    values = ()
+    values = no_chunks()
     for c in tl.static_range(COUNT):
         values += (read_chunk(row, c, width, COUNT, CHUNK, EVEN),)
     return values
@@ -72,7 +78,7 @@ def write_chunks(row, values, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, E
 @triton.jit
 def no_sums(COUNT: tl.constexpr, CHUNK: tl.constexpr):
     """Sums over no rows."""
-    values = ()
+    values = no_chunks()
     for _ in tl.static_range(COUNT):
         values += (tl.zeros((CHUNK,), dtype=tl.float32),)
     return values
@@ -81,7 +87,7 @@ def no_sums(COUNT: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit
 def multiplied(a, b, COUNT: tl.constexpr):
     """a · b of each column."""
-    values = ()
+    values = no_chunks()
     for c in tl.static_range(COUNT):
         values += (a[c] * b[c],)
     return values
@@ -90,7 +96,7 @@ def multiplied(a, b, COUNT: tl.constexpr):
 @triton.jit
 def plus(a, b, factor, COUNT: tl.constexpr):
     """a + factor · b of each column."""
-    values = ()
+    values = no_chunks()
     for c in tl.static_range(COUNT):
         values += (a[c] + factor * b[c],)
     return values
@@ -117,7 +123,7 @@ def row_sum(a, COUNT: tl.constexpr):
 @triton.jit
 def centered(a, average, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
     """a - average, zero where the row has no columns."""
-    values = ()
+    values = no_chunks()
     for c in tl.static_range(COUNT):
         away = a[c] - average
         if not EVEN and c == COUNT - 1:

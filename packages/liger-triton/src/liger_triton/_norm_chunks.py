@@ -13,6 +13,7 @@ from torch import Tensor
 from liger_triton._chunks import (
     centered,
     chunks_of,
+    no_chunks,
     no_sums,
     plus,
     product_sum,
@@ -91,7 +92,7 @@ def forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
     if residual is not None:
-        rounded = ()
+        rounded = no_chunks()
         for c in tl.static_range(COUNT):
             total = value[c] + read_chunk(residual + row * residual_stride, c, width, COUNT, CHUNK, EVEN)
             # The rounded sum is normalized: the one that the next layer sees.
@@ -143,17 +144,17 @@ def backward_kernel(
         average = 0.0
         if mean is not None:
             average = tl.load(mean + row)
-        normal = ()
+        normal = no_chunks()
         for c in tl.static_range(COUNT):
             normal += ((value[c] - average) * scale,)
         if part is not None:
-            added = ()
+            added = no_chunks()
             for c in tl.static_range(COUNT):
                 added += (sum_weight[c] + grad[c] * normal[c],)
             sum_weight = added
             sum_bias = plus(sum_bias, grad, 1.0, COUNT)
         if grad_x is not None:
-            scaled = ()
+            scaled = no_chunks()
             for c in tl.static_range(COUNT):
                 product = grad[c]
                 if weight is not None:

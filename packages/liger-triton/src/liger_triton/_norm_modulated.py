@@ -14,6 +14,7 @@ from liger_triton._chunks import (
     centered,
     chunks_of,
     multiplied,
+    no_chunks,
     no_sums,
     plus,
     product_sum,
@@ -139,7 +140,7 @@ def forward_kernel(
 @triton.jit
 def modulation(scale, weight, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
     """(1 + scale) · weight of a row."""
-    factors = ()
+    factors = no_chunks()
     for c in tl.static_range(COUNT):
         factor = 1.0 + read_chunk(scale, c, width, COUNT, CHUNK, EVEN)
         if weight is not None:
@@ -167,7 +168,7 @@ def backward_kernel(
         average = 0.0
         if mean is not None:
             average = tl.load(mean + row)
-        normal = ()
+        normal = no_chunks()
         for c in tl.static_range(COUNT):
             normal += ((value[c] - average) * factor,)
         if part is not None:

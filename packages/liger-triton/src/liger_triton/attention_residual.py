@@ -13,7 +13,18 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._chunks import chunks_of, multiplied, no_sums, plus, product_sum, read_chunks, warps_for, write_chunk, write_chunks
+from liger_triton._chunks import (
+    chunks_of,
+    multiplied,
+    no_chunks,
+    no_sums,
+    plus,
+    product_sum,
+    read_chunks,
+    warps_for,
+    write_chunk,
+    write_chunks,
+)
 from liger_triton._norm_sum import read, zero
 from liger_triton.launch import (
     Launcher,
@@ -149,7 +160,7 @@ def forward_kernel(
         higher = tl.maximum(top, score)
         scale = tl.exp(top - higher)
         power = tl.exp(score - higher)
-        scaled = ()
+        scaled = no_chunks()
         for c in tl.static_range(COUNT):
             scaled += (result[c] * scale + power * value[c],)
         result = scaled

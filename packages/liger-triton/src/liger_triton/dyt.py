@@ -81,7 +81,7 @@ def _launch_backward(
         (tiles, programs), grad_y, x, alpha, contiguous(weight), grad_x, grad_weight, grad_bias, part, total, grad_stride, x_stride,
         rows, width, ROWS=BACKWARD.rows, BLOCK=block, STAGES=BACKWARD.stages, num_warps=BACKWARD.warps,
     )  # fmt: skip
-    if sums:
+    if part is not None:
         sum_columns(part, grad_weight, grad_bias)
     if total is not None:
         # One column: the sums of all programs.

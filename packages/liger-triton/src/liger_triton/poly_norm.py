@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._chunks import chunks_of, read_chunks, row_sum, stages_of, warps_for, write_chunk
+from liger_triton._chunks import chunks_of, no_chunks, read_chunks, row_sum, stages_of, warps_for, write_chunk
 from liger_triton._norm_sum import sum_columns, zero
 from liger_triton.launch import Launcher, TritonKernel, contiguous, dense_like, processors, strided_rows, supported
 
@@ -90,9 +90,9 @@ def forward_kernel(
     """One program computes one row."""
     row = tl.program_id(0).to(tl.int64)
     value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
-    squares = ()
-    fourths = ()
-    sixths = ()
+    squares = no_chunks()
+    fourths = no_chunks()
+    sixths = no_chunks()
     for c in tl.static_range(COUNT):
         square = value[c] * value[c]
         cube = square * value[c]
@@ -143,10 +143,10 @@ def backward_kernel(
         # The normalized powers are u, ratio_2 · u² and ratio_3 · u³: of the row, only grad and u stay in registers.
         ratio_2 = second / first / first
         ratio_3 = third / first / first / first
-        normal = ()
-        products = ()
-        squares = ()
-        cubes = ()
+        normal = no_chunks()
+        products = no_chunks()
+        squares = no_chunks()
+        cubes = no_chunks()
         for c in tl.static_range(COUNT):
             u = value[c] * first
             product = grad[c] * u
