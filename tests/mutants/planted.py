@@ -548,6 +548,14 @@ MUTANTS = (
         "result = (1.01 * grad - value * (tl.sum(grad * value, 1) / width)[:, None]) * scale",
         f"rms_norm and {SMALL}",
     ),
+    Mutant(
+        "triton: a kernel that is launched early does not wait for what it reads",
+        f"{TRITON}/launch.py",
+        "        tl.extra.cuda.gdc_wait()",
+        "        pass",
+        ("tests/test_triton_compiles.py", "-k", "compiles and poly_norm"),
+        "test_every_kernel_that_a_sample_launches_compiles",
+    ),
     kernel(
         "triton: mean of the gradient forgotten in long rows",
         "_norm_chunks.py",

@@ -36,7 +36,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     # Of 48 rows some have close scores, whose gradients round-off does not dominate, also where scores are thirty times as large.
     yield Sample("one_block", (n(3, 4, 12, 64), n(64, scale=0.3), n(64)), why="the width is a power of two")
     yield Sample("odd_width", given(4, 5, 100), why="masks on rows and columns")
-    yield Sample("many_rows", given(2, 150, 24), why="every program of the backward walks several rows")
+    yield Sample("many_rows", given(2, 420, 2600), why="programs of the backward walk several rows, on a GPU too")
     yield Sample("whole_row", given(3, 6, 4096), why="every chunk of a row is full")
     yield Sample("last_chunk", given(3, 3, 2200), why="only the last chunk of a row is masked")
     yield Sample("one_layer", given(1, 5, 40), why="a softmax of one score: y is the layer, and the query has no gradient")
