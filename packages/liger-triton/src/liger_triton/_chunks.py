@@ -30,10 +30,15 @@ def warps_for(width: int, most: int) -> int:
     return min(16, power_of_two(cdiv(width, LANES * VECTOR * most)))
 
 
-def stages_of(size: int, like: Tensor, most: int = 3) -> int:
-    """Rows on their way at once, which wait in shared memory; size is the bytes of one row of every program of a multiprocessor."""
+def stages_of(size: int, like: Tensor) -> int:
+    """Rows on their way at once, up to 3, which wait in shared memory; size is the bytes of one row of every program of a multiprocessor."""
     # A kilobyte stays for the reductions.
-    return max(1, min(most, (shared_memory(like.device) - 1024) // max(1, size)))
+    return max(1, min(3, (shared_memory(like.device) - 1024) // max(1, size)))
+
+
+def registers_for(warps: int) -> int:
+    """The most registers of a thread with which so many warps fit on a multiprocessor."""
+    return 65536 // LANES // warps // 8 * 8
 
 
 @triton.jit

@@ -34,10 +34,9 @@ class Shape(NamedTuple):
 
 @cache
 def forward_shape(width: int, centered: bool) -> Shape:
-    """Several rows per program if they are short; see `tiled` for the widths that are not handled here.
+    """Several rows per program if they are short; see `chunked` and `tiled` for the widths that are not handled here.
 
-    rms_norm: .85 at 1024, .87 at 3072 (four rows on 16 warps .79), .94 at 7168 (two rows .90), .95 at 16384 (32 warps .94). layer_norm: .94 to .95
-    at 4096, .94 at 8192, .91 at 16384. Masked lanes cost up to .04.
+    rms_norm: .85 at 1024, .95 at 16384 (32 warps .94). layer_norm: .94 to .95 at 4096, .94 at 8192, .91 at 16384. Masked lanes cost up to .04.
     """
     block = power_of_two(width)
     if block <= 2048:
@@ -83,7 +82,10 @@ def forward(
     weight, bias = contiguous(weight), contiguous(bias)
     args = (x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride)
     if chunked(width) or tiled(width, mean is not None, residual is not None):
-        (_norm_chunks if chunked(width) else _norm_wide).forward(count, *args, width, eps, offset, cast_input)
+        longer = _norm_chunks if chunked(width) else _norm_wide
+        longer.forward_launch(
+            (count,), *args, width, eps, offset, CAST_INPUT=cast_input, **longer.forward_options(width, mean is not None)
+        )  # fmt: skip
         return
     shape = forward_shape(width, mean is not None)
     grid = (cdiv(count, shape.rows),)

@@ -19,6 +19,7 @@ from liger_triton._chunks import (
     product_sum,
     read_chunk,
     read_chunks,
+    registers_for,
     row_sum,
     stages_of,
     warps_for,
@@ -31,15 +32,9 @@ from liger_triton.launch import Launcher, cdiv, processors, registers
 FORWARD_CHUNKS = 6
 
 
-def forward(
-    rows: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, summed: Tensor | None, y: Tensor,
-    mean: Tensor | None, inverse: Tensor, x_stride: int, residual_stride: int, width: int, eps: float, offset: float, cast_input: bool,
-) -> None:  # fmt: skip
-    """One program a row."""
-    forward_launch(
-        (rows,), x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
-        CAST_INPUT=cast_input, **chunks_of(width, warps_for(width, FORWARD_CHUNKS)),
-    )  # fmt: skip
+def forward_options(width: int, centered: bool) -> dict[str, int | bool]:
+    """The compile-time arguments of forward_launch, which has one program a row."""
+    return chunks_of(width, warps_for(width, FORWARD_CHUNKS))
 
 
 def backward(
@@ -62,7 +57,7 @@ def backward(
         (programs + strips,),
         grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part, grad_stride, summed_stride, x_stride, rows, width,
         programs, strips, offset, HELD=held, STAGES=stages, **chunks_of(width, warps),
-        **registers(168 if walking == 12 and not direct else None, x),
+        **registers(registers_for(12) if walking == 12 and not direct else None, x),
     )  # fmt: skip
     if part is not None:
         sum_columns(part, grad_weight, grad_bias)
@@ -84,6 +79,37 @@ def backward_shape(width: int, centered: bool, summed: bool) -> tuple[int, int, 
 
 
 @triton.jit
+def around_mean(value, mean, row, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
+    """A row, and if it is centered, less its mean, which is stored."""
+    if mean is not None:
+        # Correctly rounded, so that a constant row becomes exactly zero.
+        average = tl.div_rn(row_sum(value, COUNT), 1.0 * width)
+        tl.store(mean + row, average)
+        value = centered(value, average, width, COUNT, CHUNK, EVEN)
+    return value
+
+
+@triton.jit
+def inverse_of(value, inverse, row, width, eps, COUNT: tl.constexpr):
+    """1 / sqrt(mean(value²) + eps), which is stored."""
+    scale = tl.rsqrt(product_sum(value, value, COUNT) / width + eps)
+    tl.store(inverse + row, scale)
+    return scale
+
+
+@triton.jit
+def normalized(value, mean, scale, row, COUNT: tl.constexpr):
+    """What a row was normalized to."""
+    average = 0.0
+    if mean is not None:
+        average = tl.load(mean + row)
+    normal = no_chunks()
+    for c in tl.static_range(COUNT):
+        normal += ((value[c] - average) * scale,)
+    return normal
+
+
+@triton.jit
 def forward_kernel(
     x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
     CAST_INPUT: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
@@ -99,13 +125,8 @@ def forward_kernel(
             rounded += (total.to(summed.dtype.element_ty).to(tl.float32),)
         write_chunks(summed + row * width, rounded, width, COUNT, CHUNK, EVEN)
         value = rounded
-    if mean is not None:
-        # Correctly rounded, so that a constant row becomes exactly zero.
-        average = tl.div_rn(row_sum(value, COUNT), 1.0 * width)
-        tl.store(mean + row, average)
-        value = centered(value, average, width, COUNT, CHUNK, EVEN)
-    scale = tl.rsqrt(product_sum(value, value, COUNT) / width + eps)
-    tl.store(inverse + row, scale)
+    value = around_mean(value, mean, row, width, COUNT, CHUNK, EVEN)
+    scale = inverse_of(value, inverse, row, width, eps, COUNT)
     for c in tl.static_range(COUNT):
         result = value[c] * scale
         if CAST_INPUT:
@@ -141,13 +162,9 @@ def backward_kernel(
         grad = read_chunks(grad_y + row * grad_stride, width, COUNT, CHUNK, EVEN)
         value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
         scale = tl.load(inverse + row)
-        average = 0.0
-        if mean is not None:
-            average = tl.load(mean + row)
-        normal = no_chunks()
-        for c in tl.static_range(COUNT):
-            normal += ((value[c] - average) * scale,)
+        normal = normalized(value, mean, scale, row, COUNT)
         if part is not None:
+            # In one instruction each, which a product by itself is not.
             added = no_chunks()
             for c in tl.static_range(COUNT):
                 added += (sum_weight[c] + grad[c] * normal[c],)

@@ -20,22 +20,21 @@ from liger_triton._chunks import (
     product_sum,
     read_chunk,
     read_chunks,
+    registers_for,
     row_sum,
     stages_of,
     warps_for,
     write_chunk,
     write_chunks,
 )
+from liger_triton._norm_chunks import around_mean, inverse_of, normalized
 from liger_triton._norm_sum import read, sum_columns, zero
 from liger_triton.launch import Launcher, cdiv, contiguous, power_of_two, processors, registers, rows_of, strided_rows, wait
 
 WIDEST = 16384
-# Chunks of a row, warps of a multiprocessor forward, and the registers of a thread with which backward 12 fit. Share of copy bandwidth on one H200
-# (bfloat16), forward · backward: .85 · .85 at 1152 columns (centered .83 · .85), .89 · .92 at 3072 (.89 · .90). A program for every row of 3072
+# Chunks of a row, and warps of a multiprocessor forward; backward 12 fit. Share of copy bandwidth on one H200 (bfloat16), forward · backward: .85 · .85 at 1152 columns (centered .83 · .85), .89 · .92 at 3072 (.89 · .90). A program for every row of 3072
 # columns, as the norms have: .87 (.60).
-MOST_CHUNKS, WARPS, REGISTERS = 3, 16, 168
-# Registers of one thread times warps of a program.
-MOST_REGISTERS = 2048
+MOST_CHUNKS, WARPS = 3, 16
 # Numbers that a program which adds what the programs of a sample have reads at once, at most so many rows of them.
 STRIP, STRIP_ROWS = 1024, 32
 
@@ -91,7 +90,7 @@ def backward(
     backward_launch(
         (programs * samples,), grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale.stride(0), tokens, width, programs,
         STAGES=stages_of(several * 2 * width * x.element_size(), x),
-        **chunks_of(width, warps, mean is not None), **registers(min(REGISTERS, MOST_REGISTERS // warps), x),
+        **chunks_of(width, warps, mean is not None), **registers(registers_for(max(12, warps)), x),
     )  # fmt: skip
     if part is None:
         return
@@ -124,12 +123,8 @@ def forward_kernel(
     for token in tl.range(tl.program_id(0) % programs, tokens, programs, num_stages=STAGES):
         row = sample * tokens + token
         value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
-        if mean is not None:
-            average = tl.div_rn(row_sum(value, COUNT), 1.0 * width)
-            tl.store(mean + row, average)
-            value = centered(value, average, width, COUNT, CHUNK, EVEN)
-        factor = tl.rsqrt(product_sum(value, value, COUNT) / width + eps)
-        tl.store(inverse + row, factor)
+        value = around_mean(value, mean, row, width, COUNT, CHUNK, EVEN)
+        factor = inverse_of(value, inverse, row, width, eps, COUNT)
         for c in tl.static_range(COUNT):
             result = value[c] * factor * factors[c]
             if shift is not None:
@@ -165,12 +160,7 @@ def backward_kernel(
         grad = read_chunks(grad_y + row * grad_stride, width, COUNT, CHUNK, EVEN)
         value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
         factor = tl.load(inverse + row)
-        average = 0.0
-        if mean is not None:
-            average = tl.load(mean + row)
-        normal = no_chunks()
-        for c in tl.static_range(COUNT):
-            normal += ((value[c] - average) * factor,)
+        normal = normalized(value, mean, factor, row, COUNT)
         if part is not None:
             products = plus(products, multiplied(grad, normal, COUNT), 1.0, COUNT)
             sums = plus(sums, grad, 1.0, COUNT)

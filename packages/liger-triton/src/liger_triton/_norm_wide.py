@@ -27,16 +27,10 @@ def forward_tile(width: int, centered: bool) -> tuple[int, int]:
     return TILE, 16
 
 
-def forward(
-    rows: int, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, summed: Tensor | None, y: Tensor,
-    mean: Tensor | None, inverse: Tensor, x_stride: int, residual_stride: int, width: int, eps: float, offset: float, cast_input: bool,
-) -> None:  # fmt: skip
-    """One program a row."""
-    tile, warps = forward_tile(width, mean is not None)
-    forward_launch(
-        (rows,), x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
-        CAST_INPUT=cast_input, EVEN=width % tile == 0, BLOCK=tile, VECTOR=VECTOR, num_warps=warps,
-    )  # fmt: skip
+def forward_options(width: int, centered: bool) -> dict[str, int | bool]:
+    """The compile-time arguments of forward_launch, which has one program a row."""
+    tile, warps = forward_tile(width, centered)
+    return {"EVEN": width % tile == 0, "BLOCK": tile, "VECTOR": VECTOR, "num_warps": warps}
 
 
 def backward(

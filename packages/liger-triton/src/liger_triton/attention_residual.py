@@ -21,11 +21,12 @@ from liger_triton._chunks import (
     plus,
     product_sum,
     read_chunks,
+    stages_of,
     warps_for,
     write_chunk,
     write_chunks,
 )
-from liger_triton._norm_sum import read, zero
+from liger_triton._norm_sum import SUMMED, read, zero
 from liger_triton.launch import (
     Launcher,
     TritonKernel,
@@ -35,18 +36,17 @@ from liger_triton.launch import (
     power_of_two,
     processors,
     rows_of,
-    shared_memory,
     supported,
     wait,
 )
 
 # The longest rows and the most layers.
 WIDEST, DEEPEST = 16384, 256
-# Columns of a program that adds what the programs have, and numbers that it reads at once.
-STRIP, SUMMED = 16, 8192
-# Chunks of a row, forward and backward, and layers that are on their way at once. Share of copy bandwidth on one H200 (bfloat16), forward ·
+# Columns of a program that adds what the programs have.
+STRIP = 16
+# Chunks of a row, forward and backward. Share of copy bandwidth on one H200 (bfloat16), forward ·
 # backward: .90 · .72 at 2304 columns, .96 · .75 at 4096 (8192 rows of 9 layers), .90 · .62 at 2048 (4096 rows of 25).
-MOST_CHUNKS, MOST_CHUNKS_BACKWARD, STAGES = 9, 5, 3
+MOST_CHUNKS, MOST_CHUNKS_BACKWARD = 9, 5
 
 
 def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -73,7 +73,7 @@ def _launch(y: Tensor, statistics: Tensor, /, layers: Tensor, query: Tensor, wei
     options = chunks_of(width, warps_for(width, MOST_CHUNKS))
     forward_launch(
         (rows,), layers, query.contiguous(), contiguous(weight), y, statistics, layers.stride(0), layers.stride(1), depth, rows, width, eps,
-        STAGES=_stages(layers), **options,
+        STAGES=stages_of(2 * width * layers.element_size(), layers), **options,
     )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def _launch_backward(
     backward_launch(
         (programs,), grad_y, layers, query, weight, statistics, grad_layers, part,
         grad_y.stride(0), layers.stride(0), layers.stride(1), depth, rows, width,
-        DEPTH=power_of_two(depth), STAGES=_stages(layers), **chunks_of(width, warps),
+        DEPTH=power_of_two(depth), STAGES=stages_of(2 * width * layers.element_size(), layers), **chunks_of(width, warps),
     )  # fmt: skip
     if part is not None:
         sum_launch.after(
@@ -118,11 +118,6 @@ def _stacked(layers: Tensor) -> Tensor:
         return layers.view(shape)
     except RuntimeError:
         return layers.contiguous().view(shape)
-
-
-def _stages(layers: Tensor) -> int:
-    """As many layers are on their way at once, if two programs then fit in shared memory."""
-    return STAGES if 2 * (STAGES - 1) * layers.shape[-1] * layers.element_size() < shared_memory(layers.device) - 8192 else 1
 
 
 _attention_residual = differentiable(

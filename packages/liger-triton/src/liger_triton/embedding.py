@@ -14,7 +14,7 @@ from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows
 # Sorted indices that one program adds up. A sum that ends in a later span continues there, and a second kernel adds its parts.
 SPAN = 16
 # Columns and warps of a program that adds up, and rows of its that are on their way at once.
-SUMMED, SUMMING, STAGES = 1024, 2, 4
+SUM_TILE, SUM_WARPS, STAGES = 1024, 2, 4
 # Columns and warps of a program that copies. Share of copy bandwidth on one H200 (bfloat16), 16384 rows of 4096 columns: .80.
 WIDE, WARPS = 2048, 1
 # As many indices are sorted by comparing each with all others, in one kernel instead of ten: indices of a program, and others at once.
@@ -55,7 +55,7 @@ def _launch_backward(
         return
     grad_y = rows_of(grad_y)
     found, order = _prepared(index.contiguous().view(-1), grad_weight)
-    tiles, block = _tiles(width, SUMMED)
+    tiles, block = _tiles(width, SUM_TILE)
     spans = cdiv(count, SPAN)
     # The sum that a span begins with if it continues one, and the one that it ends with if that goes beyond it.
     parts = torch.empty(2, spans, width, dtype=torch.float32, device=grad_y.device)
@@ -63,7 +63,7 @@ def _launch_backward(
     shape = (count, rows, width, tiles, padding)
     spans_launch.after(
         grid, grad_y, found, order, grad_weight, parts[0], parts[1], grad_y.stride(0), *shape, SPAN=SPAN, BLOCK=block, STAGES=STAGES,
-        num_warps=SUMMING,
+        num_warps=SUM_WARPS,
     )  # fmt: skip
     if spans > 1:
         crossing_launch.after(grid, found, grad_weight, parts[0], parts[1], spans, *shape, SPAN=SPAN, BLOCK=block)
