@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from conformance.cases import arguments_of, differentiable, leaves
-from liger_core import Op, Sample, Unsupported, layer_norm
+from liger_core import Op, Sample, Unsupported, add_rms_norm, layer_norm
 from liger_core.builtin import CATALOGUE
 
 pytest.importorskip("triton")
@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from liger_triton import launch
+from liger_triton import _chunks, launch
 from liger_triton.table import TABLE
 
 pytestmark = pytest.mark.matrix
@@ -119,6 +119,17 @@ def _waits(ptx: str) -> bool:
     """Whether a kernel waits for the one before it before it reads or writes memory."""
     first = re.search(r"griddepcontrol\.wait|\b(?:ld|st|atom|red|cp\.async)\S*\.global", ptx)
     return first is not None and first[0] == "griddepcontrol.wait"
+
+
+@pytest.mark.parametrize("width", [300, 512, 1024, 4096])
+def test_norms_fit_where_programs_have_less_shared_memory(width: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    # That of GPUs of compute capability 7.5; three tensors of float32 need the most.
+    small = 65_536
+    monkeypatch.setattr(_chunks, "shared_memory", lambda device: small)
+    x, residual, weight = (torch.zeros(*shape, requires_grad=True) for shape in ((600, width), (600, width), (width,)))
+    outputs = TABLE[add_rms_norm].function(x, residual, weight)
+    torch.autograd.grad(outputs, [x, residual, weight], [torch.ones_like(o) for o in outputs])
+    assert {name: shared for name, make in kernels.items() if (shared := make().metadata.shared) > small} == {}
 
 
 @pytest.mark.parametrize(("width", "warps"), [(16384, 8), (14336, 8), (8192, 8), (4096, 4)])

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_triton import _norm_chunks, _norm_wide
+from liger_triton._chunks import stages_of
 from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, read, store_sums, sum_columns, zero
 from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two, processors, strided_rows
 
@@ -123,12 +124,13 @@ def backward(
     block = power_of_two(width)
     several = max(2, min(32, 4096 // block))
     groups = cdiv(count, several)
+    size = (2 if grad_summed is None else 3) * x.element_size() * several * block
     programs = groups if direct or not sums else min(groups, 2 * processors(x.device))
     part = None if direct or not sums else x.new_empty((sums, programs, width), dtype=torch.float32)
     # A product fused into its distance from the mean would leave its round-off, which inverse makes large where a row is constant.
     backward_launch(
         (programs + cdiv(width, STRIP) if direct and sums else programs,), *args, part, grad_stride, summed_stride, x_stride, count, width,
-        programs, offset, ROWS=several, BLOCK=block, STAGES=3, num_warps=4, enable_fp_fusion=mean is None,
+        programs, offset, ROWS=several, BLOCK=block, STAGES=stages_of(size, x), num_warps=4, enable_fp_fusion=mean is None,
     )  # fmt: skip
     if part is not None:
         sum_columns(part, grad_weight, grad_bias)
