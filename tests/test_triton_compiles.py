@@ -50,7 +50,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     found: Kernels = {}
 
     def record(self: launch.Launcher, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        kernel, described = self.kernel, _describe(self.kernel.arg_names, args, options)
+        kernel, described = self.kernel, _describe(self.kernel, args, options)
         found.setdefault(f"{kernel.__name__} {described}", lambda: _compile(kernel, *described))
 
     monkeypatch.setattr(launch.Launcher, "__call__", record)
@@ -62,13 +62,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return found
 
 
-def _describe(names: list[str], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+def _describe(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     """What Triton specializes a kernel on: types, constants, integers divisible by 16, options."""
+    names = kernel.arg_names
     types: dict[str, str] = {}
     constants = {name: value for name, value in options.items() if name in names}
     divisible = []
-    for name, arg in zip(names, args, strict=False):
-        if arg is None or (type(arg) is int and arg == 1):
+    for name, arg, parameter in zip(names, args, kernel.params, strict=False):
+        if parameter.is_constexpr or arg is None or (type(arg) is int and arg == 1):
             constants[name] = arg
         elif isinstance(arg, Tensor):
             types[name] = POINTERS[arg.dtype]

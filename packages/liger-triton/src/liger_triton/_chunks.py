@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows in registers as tuples of chunks: a width that is not a power of two leaves few lanes idle, and no chunk but the last needs a mask.
 
-A chunk is CHUNK adjacent columns, 16 bytes of bf16 for each thread. A row has COUNT of them; EVEN: the last one is full, too.
+A chunk is CHUNK adjacent columns, 16 bytes of bf16 for each thread; the last one is as short as the columns that are left allow.
 """
 
 from __future__ import annotations
@@ -19,10 +19,28 @@ LANES = 32
 def chunks_of(width: int, warps: int, centered: bool = False) -> dict[str, int | bool]:
     """How so many warps hold a row, as compile-time arguments; centered: their distances from a mean are taken."""
     chunk = min(LANES * VECTOR * warps, power_of_two(width))
-    # A thread of a full chunk adds its neighbors first: see `fuses`. A product fused into its distance from the mean would leave its round-off,
-    # which is large beside that of a constant row.
-    fused = chunk == LANES * VECTOR * warps and not centered
-    return {"COUNT": cdiv(width, chunk), "CHUNK": chunk, "EVEN": width % chunk == 0, "num_warps": warps, "enable_fp_fusion": fused}
+    # A thread of a full chunk adds its neighbors first, unless a short one comes right behind it: see `fuses` and `row_sum`. A product fused into
+    # its distance from the mean would leave its round-off, which is large beside that of a constant row.
+    short = chunk < LANES * VECTOR * warps or (chunk < width < 2 * chunk and size_of(1, width, chunk) < chunk)
+    return {"CHUNK": chunk, "num_warps": warps, "enable_fp_fusion": not short and not centered}
+
+
+@triton.constexpr_function
+def count_of(width, chunk):
+    """Chunks of a row."""
+    return -(-width // chunk)
+
+
+@triton.constexpr_function
+def size_of(c, width, chunk):
+    """Columns of chunk c of a row; of the last one at least a quarter of the others'."""
+    return min(chunk, max(chunk // 4, triton.next_power_of_2(width - c * chunk)))
+
+
+@triton.constexpr_function
+def is_full(c, width, chunk):
+    """Whether a row has all columns of chunk c."""
+    return c * chunk + size_of(c, width, chunk) <= width
 
 
 def warps_for(width: int, most: int) -> int:
@@ -30,10 +48,10 @@ def warps_for(width: int, most: int) -> int:
     return min(16, power_of_two(cdiv(width, LANES * VECTOR * most)))
 
 
-def stages_of(size: int, like: Tensor) -> int:
-    """Rows on their way at once, up to 3, which wait in shared memory; size is the bytes of one row of every program of a multiprocessor."""
+def stages_of(size: int, like: Tensor, most: int = 3) -> int:
+    """Rows on their way at once, at most so many, which wait in shared memory; size is the bytes of one row of every program of a multiprocessor."""
     # A kilobyte stays for the reductions.
-    return max(1, min(3, (shared_memory(like.device) - 1024) // max(1, size)))
+    return max(1, min(most, (shared_memory(like.device) - 1024) // max(1, size)))
 
 
 def registers_for(warps: int) -> int:
@@ -48,90 +66,116 @@ def no_chunks():
 
 
 @triton.jit
-def read_chunk(row, c: tl.constexpr, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
-    """Chunk c of a row in float32, zero where the row has no columns."""
-    column = c * CHUNK + tl.arange(0, CHUNK)
-    return read(row + column, None if EVEN or c < COUNT - 1 else column < width)
+def columns_of(c: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """The columns of chunk c."""
+    return c * CHUNK + tl.arange(0, size_of(c, WIDTH, CHUNK))
 
 
 @triton.jit
-def write_chunk(
-    row, value, c: tl.constexpr, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr, CACHE: tl.constexpr = ANY
-):  # fmt: skip
+def read_chunk(row, c: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Chunk c of a row in float32, zero where the row has no columns."""
+    column = columns_of(c, WIDTH, CHUNK)
+    return read(row + column, None if is_full(c, WIDTH, CHUNK) else column < WIDTH)
+
+
+@triton.jit
+def write_chunk(row, value, c: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, CACHE: tl.constexpr = ANY):
     """Store chunk c of a row."""
-    column = c * CHUNK + tl.arange(0, CHUNK)
-    mask = None if EVEN or c < COUNT - 1 else column < width
+    column = columns_of(c, WIDTH, CHUNK)
+    mask = None if is_full(c, WIDTH, CHUNK) else column < WIDTH
     tl.store(row + column, value.to(row.dtype.element_ty), mask=mask, cache_modifier=CACHE)
 
 
 @triton.jit
-def read_chunks(row, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
+def read_chunks(row, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """All chunks of a row."""
     values = no_chunks()
-    for c in tl.static_range(COUNT):
-        values += (read_chunk(row, c, width, COUNT, CHUNK, EVEN),)
+    for c in tl.static_range(count_of(WIDTH, CHUNK)):
+        values += (read_chunk(row, c, WIDTH, CHUNK),)
     return values
 
 
 @triton.jit
-def write_chunks(row, values, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
+def write_chunks(row, values, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """Store all chunks of a row."""
-    for c in tl.static_range(COUNT):
-        write_chunk(row, values[c], c, width, COUNT, CHUNK, EVEN)
+    for c in tl.static_range(len(values)):
+        write_chunk(row, values[c], c, WIDTH, CHUNK)
 
 
 @triton.jit
-def no_sums(COUNT: tl.constexpr, CHUNK: tl.constexpr):
+def no_sums(WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """Sums over no rows."""
     values = no_chunks()
-    for _ in tl.static_range(COUNT):
-        values += (tl.zeros((CHUNK,), dtype=tl.float32),)
+    for c in tl.static_range(count_of(WIDTH, CHUNK)):
+        values += (tl.zeros((size_of(c, WIDTH, CHUNK),), dtype=tl.float32),)
     return values
 
 
 @triton.jit
-def multiplied(a, b, COUNT: tl.constexpr):
+def multiplied(a, b):
     """a · b of each column."""
     values = no_chunks()
-    for c in tl.static_range(COUNT):
+    for c in tl.static_range(len(a)):
         values += (a[c] * b[c],)
     return values
 
 
 @triton.jit
-def plus(a, b, factor, COUNT: tl.constexpr):
+def plus(a, b):
+    """a + b of each column."""
+    values = no_chunks()
+    for c in tl.static_range(len(a)):
+        values += (a[c] + b[c],)
+    return values
+
+
+@triton.jit
+def plus_scaled(a, b, factor):
     """a + factor · b of each column."""
     values = no_chunks()
-    for c in tl.static_range(COUNT):
+    for c in tl.static_range(len(a)):
         values += (a[c] + factor * b[c],)
     return values
 
 
 @triton.jit
-def product_sum(a, b, COUNT: tl.constexpr):
+def plus_product(a, b, other):
+    """a + b · other of each column, in one instruction, which a product by itself is not."""
+    values = no_chunks()
+    for c in tl.static_range(len(a)):
+        values += (a[c] + b[c] * other[c],)
+    return values
+
+
+@triton.jit
+def product_sum(a, b):
     """Σ a · b over a row."""
-    total = a[0] * b[0]
-    for c in tl.static_range(1, COUNT):
-        total += a[c] * b[c]
-    return tl.sum(total, 0)
+    return row_sum(multiplied(a, b))
 
 
 @triton.jit
-def row_sum(a, COUNT: tl.constexpr):
+def row_sum(a):
     """Σ a over a row."""
+    LAST: tl.constexpr = len(a) - 1
     total = a[0]
-    for c in tl.static_range(1, COUNT):
+    for c in tl.static_range(1, LAST):
         total += a[c]
+    if LAST > 0:
+        SHORT: tl.constexpr = a[LAST].shape[0]
+        if a[0].shape[0] > SHORT:
+            # Neighbors, which a thread has.
+            total = tl.sum(tl.reshape(total, (SHORT, a[0].shape[0] // SHORT)), 1)
+        total += a[LAST]
     return tl.sum(total, 0)
 
 
 @triton.jit
-def centered(a, average, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
+def centered(a, average, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """a - average, zero where the row has no columns."""
     values = no_chunks()
-    for c in tl.static_range(COUNT):
+    for c in tl.static_range(len(a)):
         away = a[c] - average
-        if not EVEN and c == COUNT - 1:
-            away = tl.where(c * CHUNK + tl.arange(0, CHUNK) < width, away, 0.0)
+        if not is_full(c, WIDTH, CHUNK):
+            away = tl.where(columns_of(c, WIDTH, CHUNK) < WIDTH, away, 0.0)
         values += (away,)
     return values

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
-from liger_triton.launch import Launcher, TritonKernel, rows_of, tiles_of
+from liger_triton.launch import TILE_WARPS, Launcher, TritonKernel, rows_of, tiles_of
 
 SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = 0, 1, 2, 3
 # Limit of gate and up, α, shift of up, scales of the gate and of the result: a list, which a call passes on in one piece.
@@ -37,7 +37,7 @@ def _launch(y: Tensor, /, gate: Tensor, up: Tensor | None, activation: int, numb
     if rows * width:
         forward_launch(
             (rows * tiles,), first, second, y, first.stride(0), second.stride(0), width, tiles, *numbers,
-            ACTIVATION=activation, LIMITED=numbers[0] != math.inf, BLOCK=block,
+            ACTIVATION=activation, LIMITED=numbers[0] != math.inf, BLOCK=block, num_warps=TILE_WARPS,
         )  # fmt: skip
 
 
@@ -82,6 +82,7 @@ def _launch_backward(
         (rows * tiles,), grad_y, first, second, grad_first, grad_second,
         grad_y.stride(0), first.stride(0), second.stride(0), given[0].stride(0), width, tiles, *numbers,
         ACTIVATION=activation, LIMITED=numbers[0] != math.inf, NEEDS_GATE=grad_first is not None, NEEDS_UP=grad_second is not None, BLOCK=block,
+        num_warps=TILE_WARPS,
     )  # fmt: skip
 
 

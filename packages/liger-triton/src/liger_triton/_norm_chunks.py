@@ -16,6 +16,7 @@ from liger_triton._chunks import (
     no_chunks,
     no_sums,
     plus,
+    plus_product,
     product_sum,
     read_chunk,
     read_chunks,
@@ -79,70 +80,70 @@ def backward_shape(width: int, centered: bool, summed: bool) -> tuple[int, int, 
 
 
 @triton.jit
-def around_mean(value, mean, row, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
+def around_mean(value, mean, row, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """A row, and if it is centered, less its mean, which is stored."""
     if mean is not None:
         # Correctly rounded, so that a constant row becomes exactly zero.
-        average = tl.div_rn(row_sum(value, COUNT), 1.0 * width)
+        average = tl.div_rn(row_sum(value), 1.0 * WIDTH)
         tl.store(mean + row, average)
-        value = centered(value, average, width, COUNT, CHUNK, EVEN)
+        value = centered(value, average, WIDTH, CHUNK)
     return value
 
 
 @triton.jit
-def inverse_of(value, inverse, row, width, eps, COUNT: tl.constexpr):
+def inverse_of(value, inverse, row, WIDTH: tl.constexpr, eps):
     """1 / sqrt(mean(value²) + eps), which is stored."""
-    scale = tl.rsqrt(product_sum(value, value, COUNT) / width + eps)
+    scale = tl.rsqrt(product_sum(value, value) / WIDTH + eps)
     tl.store(inverse + row, scale)
     return scale
 
 
 @triton.jit
-def normalized(value, mean, scale, row, COUNT: tl.constexpr):
+def normalized(value, mean, scale, row):
     """What a row was normalized to."""
     average = 0.0
     if mean is not None:
         average = tl.load(mean + row)
     normal = no_chunks()
-    for c in tl.static_range(COUNT):
+    for c in tl.static_range(len(value)):
         normal += ((value[c] - average) * scale,)
     return normal
 
 
 @triton.jit
 def forward_kernel(
-    x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
-    CAST_INPUT: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, WIDTH: tl.constexpr, eps, offset,
+    CAST_INPUT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program normalizes one row."""
     row = tl.program_id(0).to(tl.int64)
-    value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
+    value = read_chunks(x + row * x_stride, WIDTH, CHUNK)
     if residual is not None:
         rounded = no_chunks()
-        for c in tl.static_range(COUNT):
-            total = value[c] + read_chunk(residual + row * residual_stride, c, width, COUNT, CHUNK, EVEN)
+        for c in tl.static_range(len(value)):
+            total = value[c] + read_chunk(residual + row * residual_stride, c, WIDTH, CHUNK)
             # The rounded sum is normalized: the one that the next layer sees.
             rounded += (total.to(summed.dtype.element_ty).to(tl.float32),)
-        write_chunks(summed + row * width, rounded, width, COUNT, CHUNK, EVEN)
+        write_chunks(summed + row * WIDTH, rounded, WIDTH, CHUNK)
         value = rounded
-    value = around_mean(value, mean, row, width, COUNT, CHUNK, EVEN)
-    scale = inverse_of(value, inverse, row, width, eps, COUNT)
-    for c in tl.static_range(COUNT):
+    value = around_mean(value, mean, row, WIDTH, CHUNK)
+    scale = inverse_of(value, inverse, row, WIDTH, eps)
+    for c in tl.static_range(len(value)):
         result = value[c] * scale
         if CAST_INPUT:
             result = result.to(y.dtype.element_ty).to(tl.float32)
         if weight is not None:
-            result = result * (read_chunk(weight, c, width, COUNT, CHUNK, EVEN) + offset)
+            result = result * (read_chunk(weight, c, WIDTH, CHUNK) + offset)
         if bias is not None:
-            result = result + read_chunk(bias, c, width, COUNT, CHUNK, EVEN)
-        write_chunk(y + row * width, result, c, width, COUNT, CHUNK, EVEN)
+            result = result + read_chunk(bias, c, WIDTH, CHUNK)
+        write_chunk(y + row * WIDTH, result, c, WIDTH, CHUNK)
 
 
 @triton.jit
 def backward_kernel(
     grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part,
-    grad_stride, summed_stride, x_stride, rows, width, programs, strips, offset,
-    HELD: tl.constexpr, STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    grad_stride, summed_stride, x_stride, rows, WIDTH: tl.constexpr, programs, strips, offset,
+    HELD: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program p walks every programs-th row, and writes its sums for the other gradients to row p of part (sums, programs, width).
 
@@ -152,51 +153,47 @@ def backward_kernel(
     program = tl.program_id(0) - strips
     if part is None and program < 0:
         # They come first, since they have more to do.
-        add_columns(program + strips, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, width)
+        add_columns(program + strips, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, WIDTH)
         return
     if weight is not None and HELD:
-        factors = read_chunks(weight, width, COUNT, CHUNK, EVEN)
-    sum_weight = no_sums(COUNT, CHUNK)
-    sum_bias = no_sums(COUNT, CHUNK)
+        factors = read_chunks(weight, WIDTH, CHUNK)
+    sum_weight = no_sums(WIDTH, CHUNK)
+    sum_bias = no_sums(WIDTH, CHUNK)
     for row in tl.range(program.to(tl.int64), rows, programs, num_stages=STAGES):
-        grad = read_chunks(grad_y + row * grad_stride, width, COUNT, CHUNK, EVEN)
-        value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
+        grad = read_chunks(grad_y + row * grad_stride, WIDTH, CHUNK)
+        value = read_chunks(x + row * x_stride, WIDTH, CHUNK)
         scale = tl.load(inverse + row)
-        normal = normalized(value, mean, scale, row, COUNT)
+        normal = normalized(value, mean, scale, row)
         if part is not None:
-            # In one instruction each, which a product by itself is not.
-            added = no_chunks()
-            for c in tl.static_range(COUNT):
-                added += (sum_weight[c] + grad[c] * normal[c],)
-            sum_weight = added
-            sum_bias = plus(sum_bias, grad, 1.0, COUNT)
+            sum_weight = plus_product(sum_weight, grad, normal)
+            sum_bias = plus(sum_bias, grad)
         if grad_x is not None:
             scaled = no_chunks()
-            for c in tl.static_range(COUNT):
+            for c in tl.static_range(len(value)):
                 product = grad[c]
                 if weight is not None:
-                    factor = factors[c] if HELD else read_chunk(weight, c, width, COUNT, CHUNK, EVEN)
+                    factor = factors[c] if HELD else read_chunk(weight, c, WIDTH, CHUNK)
                     product = product * (factor + offset)
                 scaled += (product,)
-            slope = product_sum(scaled, normal, COUNT) / width
+            slope = product_sum(scaled, normal) / WIDTH
             away = 0.0
             if mean is not None:
-                away = row_sum(scaled, COUNT) / width
+                away = row_sum(scaled) / WIDTH
             if grad_summed is not None:
                 # All of it before the first store, which the compiler must not move a load past.
-                others = read_chunks(grad_summed + row * summed_stride, width, COUNT, CHUNK, EVEN)
-            for c in tl.static_range(COUNT):
+                others = read_chunks(grad_summed + row * summed_stride, WIDTH, CHUNK)
+            for c in tl.static_range(len(value)):
                 result = (scaled[c] - normal[c] * slope - away) * scale
                 if grad_summed is not None:
                     result += others[c]
-                write_chunk(grad_x + row * width, result, c, width, COUNT, CHUNK, EVEN)
+                write_chunk(grad_x + row * WIDTH, result, c, WIDTH, CHUNK)
     if part is not None:
-        to = part + program.to(tl.int64) * width
+        to = part + program.to(tl.int64) * WIDTH
         if grad_weight is not None:
-            write_chunks(to, sum_weight, width, COUNT, CHUNK, EVEN)
-            to += programs.to(tl.int64) * width
+            write_chunks(to, sum_weight, WIDTH, CHUNK)
+            to += programs.to(tl.int64) * WIDTH
         if grad_bias is not None:
-            write_chunks(to, sum_bias, width, COUNT, CHUNK, EVEN)
+            write_chunks(to, sum_bias, WIDTH, CHUNK)
 
 
 forward_launch = Launcher(forward_kernel)

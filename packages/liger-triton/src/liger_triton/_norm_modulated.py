@@ -13,10 +13,12 @@ from liger_core.kernels import Outputs
 from liger_triton._chunks import (
     centered,
     chunks_of,
+    count_of,
     multiplied,
     no_chunks,
     no_sums,
     plus,
+    plus_product,
     product_sum,
     read_chunk,
     read_chunks,
@@ -32,9 +34,10 @@ from liger_triton._norm_sum import read, sum_columns, zero
 from liger_triton.launch import Launcher, cdiv, contiguous, power_of_two, processors, registers, rows_of, strided_rows, wait
 
 WIDEST = 16384
-# Chunks of a row, and warps of a multiprocessor forward; backward 12 fit. Share of copy bandwidth on one H200 (bfloat16), forward · backward: .85 · .85 at 1152 columns (centered .83 · .85), .89 · .92 at 3072 (.89 · .90). A program for every row of 3072
-# columns, as the norms have: .87 (.60).
-MOST_CHUNKS, WARPS = 3, 16
+# Chunks of a row forward and backward, and forward, warps of a multiprocessor; backward 12 fit. Share of copy bandwidth on one H200 (bfloat16),
+# forward · backward: .86 · .86 at 1152 columns (centered .85 · .86), .88 · .91 at 3072 (.89 · .90). A program for every row of 3072 columns, as the
+# norms have: .80 (.72).
+MOST_CHUNKS, MOST_CHUNKS_BACKWARD, WARPS = 4, 3, 16
 # Numbers that a program which adds what the programs of a sample have reads at once, at most so many rows of them.
 STRIP, STRIP_ROWS = 1024, 32
 
@@ -64,7 +67,7 @@ def forward(
     forward_launch(
         (programs * samples,), x, scale, shift, contiguous(weight), y, mean, inverse,
         x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, programs, eps,
-        STAGES=stages_of(max(1, WARPS // warps) * width * x.element_size(), x), **chunks_of(width, warps, mean is not None),
+        STAGES=stages_of(max(1, WARPS // warps) * width * x.element_size(), x, 4 if warps <= 2 else 3), **chunks_of(width, warps, mean is not None),
     )  # fmt: skip
 
 
@@ -82,7 +85,7 @@ def backward(
     grad_y, grad_stride = strided_rows(grad_y)
     x, x_stride = strided_rows(x)
     scale, weight = rows_of(scale), contiguous(weight)
-    warps = warps_for(width, MOST_CHUNKS)
+    warps = warps_for(width, MOST_CHUNKS_BACKWARD)
     several = max(1, (12 if warps < 4 or mean is not None else 8) // warps)
     programs = min(tokens, programs_of_sample(several, x, samples))
     products = grad_scale is not None or grad_weight is not None
@@ -112,70 +115,70 @@ def programs_of_sample(programs: int, x: Tensor, samples: int) -> int:
 
 @triton.jit
 def forward_kernel(
-    x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, width, programs, eps,
-    STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, WIDTH: tl.constexpr, programs, eps,
+    STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program s · programs + p computes every programs-th token of sample s, from the p-th on."""
     sample = (tl.program_id(0) // programs).to(tl.int64)
-    factors = modulation(scale + sample * scale_stride, weight, width, COUNT, CHUNK, EVEN)
+    factors = modulation(scale + sample * scale_stride, weight, WIDTH, CHUNK)
     if shift is not None:
-        moved = read_chunks(shift + sample * shift_stride, width, COUNT, CHUNK, EVEN)
+        moved = read_chunks(shift + sample * shift_stride, WIDTH, CHUNK)
     for token in tl.range(tl.program_id(0) % programs, tokens, programs, num_stages=STAGES):
         row = sample * tokens + token
-        value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
-        value = around_mean(value, mean, row, width, COUNT, CHUNK, EVEN)
-        factor = inverse_of(value, inverse, row, width, eps, COUNT)
-        for c in tl.static_range(COUNT):
+        value = read_chunks(x + row * x_stride, WIDTH, CHUNK)
+        value = around_mean(value, mean, row, WIDTH, CHUNK)
+        factor = inverse_of(value, inverse, row, WIDTH, eps)
+        for c in tl.static_range(len(value)):
             result = value[c] * factor * factors[c]
             if shift is not None:
                 result += moved[c]
-            write_chunk(y + row * width, result, c, width, COUNT, CHUNK, EVEN)
+            write_chunk(y + row * WIDTH, result, c, WIDTH, CHUNK)
 
 
 @triton.jit
-def modulation(scale, weight, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
+def modulation(scale, weight, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """(1 + scale) · weight of a row."""
     factors = no_chunks()
-    for c in tl.static_range(COUNT):
-        factor = 1.0 + read_chunk(scale, c, width, COUNT, CHUNK, EVEN)
+    for c in tl.static_range(count_of(WIDTH, CHUNK)):
+        factor = 1.0 + read_chunk(scale, c, WIDTH, CHUNK)
         if weight is not None:
-            factor = factor * read_chunk(weight, c, width, COUNT, CHUNK, EVEN)
+            factor = factor * read_chunk(weight, c, WIDTH, CHUNK)
         factors += (factor,)
     return factors
 
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale_stride, tokens, width, programs,
-    STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale_stride, tokens, WIDTH: tl.constexpr, programs,
+    STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program s · programs + p walks every programs-th token of sample s, from the p-th on."""
     program = tl.program_id(0) % programs
     sample = (tl.program_id(0) // programs).to(tl.int64)
-    factors = modulation(scale + sample * scale_stride, weight, width, COUNT, CHUNK, EVEN)
-    products = no_sums(COUNT, CHUNK)
-    sums = no_sums(COUNT, CHUNK)
+    factors = modulation(scale + sample * scale_stride, weight, WIDTH, CHUNK)
+    products = no_sums(WIDTH, CHUNK)
+    sums = no_sums(WIDTH, CHUNK)
     for token in tl.range(program, tokens, programs, num_stages=STAGES):
         row = sample * tokens + token
-        grad = read_chunks(grad_y + row * grad_stride, width, COUNT, CHUNK, EVEN)
-        value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
+        grad = read_chunks(grad_y + row * grad_stride, WIDTH, CHUNK)
+        value = read_chunks(x + row * x_stride, WIDTH, CHUNK)
         factor = tl.load(inverse + row)
-        normal = normalized(value, mean, factor, row, COUNT)
+        normal = normalized(value, mean, factor, row)
         if part is not None:
-            products = plus(products, multiplied(grad, normal, COUNT), 1.0, COUNT)
-            sums = plus(sums, grad, 1.0, COUNT)
+            products = plus_product(products, grad, normal)
+            sums = plus(sums, grad)
         if grad_x is not None:
-            scaled = multiplied(grad, factors, COUNT)
+            scaled = multiplied(grad, factors)
             if mean is not None:
                 # Centered first: of two columns nothing but round-off would be left of a larger product.
-                scaled = centered(scaled, row_sum(scaled, COUNT) / width, width, COUNT, CHUNK, EVEN)
-            slope = product_sum(scaled, normal, COUNT) / width
-            for c in tl.static_range(COUNT):
-                write_chunk(grad_x + row * width, (scaled[c] - normal[c] * slope) * factor, c, width, COUNT, CHUNK, EVEN)
+                scaled = centered(scaled, row_sum(scaled) / WIDTH, WIDTH, CHUNK)
+            slope = product_sum(scaled, normal) / WIDTH
+            for c in tl.static_range(len(value)):
+                write_chunk(grad_x + row * WIDTH, (scaled[c] - normal[c] * slope) * factor, c, WIDTH, CHUNK)
     if part is not None:
-        first = part + (sample * programs + program) * width
-        write_chunks(first, products, width, COUNT, CHUNK, EVEN)
-        write_chunks(first + tl.num_programs(0).to(tl.int64) * width, sums, width, COUNT, CHUNK, EVEN)
+        first = part + (sample * programs + program) * WIDTH
+        write_chunks(first, products, WIDTH, CHUNK)
+        write_chunks(first + tl.num_programs(0).to(tl.int64) * WIDTH, sums, WIDTH, CHUNK)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from liger_triton._chunks import (
     multiplied,
     no_chunks,
     no_sums,
-    plus,
+    plus_scaled,
     product_sum,
     read_chunks,
     stages_of,
@@ -46,7 +46,9 @@ WIDEST, DEEPEST = 16384, 256
 STRIP = 16
 # Chunks of a row, forward and backward. Share of copy bandwidth on one H200 (bfloat16), forward ·
 # backward: .90 · .72 at 2304 columns, .96 · .75 at 4096 (8192 rows of 9 layers), .90 · .62 at 2048 (4096 rows of 25).
-MOST_CHUNKS, MOST_CHUNKS_BACKWARD = 9, 5
+MOST_CHUNKS, MOST_CHUNKS_BACKWARD = 9, 7
+# Layers on their way at once, forward and backward, and backward, warps of a multiprocessor.
+MOST_STAGES, MOST_STAGES_BACKWARD, WALKING = 4, 6, 8
 
 
 def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -73,7 +75,7 @@ def _launch(y: Tensor, statistics: Tensor, /, layers: Tensor, query: Tensor, wei
     options = chunks_of(width, warps_for(width, MOST_CHUNKS))
     forward_launch(
         (rows,), layers, query.contiguous(), contiguous(weight), y, statistics, layers.stride(0), layers.stride(1), depth, rows, width, eps,
-        STAGES=stages_of(2 * width * layers.element_size(), layers), **options,
+        STAGES=stages_of(2 * width * layers.element_size(), layers, MOST_STAGES), **options,
     )  # fmt: skip
 
 
@@ -93,14 +95,14 @@ def _launch_backward(
     layers, grad_y, query, weight = _stacked(layers), rows_of(grad_y), query.contiguous(), contiguous(weight)
     depth, rows, width = layers.shape
     warps = warps_for(width, MOST_CHUNKS_BACKWARD)
-    # As many as registers hold.
-    programs = min(rows, max(1, (12 if warps >= 4 else 8) // warps) * processors(layers.device))
+    programs = min(rows, max(1, WALKING // warps) * processors(layers.device))
     summed = grad_query is not None or grad_weight is not None
     part = layers.new_empty((programs, width), dtype=torch.float32) if summed else None
     backward_launch(
         (programs,), grad_y, layers, query, weight, statistics, grad_layers, part,
         grad_y.stride(0), layers.stride(0), layers.stride(1), depth, rows, width,
-        DEPTH=power_of_two(depth), STAGES=stages_of(2 * width * layers.element_size(), layers), **chunks_of(width, warps),
+        DEPTH=power_of_two(depth), STAGES=stages_of(max(1, WALKING // warps) * width * layers.element_size(), layers, MOST_STAGES_BACKWARD),
+        **chunks_of(width, warps),
     )  # fmt: skip
     if part is not None:
         sum_launch.after(
@@ -127,28 +129,28 @@ _attention_residual = differentiable(
 
 
 @triton.jit
-def weighted_query(query, weight, width, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr):
+def weighted_query(query, weight, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """query · weight, in float32."""
-    values = read_chunks(query, width, COUNT, CHUNK, EVEN)
-    return values if weight is None else multiplied(values, read_chunks(weight, width, COUNT, CHUNK, EVEN), COUNT)
+    values = read_chunks(query, WIDTH, CHUNK)
+    return values if weight is None else multiplied(values, read_chunks(weight, WIDTH, CHUNK))
 
 
 @triton.jit
 def forward_kernel(
-    layers, query, weight, y, statistics, layer_stride, row_stride, depth, rows, width, eps,
-    COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    layers, query, weight, y, statistics, layer_stride, row_stride, depth, rows, WIDTH: tl.constexpr, eps,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program computes a row: each layer is read once, and what was summed is scaled where the highest score rises."""
     row = tl.program_id(0).to(tl.int64)
-    by = weighted_query(query, weight, width, COUNT, CHUNK, EVEN)
+    by = weighted_query(query, weight, WIDTH, CHUNK)
     top = tl.full((), float("-inf"), dtype=tl.float32)
     total = tl.zeros((), dtype=tl.float32)
-    result = no_sums(COUNT, CHUNK)
+    result = no_sums(WIDTH, CHUNK)
     inverses = tl.cast(depth, tl.int64) * rows
     for k in tl.range(0, depth, num_stages=STAGES):
-        value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, width, COUNT, CHUNK, EVEN)
-        inverse = tl.rsqrt(product_sum(value, value, COUNT) / width + eps)
-        score = product_sum(value, by, COUNT) * inverse
+        value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, WIDTH, CHUNK)
+        inverse = tl.rsqrt(product_sum(value, value) / WIDTH + eps)
+        score = product_sum(value, by) * inverse
         at = statistics + row * depth + k
         tl.store(at, score)
         tl.store(at + inverses, inverse)
@@ -156,19 +158,19 @@ def forward_kernel(
         scale = tl.exp(top - higher)
         power = tl.exp(score - higher)
         scaled = no_chunks()
-        for c in tl.static_range(COUNT):
+        for c in tl.static_range(len(value)):
             scaled += (result[c] * scale + power * value[c],)
         result = scaled
         total = total * scale + power
         top = higher
-    for c in tl.static_range(COUNT):
-        write_chunk(y + row * width, result[c] / total, c, width, COUNT, CHUNK, EVEN)
+    for c in tl.static_range(len(result)):
+        write_chunk(y + row * WIDTH, result[c] / total, c, WIDTH, CHUNK)
 
 
 @triton.jit
 def backward_kernel(
-    grad_y, layers, query, weight, statistics, grad_layers, part, grad_stride, layer_stride, row_stride, depth, rows, width,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    grad_y, layers, query, weight, statistics, grad_layers, part, grad_stride, layer_stride, row_stride, depth, rows, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program p walks every programs-th row; what it adds up for query and weight goes to row p of part.
 
@@ -176,37 +178,37 @@ def backward_kernel(
     """
     program = tl.program_id(0)
     layer = tl.arange(0, DEPTH)
-    by = weighted_query(query, weight, width, COUNT, CHUNK, EVEN)
-    sums = no_sums(COUNT, CHUNK)
+    by = weighted_query(query, weight, WIDTH, CHUNK)
+    sums = no_sums(WIDTH, CHUNK)
     for start in range(program, rows, tl.num_programs(0)):
         row = tl.cast(start, tl.int64)
         at = statistics + row * depth + layer
         # Before the layers, behind which they would wait.
         score = tl.load(at, mask=layer < depth, other=float("-inf"))
         inverse = tl.load(at + tl.cast(depth, tl.int64) * rows, mask=layer < depth, other=0.0)
-        grad = read_chunks(grad_y + row * grad_stride, width, COUNT, CHUNK, EVEN)
+        grad = read_chunks(grad_y + row * grad_stride, WIDTH, CHUNK)
         product = tl.zeros((DEPTH,), dtype=tl.float32)
         for k in tl.range(0, depth, num_stages=STAGES):
-            value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, width, COUNT, CHUNK, EVEN)
+            value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, WIDTH, CHUNK)
             # A scalar: each thread keeps the products of a few layers only, not of all.
-            product = tl.where(layer == k, product_sum(grad, value, COUNT), product)
-        share, slope, shrink = slopes(product, score, inverse, layer, depth, width)
+            product = tl.where(layer == k, product_sum(grad, value), product)
+        share, slope, shrink = slopes(product, score, inverse, layer, depth, WIDTH)
         for back in tl.range(0, depth, num_stages=STAGES):
             # The last layer comes first: it was read last, and is the surest to be in the cache.
             k = depth - 1 - back
-            value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, width, COUNT, CHUNK, EVEN)
+            value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, WIDTH, CHUNK)
             slope_k = tl.sum(tl.where(layer == k, slope, 0.0))
             if grad_layers is not None:
                 share_k = tl.sum(tl.where(layer == k, share, 0.0))
                 shrink_k = tl.sum(tl.where(layer == k, shrink, 0.0))
-                to = grad_layers + (tl.cast(k, tl.int64) * rows + row) * width
-                for c in tl.static_range(COUNT):
+                to = grad_layers + (tl.cast(k, tl.int64) * rows + row) * WIDTH
+                for c in tl.static_range(len(value)):
                     result = share_k * grad[c] + slope_k * by[c] - shrink_k * value[c]
                     # It is not read again soon: the cache keeps the layers.
-                    write_chunk(to, result, c, width, COUNT, CHUNK, EVEN, ".cs")
-            sums = plus(sums, value, slope_k, COUNT)
+                    write_chunk(to, result, c, WIDTH, CHUNK, ".cs")
+            sums = plus_scaled(sums, value, slope_k)
     if part is not None:
-        write_chunks(part + program.to(tl.int64) * width, sums, width, COUNT, CHUNK, EVEN)
+        write_chunks(part + program.to(tl.int64) * WIDTH, sums, WIDTH, CHUNK)
 
 
 @triton.jit

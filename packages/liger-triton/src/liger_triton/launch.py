@@ -33,7 +33,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # Releases of Triton whose launcher `Launcher` knows how to call; 3.6 takes the arguments one by one, the others in a tuple.
 KNOWN_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 # Column tiles, not one program a row: a row padded to a power of two wastes up to a third of the lanes (I = 11008 → 16384).
-TILE = 1024
+TILE, TILE_WARPS = 2048, 8
 # Neighbors that one thread takes: 16 bytes of bf16.
 VECTOR = 8
 # Programs of a persistent grid in the interpreter, where a program costs milliseconds and there is no device to fill.

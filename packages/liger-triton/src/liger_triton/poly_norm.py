@@ -85,23 +85,23 @@ _poly_norm = differentiable(
 
 @triton.jit
 def forward_kernel(
-    x, weight, bias, y, inverse, x_stride, width, eps, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr
+    x, weight, bias, y, inverse, x_stride, WIDTH: tl.constexpr, eps, CHUNK: tl.constexpr
 ):  # fmt: skip
     """One program computes one row."""
     row = tl.program_id(0).to(tl.int64)
-    value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
+    value = read_chunks(x + row * x_stride, WIDTH, CHUNK)
     squares = no_chunks()
     fourths = no_chunks()
     sixths = no_chunks()
-    for c in tl.static_range(COUNT):
+    for c in tl.static_range(len(value)):
         square = value[c] * value[c]
         cube = square * value[c]
         squares += (square,)
         fourths += (square * square,)
         sixths += (cube * cube,)
-    third = tl.rsqrt(row_sum(sixths, COUNT) / width + eps)
-    second = tl.rsqrt(row_sum(fourths, COUNT) / width + eps)
-    first = tl.rsqrt(row_sum(squares, COUNT) / width + eps)
+    third = tl.rsqrt(row_sum(sixths) / WIDTH + eps)
+    second = tl.rsqrt(row_sum(fourths) / WIDTH + eps)
+    first = tl.rsqrt(row_sum(squares) / WIDTH + eps)
     tl.store(inverse + row * 3, third)
     tl.store(inverse + row * 3 + 1, second)
     tl.store(inverse + row * 3 + 2, first)
@@ -109,16 +109,16 @@ def forward_kernel(
     second *= tl.load(weight + 1).to(tl.float32)
     first *= tl.load(weight + 2).to(tl.float32)
     added = 0.0 if bias is None else tl.load(bias).to(tl.float32)
-    for c in tl.static_range(COUNT):
+    for c in tl.static_range(len(value)):
         # Horner's form: of the row, only the values stay in registers.
         result = value[c] * (value[c] * (value[c] * third + second) + first) + added
-        write_chunk(y + row * width, result, c, width, COUNT, CHUNK, EVEN)
+        write_chunk(y + row * WIDTH, result, c, WIDTH, CHUNK)
 
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, weight, inverse, grad_x, part, grad_stride, x_stride, rows, width,
-    STAGES: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr,
+    grad_y, x, weight, inverse, grad_x, part, grad_stride, x_stride, rows, WIDTH: tl.constexpr,
+    STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program p walks every programs-th row; the sums of its rows go to row p of part.
 
@@ -135,8 +135,8 @@ def backward_kernel(
     sum_0 = tl.zeros((), dtype=tl.float32)
     for start in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(start, tl.int64)
-        grad = read_chunks(grad_y + row * grad_stride, width, COUNT, CHUNK, EVEN)
-        value = read_chunks(x + row * x_stride, width, COUNT, CHUNK, EVEN)
+        grad = read_chunks(grad_y + row * grad_stride, WIDTH, CHUNK)
+        value = read_chunks(x + row * x_stride, WIDTH, CHUNK)
         third = tl.load(inverse + row * 3)
         second = tl.load(inverse + row * 3 + 1)
         first = tl.load(inverse + row * 3 + 2)
@@ -147,32 +147,32 @@ def backward_kernel(
         products = no_chunks()
         squares = no_chunks()
         cubes = no_chunks()
-        for c in tl.static_range(COUNT):
+        for c in tl.static_range(len(value)):
             u = value[c] * first
             product = grad[c] * u
             normal += (u,)
             products += (product,)
             squares += (product * u,)
             cubes += (product * u * u,)
-        product_1 = row_sum(products, COUNT)
-        product_2 = ratio_2 * row_sum(squares, COUNT)
-        product_3 = ratio_3 * row_sum(cubes, COUNT)
+        product_1 = row_sum(products)
+        product_2 = ratio_2 * row_sum(squares)
+        product_3 = ratio_3 * row_sum(cubes)
         sum_3 += product_3
         sum_2 += product_2
         sum_1 += product_1
-        sum_0 += row_sum(grad, COUNT)
+        sum_0 += row_sum(grad)
         if grad_x is not None:
             slope_3 = 3.0 * factor_3 * ratio_3
             slope_2 = 2.0 * factor_2 * ratio_2
-            back_3 = slope_3 * (ratio_3 * (product_3 / width))
-            back_2 = slope_2 * (ratio_2 * (product_2 / width))
-            back_1 = factor_1 * (product_1 / width)
-            for c in tl.static_range(COUNT):
+            back_3 = slope_3 * (ratio_3 * (product_3 / WIDTH))
+            back_2 = slope_2 * (ratio_2 * (product_2 / WIDTH))
+            back_1 = factor_1 * (product_1 / WIDTH)
+            for c in tl.static_range(len(value)):
                 u = normal[c]
                 square = u * u
                 result = grad[c] * (u * (u * slope_3 + slope_2) + factor_1)
                 result -= u * (square * (square * back_3 + back_2) + back_1)
-                write_chunk(grad_x + row * width, result * first, c, width, COUNT, CHUNK, EVEN)
+                write_chunk(grad_x + row * WIDTH, result * first, c, WIDTH, CHUNK)
     if part is not None:
         tl.store(part + program * 4, sum_3)
         tl.store(part + program * 4 + 1, sum_2)

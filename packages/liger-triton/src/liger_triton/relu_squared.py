@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
 from liger_triton._gated import PLAIN, RELU_SQUARED, gated
-from liger_triton.launch import Launcher, TritonKernel, dense_like, rows_of, supported, tiles_of
+from liger_triton.launch import TILE_WARPS, Launcher, TritonKernel, dense_like, rows_of, supported, tiles_of
 
 
 def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
@@ -26,7 +26,7 @@ def _launch(y: Tensor, /, x: Tensor) -> None:
     x = rows_of(x)
     rows, width, tiles, block = tiles_of(x, y.view(x.shape))
     if rows * width:
-        forward_launch((rows * tiles,), x, y, x.stride(0), width, tiles, BLOCK=block)
+        forward_launch((rows * tiles,), x, y, x.stride(0), width, tiles, BLOCK=block, num_warps=TILE_WARPS)
 
 
 def _allocate_backward(grad_y: Tensor, x: Tensor, needs: list[bool]) -> Outputs:
@@ -37,7 +37,7 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, x: Tensor, needs: list[b
     grad_y, x = rows_of(grad_y), rows_of(x)
     rows, width, tiles, block = tiles_of(x, grad_y, grad_x.view(x.shape))
     if rows * width:
-        backward_launch((rows * tiles,), grad_y, x, grad_x, grad_y.stride(0), x.stride(0), width, tiles, BLOCK=block)
+        backward_launch((rows * tiles,), grad_y, x, grad_x, grad_y.stride(0), x.stride(0), width, tiles, BLOCK=block, num_warps=TILE_WARPS)
 
 
 @triton.jit

@@ -7,17 +7,33 @@ support seldom are neighbors, and then it ends there after one pass.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, row_shape, strided_rows, supported
+from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, registers, row_shape, strided_rows, supported
 
 WIDEST = 32768
 # Neighbors of which the largest is taken.
 NEIGHBORS = 8
+# Longer rows are read again in every pass, mostly from the cache next to the multiprocessor: then several programs share that, and one computes
+# while another reads.
+LONGEST_HELD = 8192
+
+
+class Wide(NamedTuple):
+    """Columns of a block, warps, and the most registers of a thread."""
+
+    block: int
+    warps: int
+    registers: int
+
+
+WIDE = Wide(8192, 16, 40)
 
 
 def sparsemax(x: Tensor) -> Tensor:
@@ -38,6 +54,12 @@ def _launch(y: Tensor, /, x: Tensor) -> None:
     width = x.shape[-1]
     rows = x.numel() // width
     x, x_stride = strided_rows(x)
+    if width > LONGEST_HELD:
+        block, warps, most = WIDE if width > 2 * WIDE.block else WIDE._replace(block=WIDE.block // 2, warps=WIDE.warps // 2)
+        wide_forward_launch(
+            (rows,), x, y, x_stride, width, BLOCK=block, NEIGHBORS=NEIGHBORS, EVEN=width % block == 0, num_warps=warps, **registers(most, x)
+        )  # fmt: skip
+        return
     block, several, warps = forward_shape(width)
     forward_launch(
         (cdiv(rows, several),), x, y, x_stride, rows, width, ROWS=several, BLOCK=block, NEIGHBORS=min(NEIGHBORS, block), EVEN=block == width,
@@ -59,8 +81,8 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[b
     backward_launch((cdiv(rows, several),), grad_y, y, grad_x, grad_stride, rows, width, ROWS=several, BLOCK=block, num_warps=warps)
 
 
-# Share of copy bandwidth on one H200 (bfloat16) at 1024 · 4096 · 8192 · 32 768 columns: .86 · .83 · .77 · .56, where reading the next rows into
-# registers meanwhile gives nothing more.
+# Share of copy bandwidth on one H200 (bfloat16) at 1024 · 4096 · 8192 columns .86 · .88 · .79, at 16384 · 32768 .68 · .69 (held in registers
+# .65 · .56, with the next row on its way meanwhile .68 · .64).
 def forward_shape(width: int) -> tuple[int, int, int]:
     """Block of columns, rows of a program, warps."""
     block = power_of_two(width)
@@ -85,8 +107,7 @@ def forward_kernel(x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.co
     The threshold of a set that contains the support is at most the right one, so that nothing of the support is lost (Michelot 1986); nor is
     the right threshold of some elements of a row higher than that of the row.
     """
-    # (rows, groups of neighbors, neighbors): a thread has whole groups.
-    column = ((tl.arange(0, BLOCK // NEIGHBORS) * NEIGHBORS)[:, None] + tl.arange(0, NEIGHBORS)[None, :])[None, :, :]
+    column = neighbors(BLOCK, NEIGHBORS)
     inside = tl.full((1, BLOCK // NEIGHBORS, NEIGHBORS), 1, dtype=tl.int1) if EVEN else column < width
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
     # The last row again for the lanes behind it.
@@ -101,6 +122,49 @@ def forward_kernel(x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
+def wide_forward_kernel(x, y, x_stride, width, BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr, EVEN: tl.constexpr):
+    """One program computes one row in passes over its blocks. The first threshold is that of the largest of neighbors in all blocks."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    y += row * width
+    largest = tl.full((1, BLOCK // NEIGHBORS), float("-inf"), dtype=tl.float32)
+    for first in range(0, width, BLOCK):
+        largest = tl.maximum(largest, tl.max(block_of(x, first, width, BLOCK, NEIGHBORS, EVEN), 2), propagate_nan=tl.PropagateNan.ALL)
+    highest = tl.max(largest, 1)[:, None, None]
+    threshold = risen(candidates(largest[:, :, None], highest), tl.full((1,), -1.0, dtype=tl.float32))
+    rising = 1
+    while rising > 0:
+        sizes = tl.zeros((1, BLOCK // NEIGHBORS), dtype=tl.float32)
+        totals = tl.zeros((1, BLOCK // NEIGHBORS), dtype=tl.float32)
+        for first in range(0, width, BLOCK):
+            more, added = above(candidates(block_of(x, first, width, BLOCK, NEIGHBORS, EVEN), highest), threshold)
+            sizes += more
+            totals += added
+        threshold, rising = raised(sizes, totals, threshold)
+    for first in range(0, width, BLOCK):
+        value = candidates(block_of(x, first, width, BLOCK, NEIGHBORS, EVEN), highest)
+        result = tl.maximum(value - threshold[:, None, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
+        column = first + neighbors(BLOCK, NEIGHBORS)
+        tl.store(y + column, result.to(y.dtype.element_ty), mask=None if EVEN else column < width)
+
+
+@triton.jit
+def neighbors(BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr):
+    """The columns of a block as (1, groups of neighbors, neighbors): a thread has whole groups."""
+    return ((tl.arange(0, BLOCK // NEIGHBORS) * NEIGHBORS)[:, None] + tl.arange(0, NEIGHBORS)[None, :])[None, :, :]
+
+
+@triton.jit
+def block_of(x, first, width, BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr, EVEN: tl.constexpr):
+    """A block of a row, in float32."""
+    column = first + neighbors(BLOCK, NEIGHBORS)
+    if EVEN:
+        return tl.load(x + column).to(tl.float32)
+    else:
+        return tl.load(x + column, mask=column < width, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def candidates(value, highest):
     """Relative to the highest; what is 1 below it or more is in no support, and now finite."""
     return tl.maximum(value - highest, -2.0, propagate_nan=tl.PropagateNan.ALL)
@@ -111,16 +175,29 @@ def risen(value, threshold):
     """The threshold of what is above the threshold, again and again until that of no row rises: at most as often as a row has elements."""
     rising = 1
     while rising > 0:
-        # By the sign bit of the difference: LLVM packs comparisons of many elements into a bitmap and unpacks it again.
-        sign = (threshold[:, None, None] - value).to(tl.int32, bitcast=True) >> 31
-        inside = (sign & 0x3F800000).to(tl.float32, bitcast=True)
-        size, total = tl.reduce(tl.reduce((inside, inside * value), 2, add_both), 1, add_both)
-        # Correctly rounded, so that a threshold that x can have is met exactly. NaN in a row without a finite value.
-        higher = tl.div_rn(total - 1.0, size)
-        rising = tl.max((higher > threshold).to(tl.int32), 0)
-        # Never lower by rounding, so that rows that share a program do not wait for each other forever.
-        threshold = tl.where(higher < threshold, threshold, higher)
+        sizes, totals = above(value, threshold)
+        threshold, rising = raised(sizes, totals, threshold)
     return threshold
+
+
+@triton.jit
+def above(value, threshold):
+    """How many neighbors of each group are above the threshold, and their sum."""
+    # By the sign bit of the difference: LLVM packs comparisons of many elements into a bitmap and unpacks it again.
+    sign = (threshold[:, None, None] - value).to(tl.int32, bitcast=True) >> 31
+    inside = (sign & 0x3F800000).to(tl.float32, bitcast=True)
+    return tl.reduce((inside, inside * value), 2, add_both)
+
+
+@triton.jit
+def raised(sizes, totals, threshold):
+    """The threshold of a set of which each group has so many elements with that sum, and whether that of a row rises."""
+    size, total = tl.reduce((sizes, totals), 1, add_both)
+    # Correctly rounded, so that a threshold that x can have is met exactly. NaN in a row without a finite value.
+    higher = tl.div_rn(total - 1.0, size)
+    rising = tl.max((higher > threshold).to(tl.int32), 0)
+    # Never lower by rounding, so that rows that share a program do not wait for each other forever.
+    return tl.where(higher < threshold, threshold, higher), rising
 
 
 @triton.jit
@@ -143,4 +220,5 @@ def backward_kernel(grad_y, y, grad_x, grad_stride, rows, width, ROWS: tl.conste
 
 
 forward_launch = Launcher(forward_kernel)
+wide_forward_launch = Launcher(wide_forward_kernel)
 backward_launch = Launcher(backward_kernel)
