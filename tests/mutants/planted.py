@@ -559,7 +559,7 @@ MUTANTS = (
     kernel(
         "triton: mean of the gradient forgotten in long rows",
         "_norm_chunks.py",
-        "row_sum(scaled, COUNT) / width",
+        "row_sum(scaled) / WIDTH",
         "0.0",
         "layer_norm and float32 and whole_row",
     ),
@@ -696,8 +696,8 @@ MUTANTS = (
     kernel(
         "triton: samples share the scale of the first",
         "_norm_modulated.py",
-        "modulation(scale + sample * scale_stride, weight, width, COUNT, CHUNK, EVEN)\n    if shift",
-        "modulation(scale, weight, width, COUNT, CHUNK, EVEN)\n    if shift",
+        "modulation(scale + sample * scale_stride, weight, WIDTH, CHUNK)\n    if shift",
+        "modulation(scale, weight, WIDTH, CHUNK)\n    if shift",
         "modulated_rms_norm and float32 and odd_width",
     ),
     kernel(
@@ -710,15 +710,15 @@ MUTANTS = (
     kernel(
         "triton: masked lanes enter the variance of a row in chunks",
         "_chunks.py",
-        "        if not EVEN and c == COUNT - 1:",
+        "        if not is_full(c, WIDTH, CHUNK):",
         "        if False:",
         "modulated_layer_norm and float32 and odd_width",
     ),
     kernel(
         "triton: a sum of products lacks the last chunk of the row",
         "_chunks.py",
-        "    for c in tl.static_range(1, COUNT):\n        total += a[c] * b[c]",
-        "    for c in tl.static_range(1, COUNT - 1):\n        total += a[c] * b[c]",
+        "        total += a[LAST]",
+        "        total += 0.0 * a[LAST]",
         "modulated_rms_norm and float32 and last_chunk",
     ),
     kernel(
@@ -850,8 +850,8 @@ MUTANTS = (
     kernel(
         "triton: the gradient of a score in attention over depth lacks the last chunk of the row",
         "attention_residual.py",
-        "product_sum(grad, value, COUNT)",
-        "product_sum(grad, value, COUNT - 1)",
+        "product_sum(grad, value)",
+        "tl.sum(grad[0] * value[0], 0)",
         "attention_residual and float32 and last_chunk",
     ),
     kernel(

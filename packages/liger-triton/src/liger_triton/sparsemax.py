@@ -20,7 +20,7 @@ from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_
 WIDEST = 32768
 # Neighbors of which the largest is taken.
 NEIGHBORS = 8
-# Longer rows are read again in every pass, mostly from the cache next to the multiprocessor: then several programs share that, and one computes
+# Longer rows of 16-bit numbers are read again in every pass, mostly from the cache next to the multiprocessor: then several programs share that, and one computes
 # while another reads.
 LONGEST_HELD = 8192
 
@@ -54,7 +54,7 @@ def _launch(y: Tensor, /, x: Tensor) -> None:
     width = x.shape[-1]
     rows = x.numel() // width
     x, x_stride = strided_rows(x)
-    if width > LONGEST_HELD:
+    if width > LONGEST_HELD and x.element_size() == 2:
         block, warps, most = WIDE if width > 2 * WIDE.block else WIDE._replace(block=WIDE.block // 2, warps=WIDE.warps // 2)
         wide_forward_launch(
             (rows,), x, y, x_stride, width, BLOCK=block, NEIGHBORS=NEIGHBORS, EVEN=width % block == 0, num_warps=warps, **registers(most, x)
