@@ -26,12 +26,6 @@ def chunks_of(width: int, warps: int, centered: bool = False) -> dict[str, int |
 
 
 @triton.constexpr_function
-def count_of(width, chunk):
-    """Chunks of a row."""
-    return -(-width // chunk)
-
-
-@triton.constexpr_function
 def size_of(c, width, chunk):
     """Columns of chunk c of a row; of the last one at least a quarter of the others'."""
     return min(chunk, max(chunk // 4, triton.next_power_of_2(width - c * chunk)))
@@ -90,7 +84,7 @@ def write_chunk(row, value, c: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.cons
 def read_chunks(row, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """All chunks of a row."""
     values = no_chunks()
-    for c in tl.static_range(count_of(WIDTH, CHUNK)):
+    for c in tl.static_range(triton.cdiv(WIDTH, CHUNK)):
         values += (read_chunk(row, c, WIDTH, CHUNK),)
     return values
 
@@ -106,7 +100,7 @@ def write_chunks(row, values, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
 def no_sums(WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """Sums over no rows."""
     values = no_chunks()
-    for c in tl.static_range(count_of(WIDTH, CHUNK)):
+    for c in tl.static_range(triton.cdiv(WIDTH, CHUNK)):
         values += (tl.zeros((size_of(c, WIDTH, CHUNK),), dtype=tl.float32),)
     return values
 

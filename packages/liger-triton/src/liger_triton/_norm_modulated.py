@@ -13,7 +13,6 @@ from liger_core.kernels import Outputs
 from liger_triton._chunks import (
     centered,
     chunks_of,
-    count_of,
     multiplied,
     no_chunks,
     no_sums,
@@ -139,7 +138,7 @@ def forward_kernel(
 def modulation(scale, weight, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """(1 + scale) · weight of a row."""
     factors = no_chunks()
-    for c in tl.static_range(count_of(WIDTH, CHUNK)):
+    for c in tl.static_range(triton.cdiv(WIDTH, CHUNK)):
         factor = 1.0 + read_chunk(scale, c, WIDTH, CHUNK)
         if weight is not None:
             factor = factor * read_chunk(weight, c, WIDTH, CHUNK)

@@ -7,33 +7,21 @@ support seldom are neighbors, and then it ends there after one pass.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
+from liger_triton._chunks import registers_for
 from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, registers, row_shape, strided_rows, supported
 
 WIDEST = 32768
 # Neighbors of which the largest is taken.
 NEIGHBORS = 8
-# Longer rows of 16-bit numbers are read again in every pass, mostly from the cache next to the multiprocessor: then several programs share that, and one computes
-# while another reads.
+# Longer rows of 16-bit numbers are read again in every pass, mostly from the cache next to the multiprocessor: then several programs share that,
+# and one computes while another reads.
 LONGEST_HELD = 8192
-
-
-class Wide(NamedTuple):
-    """Columns of a block, warps, and the most registers of a thread."""
-
-    block: int
-    warps: int
-    registers: int
-
-
-WIDE = Wide(8192, 16, 40)
 
 
 def sparsemax(x: Tensor) -> Tensor:
@@ -55,9 +43,10 @@ def _launch(y: Tensor, /, x: Tensor) -> None:
     rows = x.numel() // width
     x, x_stride = strided_rows(x)
     if width > LONGEST_HELD and x.element_size() == 2:
-        block, warps, most = WIDE if width > 2 * WIDE.block else WIDE._replace(block=WIDE.block // 2, warps=WIDE.warps // 2)
+        block = 8192 if width > 16384 else 4096
         wide_forward_launch(
-            (rows,), x, y, x_stride, width, BLOCK=block, NEIGHBORS=NEIGHBORS, EVEN=width % block == 0, num_warps=warps, **registers(most, x)
+            (rows,), x, y, x_stride, width, BLOCK=block, NEIGHBORS=NEIGHBORS, EVEN=width % block == 0, num_warps=block // 512,
+            **registers(registers_for(48), x),
         )  # fmt: skip
         return
     block, several, warps = forward_shape(width)
