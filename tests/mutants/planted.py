@@ -970,6 +970,20 @@ MUTANTS = (
         "qk_norm_rope and float32 and one_block",
     ),
     kernel(
+        "triton: tiles of qk_norm_rope start one token after the other",
+        "qk_norm_rope.py",
+        "walker % walkers * TOKENS",
+        "walker % walkers",
+        "qk_norm_rope and float32 and many_tokens",
+    ),
+    kernel(
+        "triton: the last tile of tokens of qk_norm_rope starts too late",
+        "qk_norm_rope.py",
+        "tl.minimum(number, tokens - TOKENS)",
+        "number",
+        "qk_norm_rope and float32 and many_partial",
+    ),
+    kernel(
         "triton: the last of an odd number of heads of qk_norm_rope is masked",
         "qk_norm_rope.py",
         "if EVEN else head < heads",

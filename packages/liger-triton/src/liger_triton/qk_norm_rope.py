@@ -30,20 +30,29 @@ class Shape(NamedTuple):
     warps: int
 
 
-FORWARD = Shape(1024, 16, 2, 1)
+def forward_shape(width: int, q_heads: int, k_heads: int) -> Shape:
+    """One H100 (bfloat16, 4 × 4096 tokens): 32 + 4 heads of 64 columns 61 µs, with 1024 columns in a tile 73; 4 + 1 of 256 38.5 µs, 39.0."""
+    if 64 < width < 256:
+        return Shape(1024, 16, 2, 1)
+    return Shape(2048, 8, 2, 1 if _sixteen(2048, width, q_heads, k_heads) else 2)
 
 
 def backward_shape(width: int, q_heads: int, k_heads: int) -> Shape:
     """Share of copy bandwidth on one H200 (bfloat16): 32 + 8 heads of 128 columns .87, 16 + 8 .78, 16 + 8 of 256 .88.
 
-    Tiles of 16 heads are not pipelined well: in the shape of other heads of 128 columns, 16 + 8 take .49.
+    In the shape of other heads of 128 columns, 16 + 8 reach .49.
     """
     if width >= 256:
         return Shape(2048, 4, 3, 2)
     shape = Shape(4096, 2, 3, 4)
-    if 16 in (_heads(heads, shape.columns // power_of_two(width)) for heads in (q_heads, k_heads)):
+    if _sixteen(shape.columns, width, q_heads, k_heads):
         return Shape(1024, 8, 3, 1) if width > 64 else Shape(2048, 4, 3, 4)
     return shape
+
+
+def _sixteen(columns: int, width: int, *heads: int) -> bool:
+    """Whether a tile has 16 heads, of which two or four warps load each in a way that is not pipelined well."""
+    return 16 in (_heads(number, columns // power_of_two(width)) for number in heads)
 
 
 def qk_norm_rope(
@@ -81,12 +90,18 @@ def _launch(
 ) -> None:  # fmt: skip
     q, k, cos, sin = (_columns(t) for t in (q, k, cos, sin))
     batch, _, tokens, width = q.shape
-    rows, options = _options(width, cos.shape[-1], interleaved, FORWARD)
+    shape = forward_shape(width, q.shape[1], k.shape[1])
+    rows, options = _options(width, cos.shape[-1], interleaved, shape)
     q_heads, k_heads = (_heads(x.shape[1], rows) for x in (q, k))
     q_tiles, k_tiles = cdiv(q.shape[1], q_heads), cdiv(k.shape[1], k_heads)
     # Every program has one tile of heads of q and one of k, in one batch row; programs that have the same ones share the tokens.
-    different, most = batch * math.lcm(max(1, q_tiles), max(1, k_tiles)), FORWARD.programs * processors(q.device)
+    different, most = batch * math.lcm(max(1, q_tiles), max(1, k_tiles)), shape.programs * processors(q.device)
     programs = different * min(tokens, max(1, most // max(1, different))) if q_tiles + k_tiles else 0
+    # Tokens of a tile: at most as many as every program has.
+    q_tokens, k_tokens = (
+        max(1, min(rows // heads, power_of_two(batch * tokens * tiles // max(1, programs) + 1) // 2))
+        for heads, tiles in ((q_heads, q_tiles), (k_heads, k_tiles))
+    )
     if 2 * programs <= most:
         # So few tokens that there is room for more threads. One H200: one token of 32 + 8 heads 2.7 µs with four warps, 3.7 with two.
         options["num_warps"] = 4 if programs < processors(q.device) else 2
@@ -95,7 +110,8 @@ def _launch(
             (programs,), q, k, out_q, out_k, inverse_q, inverse_k, q_weight.contiguous(), k_weight.contiguous(), cos, sin,
             *q.stride()[:3], *k.stride()[:3], *out_q.stride()[:3], *out_k.stride()[:3], *_tables(cos, sin, q.shape[0]),
             batch, tokens, q.shape[1], k.shape[1], q_tiles, k_tiles, programs, eps, weight_offset,
-            HALF=cos.shape[-1] // 2, WIDTH=width, CAST_INPUT=cast_input, Q_HEADS=q_heads, K_HEADS=k_heads,
+            HALF=cos.shape[-1] // 2, WIDTH=width, CAST_INPUT=cast_input,
+            Q_TOKENS=q_tokens, Q_HEADS=q_heads, K_TOKENS=k_tokens, K_HEADS=k_heads,
             Q_EVEN=q.shape[1] % q_heads == 0, K_EVEN=k.shape[1] % k_heads == 0, **options,
         )  # fmt: skip
 
@@ -239,15 +255,15 @@ def normalized(value, scale, weight, out, CAST_INPUT: tl.constexpr):
 
 
 @triton.jit
-def share(program, programs, tiles, batches, heads, HEADS: tl.constexpr, EVEN: tl.constexpr):
-    """What a program computes: its batch row, its first token, how far apart its tokens are, its heads, and which of them are there."""
+def share(program, programs, tiles, batches, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr, EVEN: tl.constexpr):
+    """What a program computes: its batch row, its first token, how far apart its tiles are, its heads, and which of them are there."""
     # Programs of neighboring tiles of heads run side by side.
     tile = program % tiles
     walker = program // tiles
     walkers = programs // (tiles * batches)
-    head = (tile * HEADS + tl.arange(0, HEADS))[None, :, None]
-    there = tl.full((1, HEADS, 1), 1, dtype=tl.int1) if EVEN else head < heads
-    return (walker // walkers).to(tl.int64), walker % walkers, walkers, head.to(tl.int64), there
+    head = tile * HEADS + tl.arange(0, HEADS)
+    there = tl.full((HEADS,), 1, dtype=tl.int1) if EVEN else head < heads
+    return (walker // walkers).to(tl.int64), walker % walkers * TOKENS, walkers * TOKENS, head, there[None, :, None]
 
 
 @triton.jit
@@ -255,31 +271,34 @@ def forward_tiles(
     program, programs, tiles, x, out, inverse, weight, cos, sin, x_batch, x_head, x_token, out_batch, out_head, out_token,
     cos_batch, cos_token, sin_batch, sin_token, batches, tokens, heads, eps, offset,
     HALF: tl.constexpr, WIDTH: tl.constexpr, CAST_INPUT: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr,
-    LANES: tl.constexpr, HEADS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    LANES: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and rotate a tile of heads of every token that is this program's.
+    """Normalize and rotate the same heads of all tokens that are this program's, TOKENS adjacent ones at a time.
 
     y1 = m1·cos1 - m2·sin1,  y2 = m2·cos2 + m1·sin2,  where m = x · inverse · (weight + offset) and inverse = 1 / sqrt(mean(x²) + eps).
     """
-    batch, start, step, head, there = share(program, programs, tiles, batches, heads, HEADS, EVEN)
+    batch, start, step, head, there = share(program, programs, tiles, batches, heads, TOKENS, HEADS, EVEN)
     column, partner, inside, turned, negative = columns(HALF, WIDTH, INTERLEAVED, PAIRS, LANES)
     mask = there & inside[None, None, :]
     partner_mask = there & turned[None, None, :]
     table_mask = turned[None, :]
     weight1 = factor(weight, column, inside, offset)
     weight2 = factor(weight, partner, turned, offset)
-    x += batch * x_batch + head * x_head
-    out += batch * out_batch + head * out_head
-    inverse += batch * tokens * heads + head
-    cos += batch * cos_batch
-    sin += batch * sin_batch
+    # The rows of the first tokens of the batch row, from which those of every tile are equally far.
+    index = tl.arange(0, TOKENS).to(tl.int64)
+    x = rows_at(x, batch, index, head, x_batch, x_head, x_token)
+    out = rows_at(out, batch, index, head, out_batch, out_head, out_token)
+    inverse += ((batch * tokens + index) * heads)[:, None, None] + head[None, :, None]
+    cos += (batch * cos_batch + index * cos_token)[:, None]
+    sin += (batch * sin_batch + index * sin_token)[:, None]
     for number in tl.range(start, tokens, step, num_stages=STAGES):
-        token = tl.cast(number, tl.int64)
+        # No mask for tokens: the last tile ends with the last token, and stores some tokens that the tile before it stores, too.
+        token = tl.cast(tl.minimum(number, tokens - TOKENS), tl.int64)
         row = x + token * x_token
         cos_row = cos + token * cos_token
         sin_row = sin + token * sin_token
         a = tl.load(row + column[None, None, :], mask=mask, other=0.0).to(tl.float32)
-        b = partners(a, row, partner, partner_mask, turned, INTERLEAVED, 1, HEADS, LANES)
+        b = partners(a, row, partner, partner_mask, turned, INTERLEAVED, TOKENS, HEADS, LANES)
         cos1 = table(cos_row, column, table_mask, 1.0)
         sin1 = table(sin_row, column, table_mask, 0.0)
         squares = tl.sum(a * a + b * b, 2) if PAIRS else tl.sum(a * a, 2)
@@ -303,7 +322,8 @@ def forward_kernel(
     out_q_batch, out_q_head, out_q_token, out_k_batch, out_k_head, out_k_token,
     cos_batch, cos_token, sin_batch, sin_token,
     batches, tokens, q_heads, k_heads, q_tiles, k_tiles, programs, eps, offset,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, CAST_INPUT: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, CAST_INPUT: tl.constexpr,
+    Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr,
     Q_EVEN: tl.constexpr, K_EVEN: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every program walks its tokens with a tile of heads of q, then with one of k: what does not depend on the token is computed once."""
@@ -312,13 +332,13 @@ def forward_kernel(
         forward_tiles(
             program, programs, q_tiles, q, out_q, inverse_q, q_weight, cos, sin, q_batch, q_head, q_token, out_q_batch, out_q_head, out_q_token,
             cos_batch, cos_token, sin_batch, sin_token, batches, tokens, q_heads, eps, offset,
-            HALF, WIDTH, CAST_INPUT, INTERLEAVED, PAIRS, LANES, Q_HEADS, Q_EVEN, STAGES,
+            HALF, WIDTH, CAST_INPUT, INTERLEAVED, PAIRS, LANES, Q_TOKENS, Q_HEADS, Q_EVEN, STAGES,
         )  # fmt: skip
     if k_tiles > 0:
         forward_tiles(
             program, programs, k_tiles, k, out_k, inverse_k, k_weight, cos, sin, k_batch, k_head, k_token, out_k_batch, out_k_head, out_k_token,
             cos_batch, cos_token, sin_batch, sin_token, batches, tokens, k_heads, eps, offset,
-            HALF, WIDTH, CAST_INPUT, INTERLEAVED, PAIRS, LANES, K_HEADS, K_EVEN, STAGES,
+            HALF, WIDTH, CAST_INPUT, INTERLEAVED, PAIRS, LANES, K_TOKENS, K_HEADS, K_EVEN, STAGES,
         )  # fmt: skip
 
 

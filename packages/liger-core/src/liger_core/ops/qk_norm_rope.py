@@ -79,6 +79,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("large_eps", n(1, 2, 5, 16, scale=0.01), n(1, 2, 5, 16), usual, eps=0.1, why="eps dominates the mean square")
     long = angles(device, dtype, 131, 4)
     yield sample("many_tokens", n(2, 8, 131, 4), n(2, 2, 131, 4), long, why="several tokens a program, which walks several groups of them")
+    cos, sin = angles(device, dtype, 131, 8, interleaved=True)
+    tables = torch.stack([cos, sin]), torch.stack([sin, cos])
+    yield sample(
+        "many_partial", n(2, 3, 131, 20), n(2, 1, 131, 20), tables, interleaved=True, why="several tokens a tile, which differ by batch row"
+    )  # fmt: skip
     heads = angles(device, dtype, 2, 128)
     yield sample("many_heads", n(1, 40, 2, 128), n(1, 8, 2, 128), heads, why="the heads of q take several programs")
     yield sample("widest", n(1, 2, 2, 1024), n(1, 1, 2, 1024), angles(device, dtype, 2, 1024), why="the widest heads that Triton takes")
