@@ -106,11 +106,13 @@ def _launch(op: Op[..., Any], sample: Sample) -> None:
         torch.autograd.grad(outputs, [given[n] for n in trained], [torch.randn_like(o) for o in outputs], allow_unused=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("op", [op for op in CATALOGUE if op in TABLE], ids=lambda op: str(op.name))
-def test_every_kernel_that_a_sample_launches_compiles(op: Op[..., Any], kernels: Kernels) -> None:
-    for sample in op.samples(torch.device("cpu"), torch.bfloat16):
+def test_every_kernel_that_a_sample_launches_compiles(op: Op[..., Any], dtype: torch.dtype, kernels: Kernels) -> None:
+    for sample in op.samples(torch.device("cpu"), dtype):
         _launch(op, sample)
-    assert kernels
+    # Several adapters of float32 are products of PyTorch.
+    assert kernels or (op.name, dtype) == ("lora_linears", torch.float32)
     compiled = {name: make() for name, make in kernels.items()}
     assert {name: kernel.metadata.shared for name, kernel in compiled.items() if kernel.metadata.shared > SHARED} == {}
     assert [name for name, kernel in compiled.items() if kernel.metadata.launch_pdl and not _waits(kernel.asm["ptx"])] == []
