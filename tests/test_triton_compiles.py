@@ -7,8 +7,8 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,25 +33,46 @@ pytestmark = pytest.mark.matrix
 
 TARGET = GPUTarget("cuda", 90, 32)
 PROCESSORS, SHARED = 132, 232_448
+# Kernels that no sample launches here, and options that samples never set or always set → why.
+ONE_WAY = {
+    "softmax.split_forward_kernel": "its programs wait for others, which only a GPU runs at once",
+    "softmax.split_backward_kernel": "its programs wait for others, which only a GPU runs at once",
+    "_divergence.sums_kernel": "a vocabulary over several ranks",
+    "_divergence.divergence_kernel PARTIAL": "a vocabulary over several ranks",
+    "_divergence.gradient_kernel PARTIAL": "a vocabulary over several ranks",
+    "_softmax_loss.scale_kernel ADD": "a weight with main_grad, which is no argument",
+}
 POINTERS = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.bool: "*i1",
 }
 
-Kernels = dict[str, Callable[[], Any]]
+
+class Launched(NamedTuple):
+    """A kernel and what Triton specializes it on: types, constants, integers divisible by 16, options."""
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    divisible: list[str]
+    options: dict[str, Any]
+
+
+Kernels = dict[str, Launched]
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """Launches put the kernel that they would start here, as a function that compiles it; nothing runs."""
+    """Launches put the kernel that they would start here; nothing runs."""
     found: Kernels = {}
 
     def record(self: launch.Launcher, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        kernel, described = self.kernel, _describe(self.kernel, args, options)
-        found.setdefault(f"{kernel.__name__} {described}", lambda: _compile(kernel, *described))
+        launched = _describe(self.kernel, args, options)
+        found.setdefault(f"{_name(self.kernel)} {launched[1:]}", launched)
 
     monkeypatch.setattr(launch.Launcher, "__call__", record)
     monkeypatch.setattr(launch, "overlaps", lambda: True)
@@ -62,8 +83,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return found
 
 
-def _describe(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """What Triton specializes a kernel on: types, constants, integers divisible by 16, options."""
+def _name(kernel: Any) -> str:
+    return f"{kernel.fn.__module__.removeprefix('liger_triton.')}.{kernel.__name__}"
+
+
+def _describe(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Launched:
     names = kernel.arg_names
     types: dict[str, str] = {}
     constants = {name: value for name, value in options.items() if name in names}
@@ -79,10 +103,11 @@ def _describe(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tu
             types[name] = "i32" if arg < 2**31 else "i64"
             if arg % 16 == 0:
                 divisible.append(name)
-    return types, constants, divisible, {name: value for name, value in options.items() if name not in names}
+    return Launched(kernel, types, constants, divisible, {name: value for name, value in options.items() if name not in names})
 
 
-def _compile(kernel: Any, types: dict[str, str], constants: dict[str, Any], divisible: list[str], options: dict[str, Any]) -> Any:
+def _compile(launched: Launched) -> Any:
+    kernel, types, constants, divisible, options = launched
     names = kernel.arg_names
     aligned = [name for name in names if name in divisible or types.get(name, "").startswith("*")]
     source = ASTSource(
@@ -113,7 +138,7 @@ def test_every_kernel_that_a_sample_launches_compiles(op: Op[..., Any], dtype: t
         _launch(op, sample)
     # Several adapters of float32 are products of PyTorch.
     assert kernels or (op.name, dtype) == ("lora_linears", torch.float32)
-    compiled = {name: make() for name, make in kernels.items()}
+    compiled = {name: _compile(launched) for name, launched in kernels.items()}
     assert {name: kernel.metadata.shared for name, kernel in compiled.items() if kernel.metadata.shared > SHARED} == {}
     assert [name for name, kernel in compiled.items() if kernel.metadata.launch_pdl and not _waits(kernel.asm["ptx"])] == []
 
@@ -124,6 +149,26 @@ def _waits(ptx: str) -> bool:
     return first is not None and first[0] == "griddepcontrol.wait"
 
 
+def test_samples_launch_every_kernel_with_and_without_each_option(kernels: Kernels) -> None:
+    for op in (op for op in CATALOGUE if op in TABLE):
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            for sample in op.samples(torch.device("cpu"), dtype):
+                _launch(op, sample)
+    ways: dict[str, set[bool]] = defaultdict(set)
+    given: set[str] = set()
+    for launched in kernels.values():
+        name = _name(launched.kernel)
+        given |= {name} | {f"{name} {parameter}" for parameter in launched.types}
+        for parameter, value in launched.constants.items():
+            # Whether kernels overlap depends on the device.
+            if parameter != "EARLY" and (value is None or isinstance(value, bool)):
+                ways[f"{name} {parameter}"].add(bool(value))
+    modules = [vars(module) for name, module in sys.modules.items() if name.startswith("liger_triton.")]
+    launchers = {_name(value.kernel) for names in modules for value in names.values() if isinstance(value, launch.Launcher)}
+    one_way = {name for name, values in ways.items() if len(values) == 1 and name not in given}
+    assert one_way | launchers - given == set(ONE_WAY)
+
+
 @pytest.mark.parametrize("width", [300, 512, 1024, 4096])
 def test_norms_fit_where_programs_have_less_shared_memory(width: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     # That of GPUs of compute capability 7.5; three tensors of float32 need the most.
@@ -132,7 +177,7 @@ def test_norms_fit_where_programs_have_less_shared_memory(width: int, kernels: K
     x, residual, weight = (torch.zeros(*shape, requires_grad=True) for shape in ((600, width), (600, width), (width,)))
     outputs = TABLE[add_rms_norm].function(x, residual, weight)
     torch.autograd.grad(outputs, [x, residual, weight], [torch.ones_like(o) for o in outputs])
-    assert {name: shared for name, make in kernels.items() if (shared := make().metadata.shared) > small} == {}
+    assert {name: shared for name, launched in kernels.items() if (shared := _compile(launched).metadata.shared) > small} == {}
 
 
 @pytest.mark.parametrize(("width", "warps"), [(16384, 8), (14336, 8), (8192, 8), (4096, 4)])
@@ -140,5 +185,5 @@ def test_long_rows_of_layer_norm_get_the_warps_that_were_measured(width: int, wa
     x, weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((1, width), (width,), (width,)))
     y = TABLE[layer_norm].function(x, weight, bias)
     torch.autograd.grad(y, [x, weight, bias], torch.ones_like(y))
-    (name,) = (name for name in kernels if name.startswith("backward_kernel"))
+    (name,) = (name for name in kernels if name.startswith("_norm_chunks.backward_kernel"))
     assert f"'num_warps': {warps}" in name

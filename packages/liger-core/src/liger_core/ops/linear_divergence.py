@@ -144,6 +144,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("hard", call((7,), 24, 50, 16), why="the cross entropy is that without temperature", **hard)
     yield sample("hard_reverse", call((7,), 24, 50, 16), kind="reverse_kl", reduction="none", why="it is part of every gradient", **hard)
     yield sample("hard_caps", call((7,), 24, 50, 16), kind="jsd", why="all options together", **{**caps, **hard})
+    options = {**caps, **hard, "reduction": "none", "chunk": 3}
+    yield sample("hard_caps_recomputed", call((7,), 24, 50, 16), kind="jsd", why="all options, with logits that are recomputed", **options)
     yield sample("sum", call((7,), 24, 50, 16), reduction="sum", why="no normalizer")
     yield sample("normalizer", call((7,), 24, 50, 16), normalizer=torch.tensor(37.0, device=device), why="an external count on the device")
     row = 50 * dtype.itemsize

@@ -26,7 +26,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     yield from row_samples(device, dtype)
     yield Sample("wide", (n(2, 40000),), why="the row is longer than one block: two passes over its tiles")
-    yield Sample("wide_tiles", (n(2, 36864),), why="tiles that fill a row")
+    yield Sample("wide_tiles", (n(2, 40960),), why="tiles that fill a row")
     yield Sample("large_values", (n(4, 96, scale=30),), why="one probability is almost 1, and the others underflow")
     yield Sample("shifted", (n(4, 96) + 80,), why="the maximum is taken off before the exponential, which would overflow")
     yield Sample("no_columns", (n(3, 0),), why="rows without columns")

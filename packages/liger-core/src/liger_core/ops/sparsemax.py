@@ -30,6 +30,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("dense", (n(4, 48, scale=1e-3),), why="every element is in the support")
     yield Sample("sparse", (n(4, 96, scale=30),), why="one element is the support")
     yield Sample("long", (n(3, 16400),), why="a program reads its next row while it computes one")
+    yield Sample("long_tiles", (n(2, 12288),), why="tiles that fill a row of 16-bit numbers, which is read again in every pass")
     yield Sample("shifted", (n(4, 96) + 50,), why="the threshold is relative to the maximum")
 
 
