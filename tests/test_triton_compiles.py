@@ -40,7 +40,7 @@ ONE_WAY = {
     "_divergence.sums_kernel": "a vocabulary over several ranks",
     "_divergence.divergence_kernel PARTIAL": "a vocabulary over several ranks",
     "_divergence.gradient_kernel PARTIAL": "a vocabulary over several ranks",
-    "_softmax_loss.scale_kernel ADD": "a weight with main_grad, which is no argument",
+    "_softmax_loss.scale_kernel ADD": "a weight with main_grad, which samples have not",
 }
 POINTERS = {
     torch.bfloat16: "*bf16",
