@@ -82,8 +82,8 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
     weight  (3,)           any floating dtype; the factor of the cube comes first
     bias    () or (1,)     any floating dtype; without it nothing is added
     eps     added to the mean square of each power; > 0
-    returns (..., width), dtype of x; powers and means are computed in float32 (float64 for float64), in which the mean square of the cube
-            overflows where |x| > 10⁶
+    returns (..., width), dtype of x; powers and means are computed in float32 (float64 for float64), in which the sum of x⁶
+            over a row overflows above 3.4·10³⁸: 4096 columns of 6.6·10⁵; the cube then counts as 0
 
     Raises ShapeError if weight is not (3,) or bias has more than one element, DtypeError for integers, OptionError for eps ≤ 0.
     Zhuo et al. 2024, arXiv:2411.03884.
