@@ -123,11 +123,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     gateless = (*call(30, 8, 10, 32, 64, packed=1), n(10, 64))
     yield Sample("gateless", gateless, {"activation": "relu_squared", "limit": 2.0}, why="no gate, and a bias of the first matmul only")
     yield Sample("long_rows", tuple(call(12, 2, 2, 2100, 11)), frozen=("weight",), why="a token takes several column tiles")
-    frozen = ("gate_up", "down", "gate_up_bias", "down_bias")
     below = ("x", "gate_up", "gate_up_bias")
     yield Sample(
         "frozen_below_down", tuple(biased(30, 8, 10, 32, 64)), frozen=below, why="the gradient goes no further than the activation"
     )
+    frozen = ("gate_up", "down", "gate_up_bias", "down_bias")
     yield Sample("frozen_experts", tuple(biased(30, 8, 10, 32, 64)), frozen=frozen, why="no gradient of the experts")
     factors = {"gate_up_a": n(10, 3, 32, scale=0.2), "gate_up_b": n(10, 128, 3), "down_a": n(10, 5, 64, scale=0.1), "down_b": n(10, 32, 5)}
     yield Sample("adapters", tuple(call(30, 8, 10, 32, 64)), factors, why="low-rank adapters on both matrices")
