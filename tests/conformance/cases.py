@@ -175,6 +175,17 @@ def _one_of_several(device: torch.device, only: str | None, kind: str) -> Iterat
             yield from ((case, name) for name in names)
 
 
+def mixed_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
+    """Every floating-point tensor of an op, in bfloat16 in the first float32 sample that has it."""
+    seen: set[tuple[Op[..., Any], str, str]] = set()
+    for case in cases(device, only, "form"):
+        sample = next(s for s in samples(case.op, case.device, case.dtype) if s.name == case.name)
+        for name, value in arguments_of(case.op, sample).items():
+            if isinstance(value, Tensor) and value.is_floating_point() and (case.op, case.backend, name) not in seen:
+                seen.add((case.op, case.backend, name))
+                yield case, name
+
+
 def _differentiable_of(case: Case) -> list[str]:
     sample = next(s for s in samples(case.op, case.device, case.dtype) if s.name == case.name)
     return differentiable(arguments_of(case.op, sample), sample)

@@ -17,6 +17,7 @@ from conformance.cases import (
     implementations,
     layout_cases,
     lone_cases,
+    mixed_cases,
     output_cases,
     takes_minutes,
     variation_cases,
@@ -40,6 +41,7 @@ TAKES_MINUTES = pytest.mark.skip(reason="a large sample takes an interpreter min
 PAIRS = {
     "frozen_case": frozen_cases,
     "lone_case": lone_cases,
+    "mixed_case": mixed_cases,
     "output_case": output_cases,
     "layout_case": layout_cases,
     "variation_case": variation_cases,

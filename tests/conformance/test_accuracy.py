@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -116,10 +118,21 @@ def test_autocast_keeps_the_criterion_of_its_precision(form_case: Case) -> None:
     trial = Trial(form_case)
     with torch.autocast(form_case.device.type, dtype=torch.bfloat16):
         got = trial.run()
-        reference = run(trial.define, trial.arguments, trial.names, trial.cotangents)
+        reference = run(replace(form_case, backend="reference").call, trial.arguments, trial.names, trial.cotangents)
     trial.expect(trial.complaints(got, reference, dtype=torch.bfloat16))
     dtypes = {n: (g.dtype, trial.arguments[n].dtype) for n, g in got.gradients.items() if g is not None}
     trial.expect([f"gradient of {n}: dtype {want} expected, got {dtype}" for n, (dtype, want) in dtypes.items() if dtype != want])
+
+
+def test_autocast_takes_every_tensor_in_its_own_dtype_beside_float32(mixed_case: tuple[Case, str]) -> None:
+    case, name = mixed_case
+    trial = Trial(case)
+    trial.arguments[name] = trial.given[name] = trial.arguments[name].detach().bfloat16()
+    exact = run(trial.define, in_float64(trial.arguments), trial.names, trial.cotangents)
+    with torch.autocast(case.device.type, dtype=torch.bfloat16):
+        got = trial.run()
+        reference = run(replace(case, backend="reference").call, trial.arguments, trial.names, trial.cotangents)
+    trial.expect(trial.complaints(got, reference, exact, dtype=torch.bfloat16))
 
 
 def test_checkpointing_gives_the_same_bits(pattern_case: Case) -> None:

@@ -297,3 +297,17 @@ def test_gated_mlps_with_options_of_their_own_are_replaced_and_run_the_op(model_
     monkeypatch.setattr(gated_mlp, op, Spy(getattr(gated_mlp, op), found))
     modules[0](torch.randn(2, 3, model.config.hidden_size))
     assert found == [1]
+
+
+def test_under_autocast_experts_compute_in_the_dtype_of_their_weights_as_in_transformers(calls: list[int]) -> None:
+    torch.manual_seed(0)
+    plain = build("mixtral").train()
+    patched = twin(plain)
+    liger_hf.apply(patched)
+    calls.clear()
+    experts = [next(m for m in model.modules() if type(m).__name__ == "MixtralExperts") for model in (plain, patched)]
+    hidden, index = torch.randn(30, plain.config.hidden_size), torch.stack([torch.randperm(4)[:2] for _ in range(30)])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = (module(hidden, index, torch.rand(30, 2, generator=torch.manual_seed(1))) for module in experts)
+    assert calls and got.dtype == expected.dtype
+    assert error(got, expected).maximum < 1e-5

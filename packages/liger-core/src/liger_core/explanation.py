@@ -38,7 +38,7 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     if not isinstance(op, Op):
         raise OptionError(f"explain: op must be an op such as liger_core.rms_norm, got {op!r}")
-    op.check(*args, **kwargs)
+    args, kwargs = op.checked(args, kwargs)
     found = registry()
     first = args[0] if args else kwargs[op.first]
     device = first.device.type

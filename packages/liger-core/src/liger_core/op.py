@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar
 import torch
 
 from liger_core.checks import not_plain
+from liger_core.dtypes import ANY, Dtypes, same_dtypes, settled
 from liger_core.errors import LigerError, Unsupported
 from liger_core.layout import Layout, run_locally
 
@@ -128,6 +129,7 @@ class Op(Generic[P, R]):
         workloads: Callable[[], Iterable[Workload]],
         work: Callable[..., Work],
         layout: Layout | Callable[..., Layout] | None = None,
+        dtypes: Dtypes = ANY,
     ) -> None:
         self.reference = reference
         self.check = check
@@ -137,9 +139,12 @@ class Op(Generic[P, R]):
         self.work = work
         # Which dimensions of its tensors may be sharded over ranks, or a function of the arguments that says it; None: no DTensors.
         self.layout = layout
+        # Which tensors must have one dtype.
+        self.dtypes = dtypes
         self.name = reference.__name__
         self.signature = inspect.signature(reference)
         self.first = next(iter(self.signature.parameters))
+        self.same_dtypes = same_dtypes(dtypes, tuple(self.signature.parameters)) if dtypes.alike else None
         self.choice: Choice | None = None
         # For an op that no plugin registers, so that no selection knows it.
         self.alone = Choice({}, {}, reference, _raise)
@@ -156,7 +161,7 @@ class Op(Generic[P, R]):
         # In this order: an attribute that tracing has already read would keep its old value.
         if compiling or self.choice is None:
             _settle()
-        self.check(*args, **kwargs)
+        args, kwargs = self.checked(args, kwargs)
         choice: Any = self.choice or self.alone
         first: Any = args[0] if args else kwargs[self.first]
         if self.layout is not None and type(first) not in _PLAIN and hasattr(first, "device_mesh"):
@@ -172,6 +177,13 @@ class Op(Generic[P, R]):
             not_plain(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
             raise
         return choice.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def checked(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a call, cast where autocast casts them; raises what the call itself would raise."""
+        self.check(*args, **kwargs)
+        if self.same_dtypes is None or self.same_dtypes(args, kwargs):
+            return args, kwargs
+        return (), settled(self.name, self.dtypes, self.signature.bind(*args, **kwargs).arguments)
 
     def _on_ranks(self, layout: Layout | Callable[..., Layout], args: Any, kwargs: Any) -> R:
         """On what each rank holds of DTensors. Their memory is not this call's to write over."""
@@ -218,10 +230,11 @@ def op(
     workloads: Callable[[], Iterable[Workload]],
     work: Callable[..., Work],
     layout: Layout | Callable[..., Layout] | None = None,
+    dtypes: Dtypes = ANY,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Turn a pure-PyTorch reference into an `Op`."""
 
     def describe(reference: Callable[P, R]) -> Op[P, R]:
-        return Op(reference, check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=layout)
+        return Op(reference, check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=layout, dtypes=dtypes)
 
     return describe

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.dtypes import autocast_dtype
 from liger_core.errors import DtypeError, OptionError, ShapeError
-from liger_core.ops._chunked_loss import autocast_dtype
 from liger_core.ops._inputs import accumulator
 
 
@@ -42,13 +42,14 @@ def no_bias_beside(op: str, bias: Tensor | None, base: Tensor | None, suffix: st
 def check_dtypes(
     op: str, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None, suffix: str = ""
 ) -> None:
-    checks.same_dtype(op, f"a{suffix}", a, **{f"b{suffix}": b})
     low = autocast_dtype(x.device.type)
     if low is None:
         checks.same_dtype(op, "x", x, **{f"weight{suffix}": weight, f"bias{suffix}": bias})
     own = low or x.dtype
     if base is not None and base.dtype not in (own, accumulator(own)):
         checks.fail(DtypeError, op, f"base{suffix} must have dtype {own} like x, or {accumulator(own)}, got {base.dtype}; cast it")
-    if a.dtype not in (own, accumulator(own)) and not (low is not None and a.dtype in (torch.float32, x.dtype)):
-        sentence = f"a{suffix} and b{suffix} must have dtype {own} like x, or {accumulator(own)}, got {a.dtype}; cast them"
-        checks.fail(DtypeError, op, sentence)
+    # Outside autocast, b has the dtype of a.
+    for factor in (a,) if low is None else (a, b):
+        if factor.dtype not in (own, accumulator(own)) and not (low is not None and factor.dtype in (torch.float32, x.dtype)):
+            sentence = f"a{suffix} and b{suffix} must have dtype {own} like x, or {accumulator(own)}, got {factor.dtype}; cast them"
+            checks.fail(DtypeError, op, sentence)

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from liger_core.dtypes import autocast_dtype
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._softmax_loss import Asked, RowOptions, RowPasses, RowResults, row_results
@@ -82,14 +83,6 @@ def chunking(
 
 def _power_below(n: int) -> int:
     return 1 << (max(1, n).bit_length() - 1)
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of autocast on this type of device; None where it is off."""
-    # Meta tensors have no autocast; torch.compile of PyTorch 2.11 cannot trace the question whether there is one.
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
 
 
 def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

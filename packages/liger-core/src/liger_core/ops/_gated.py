@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.dtypes import Dtypes
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload
@@ -28,7 +29,9 @@ def check(op: str, gate: Tensor, up: Tensor | None) -> None:
         return
     if gate.shape != up.shape:
         checks.fail(ShapeError, op, f"up must have the shape of gate {checks.shape(gate)}, got {checks.shape(up)}")
-    checks.same_dtype(op, "gate", gate, up=up)
+
+
+DTYPES = Dtypes((("gate", "up"),))
 
 
 def layout(gate: Tensor, up: Tensor | None = None, **options: Any) -> Layout:

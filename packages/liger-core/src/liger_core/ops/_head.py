@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.dtypes import autocast_dtype
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.op import Misuse, Product, Work, Workload
-from liger_core.ops._chunked_loss import Chunk, Head, autocast_dtype
+from liger_core.ops._chunked_loss import Chunk, Head
 from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, workload
 
 

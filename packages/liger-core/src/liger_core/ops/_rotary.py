@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.dtypes import Dtypes
 from liger_core.errors import ShapeError
 
 HEADS, TABLE = "batch heads tokens (width)", "batch tokens (width)"
+
+
+DTYPES = Dtypes((("q", "k"), ("cos", "sin")))
 
 
 def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -32,8 +36,6 @@ def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Non
         checks.fail(ShapeError, op, f"the rotary width of cos must be even and at most {width}, the width of q, got {rotary}")
     if sin.shape != cos.shape:
         checks.fail(ShapeError, op, f"sin must have the shape of cos {checks.shape(cos)}, got {checks.shape(sin)}")
-    checks.same_dtype(op, "q", q, k=k)
-    checks.same_dtype(op, "cos", cos, sin=sin)
 
 
 def angles(device: torch.device, dtype: torch.dtype, tokens: int, rotary: int, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:

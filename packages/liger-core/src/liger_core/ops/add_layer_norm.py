@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.dtypes import Dtypes
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
@@ -22,7 +23,6 @@ def check(x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tenso
     checks.at_least_one_dimension(name, "x", x)
     if x.shape != residual.shape:
         checks.fail(ShapeError, name, f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it")
-    checks.same_dtype(name, "x", x, residual=residual)
     checks.vector(name, "weight", weight, x.shape[-1], "x", x)
     checks.vector(name, "bias", bias, x.shape[-1], "x", x)
     checks.positive(name, "eps", eps)
@@ -78,6 +78,7 @@ def work(x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor
 @op(
     check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
     layout=Layout({"x": "… (width)", "residual": "… (width)", "weight": "(width)", "bias": "(width)"}, ("x", "x")),
+    dtypes=Dtypes((("x", "residual"),)),
 )  # fmt: skip
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
@@ -88,7 +89,7 @@ def add_layer_norm(
         normed = (summed - mean(summed)) / sqrt(var(summed) + eps) · weight + bias               (over the last dimension)
 
     x             (..., width)   any floating dtype
-    residual      (..., width)   shape and dtype of x
+    residual      (..., width)   shape and dtype of x; under autocast both get the wider of their dtypes
     weight, bias  (width,)       any floating dtype; without them the factor is 1, and nothing is added
     eps           as in layer_norm
     returns       (normed, summed), shape and dtype of x; the sum is the next residual

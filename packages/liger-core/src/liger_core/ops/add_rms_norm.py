@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.dtypes import Dtypes
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
@@ -25,7 +26,6 @@ def check(
         checks.fail(
             ShapeError, "add_rms_norm", f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it"
         )
-    checks.same_dtype("add_rms_norm", "x", x, residual=residual)
     check_scaling("add_rms_norm", x, weight, eps, weight_offset, cast)
 
 
@@ -92,6 +92,7 @@ def work(
 @op(
     check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
     layout=Layout({"x": "… (width)", "residual": "… (width)", "weight": "(width)"}, ("x", "x")),
+    dtypes=Dtypes((("x", "residual"),)),
 )  # fmt: skip
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
@@ -102,7 +103,7 @@ def add_rms_norm(
         normed = summed / sqrt(mean(summed²) + eps) · (weight_offset + weight)   (mean over the last dimension)
 
     x              (..., width)   any floating dtype
-    residual       (..., width)   shape and dtype of x
+    residual       (..., width)   shape and dtype of x; under autocast both get the wider of their dtypes
     weight         (width,)       any floating dtype; without it the factor is 1
     eps, weight_offset, cast      as in rms_norm
     returns        (normed, summed), shape and dtype of x; the sum is the next residual

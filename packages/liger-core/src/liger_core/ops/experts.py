@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.dtypes import Dtypes
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Product, Sample, Work, Workload, op
@@ -17,6 +18,7 @@ from liger_core.ops._gated import Activation, joined_gate
 from liger_core.ops._grouped import adapted_linear, grouped
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal, workload
 
+MATRICES = ("x", "gate_up", "down", "gate_up_bias", "down_bias", "gate_up_a", "gate_up_b", "down_a", "down_b")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
 
 
@@ -30,7 +32,6 @@ def check(
     adapters = {"gate_up_a": gate_up_a, "gate_up_b": gate_up_b, "down_a": down_a, "down_b": down_b}
     checks.floating(name, 4, x=x, gate_up=gate_up, down=down, weight=weight, gate_up_bias=gate_up_bias, down_bias=down_bias, **adapters)
     checks.same_device(name, "x", x, index=index)
-    checks.same_dtype(name, "x", x, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias, **adapters)
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         checks.fail(DtypeError, name, f"index must have an integer dtype, got {index.dtype}")
     if x.dim() != 2:
@@ -235,7 +236,7 @@ def layout(*args: Any, **kwargs: Any) -> Layout:
     )  # fmt: skip
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=layout())
+@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=layout(), dtypes=Dtypes((MATRICES,), matmul=True))
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
@@ -250,7 +251,7 @@ def experts(
         act(g) = g · sigmoid(alpha · g)                   activation="silu"; "gelu" is the exact GELU, "gelu_tanh" its tanh form,
                                                           "relu_squared" is max(g, 0)²
 
-    x             (tokens, hidden)              any floating dtype
+    x             (tokens, hidden)              any floating dtype; under autocast x, the matrices and the biases are cast to its dtype
     gate_up       (experts, 2·inner, hidden)    dtype of x; with (experts, inner, hidden) there is no gate: a = act(min(g, limit))
     down          (experts, hidden, inner)      dtype of x; matrices that are stored transposed are passed as `.mT`
     index         (tokens, k)                   any integer dtype; outside [0, experts) it names no expert: nothing is added, weight gets no

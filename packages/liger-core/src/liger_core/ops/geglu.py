@@ -41,7 +41,7 @@ def work(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "
     return _gated.work(gate, up)
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=_gated.workloads, work=work, layout=_gated.layout)
+@op(check=check, samples=samples, misuses=misuses, workloads=_gated.workloads, work=work, layout=_gated.layout, dtypes=_gated.DTYPES)
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False) -> Tensor:
     """Gate one linear map of the input by the GELU of another.
 
@@ -50,7 +50,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = 
         gelu(g) = g/2 · (1 + tanh(√(2/π) · (g + 0.044715·g³)))               approximate="tanh"
 
     gate    (..., width)   any floating dtype; or (..., 2·width) packed, gate first, when up is None
-    up      (..., width)   shape and dtype of gate
+    up      (..., width)   shape and dtype of gate; under autocast both get the wider of their dtypes
     approximate            "tanh" or "none", the formulas above
     overwrite              set this if no other code needs gate and up: a backward pass that frees its graph may write their gradients over
                            them, which saves their size (a kept graph leaves them as they are)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.dtypes import autocast_dtype
 from liger_core.errors import DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Product, Sample, Work, Workload, op
-from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_dtype, autocast_inputs
+from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_inputs
 from liger_core.ops._divergence import KINDS, MIXED, TORCH_DIVERGENCES, DivergenceOptions, DivergencePasses, check_mixture
 from liger_core.ops._divergence_loop import HeadPair, divergence_loop
 from liger_core.ops._head import check_chunks, check_head

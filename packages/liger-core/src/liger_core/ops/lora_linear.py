@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.dtypes import Dtypes, autocast_dtype
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Product, Sample, Work, Workload, op
 from liger_core.ops._adapter import check_dtypes, check_shapes, no_bias_beside
-from liger_core.ops._chunked_loss import autocast_dtype
 from liger_core.ops._inputs import accumulator, misuses_of, normal, workload
 from liger_core.ops._low_rank import TORCH_PASSES, RankPasses, low_rank
 
@@ -259,6 +259,6 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
     return lora_linear
 
 
-lora_linear = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=LAYOUT)(
-    implementation(TORCH_PASSES, reference_kernel)
-)
+lora_linear = op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=LAYOUT, dtypes=Dtypes((("a", "b"),))
+)(implementation(TORCH_PASSES, reference_kernel))

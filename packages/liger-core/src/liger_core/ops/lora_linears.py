@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.dtypes import Dtypes, autocast_dtype
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Product, Sample, Work, Workload, op
 from liger_core.ops._adapter import check_dtypes, check_shapes, no_bias_beside
-from liger_core.ops._chunked_loss import autocast_dtype
 from liger_core.ops._inputs import accumulator, misuses_of, normal, workload
 from liger_core.ops._low_rank import TORCH_PASSES, RankPasses
 from liger_core.ops._low_rank_layers import Own, low_rank_layers
@@ -46,12 +46,9 @@ def check(
         check_shapes(NAME, x, own, first, second, added, given, suffix)
         no_bias_beside(NAME, added, given, suffix)
         check_dtypes(NAME, x, own, first, second, added, given, suffix)
-    checks.same_dtype(NAME, "a", a, a_2=a_2, a_3=a_3)
     names = [f"weight{suffix}" if given is None else f"base{suffix}" for suffix, *_, given in layers]
     if len({name[0] for name in names}) > 1:
         checks.fail(OptionError, NAME, f"all layers must have a weight, or all a base, got {', '.join(names)}")
-    if base is not None:
-        checks.same_dtype(NAME, "base", base, base_2=base_2, base_3=base_3)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -181,6 +178,7 @@ def work(
     return Work(moved, 2 * moved, operations, 3 * operations, tuple(forward), tuple(full))
 
 
+DTYPES = Dtypes((("a", "a_2", "a_3", "b", "b_2", "b_3"), ("base", "base_2", "base_3")))
 LAYOUT = Layout(
     {"x": "… (inner)"}
     | {
@@ -245,6 +243,6 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
     return lora_linears
 
 
-lora_linears = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=LAYOUT)(
+lora_linears = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=LAYOUT, dtypes=DTYPES)(
     implementation(TORCH_PASSES, reference_kernel)
 )

@@ -15,7 +15,7 @@ from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import ROWS, misuses_of, normal
 from liger_core.ops._norm import Cast
-from liger_core.ops._rotary import HEADS, TABLE, angles, check_rotary
+from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary
 from liger_core.ops.rms_norm import rms_norm
 from liger_core.ops.rope import rope
 
@@ -154,6 +154,7 @@ def work(
     layout=Layout(
         {"q": HEADS, "k": HEADS, "q_weight": "(width)", "k_weight": "(width)", "cos": TABLE, "sin": TABLE}, ("q", "k"),
     ),
+    dtypes=DTYPES,
 )  # fmt: skip
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, *,
@@ -164,7 +165,7 @@ def qk_norm_rope(
         y = rope(rms_norm(x, weight, eps), cos, sin)          for x = q and x = k, each with its weight
 
     q                         (batch, heads, tokens, width)       any floating dtype and strides
-    k                         (batch, key_heads, tokens, width)   dtype of q; any number of heads
+    k                         (batch, key_heads, tokens, width)   dtype of q (under autocast both get the wider of theirs); any number of heads
     q_weight, k_weight        (width,)                            any floating dtype
     cos, sin                  (tokens, R), (1, tokens, R) or (batch, tokens, R); R even, at most width; any floating dtype. Columns past
                               R are only normalized

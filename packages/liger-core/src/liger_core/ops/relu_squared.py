@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.dtypes import Dtypes
 from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
@@ -22,7 +23,6 @@ def check(x: Tensor, up: Tensor | None = None) -> None:
         return
     if x.shape != up.shape:
         checks.fail(ShapeError, "relu_squared", f"up must have the shape of x {checks.shape(x)}, got {checks.shape(up)}")
-    checks.same_dtype("relu_squared", "x", x, up=up)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -74,6 +74,7 @@ def work(x: Tensor, up: Tensor | None = None) -> Work:
 @op(
     check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
     layout=Layout({"x": "…", "up": "…"}, ("x",)),
+    dtypes=Dtypes((("x", "up"),)),
 )  # fmt: skip
 def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
     """Square what is positive; the rest becomes 0. With up, this gates it.
@@ -81,7 +82,7 @@ def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
         y = max(x, 0)² · up
 
     x       (...)   any floating dtype
-    up      (...)   shape and dtype of x; without it the factor is 1
+    up      (...)   shape and dtype of x (under autocast both get the wider of their dtypes); without it the factor is 1
     returns (...), dtype of x; a fused backend keeps only the inputs for the backward pass
 
     Raises DtypeError for integers and dtypes that differ, ShapeError for shapes that differ.

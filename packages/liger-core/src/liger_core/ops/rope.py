@@ -14,7 +14,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import ROWS, accumulator, misuses_of, normal
-from liger_core.ops._rotary import HEADS, TABLE, angles, check_rotary
+from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary
 
 
 def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> None:
@@ -127,6 +127,7 @@ def work(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
 @op(
     check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
     layout=Layout({"q": HEADS, "k": HEADS, "cos": TABLE, "sin": TABLE}, ("q", "k")),
+    dtypes=DTYPES,
 )  # fmt: skip
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> tuple[Tensor, Tensor]:
     """Rotate pairs of columns of queries and keys by position-dependent angles.
@@ -136,7 +137,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
         rotate(x) = (-x[1], x[0], -x[3], x[2], …)                 interleaved=True
 
     q            (batch, heads, tokens, width)       any floating dtype and strides
-    k            (batch, key_heads, tokens, width)   dtype of q; any number of heads
+    k            (batch, key_heads, tokens, width)   dtype of q (under autocast both get the wider of theirs); any number of heads
     cos, sin     (tokens, R), (1, tokens, R) or (batch, tokens, R); R even, at most width; any floating dtype
     interleaved  pairs are neighboring columns (True), or a column of each half (False)
     inplace      overwrite q and k and return them; the mutation is declared to autograd. Neither may be an expanded tensor

@@ -55,7 +55,7 @@ def work(gate: Tensor, up: Tensor | None = None, **options: Any) -> Work:
     return _gated.work(gate, up)
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=_gated.workloads, work=work, layout=_gated.layout)
+@op(check=check, samples=samples, misuses=misuses, workloads=_gated.workloads, work=work, layout=_gated.layout, dtypes=_gated.DTYPES)
 def swiglu(
     gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0, gate_scale: float = 1.0,
     scale: float = 1.0, overwrite: bool = False,
@@ -66,7 +66,7 @@ def swiglu(
         g = min(gate_scale · gate, limit)
 
     gate    (..., width)   any floating dtype; or (..., 2·width) packed, gate first, when up is None
-    up      (..., width)   shape and dtype of gate
+    up      (..., width)   shape and dtype of gate; under autocast both get the wider of their dtypes
     limit                  no limit by default; gpt-oss and MiniMax have limit=7.0, alpha=1.702, shift=1.0
     gate_scale, scale      Falcon-H1 calls them the gate and down multipliers
     overwrite              set this if no other code needs gate and up: a backward pass that frees its graph may write their gradients over

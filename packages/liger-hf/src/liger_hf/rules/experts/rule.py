@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import experts
+from liger_core.dtypes import autocast_dtype
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
@@ -132,9 +134,11 @@ def _forward(original: Callable[..., Any], weights: Weights, unit: Unit) -> Call
         tokens, index, weight = (*args, *(named[name] for name in names[len(args) :]))
         if weights.transposed:
             gate_up, down = gate_up.mT, down.mT
-        # The dtypes of the weights count, as in Transformers: tokens may have another one under autocast.
         options = {"interleaved": weights.interleaved, **unit.options(self), **factors}
-        return experts(tokens.to(gate_up.dtype), gate_up, down, index, weight, *biases, **options).to(tokens.dtype)
+        # The dtypes of the weights count, as in Transformers, not that of autocast, in which the op would compute.
+        kind = tokens.device.type
+        with nullcontext() if autocast_dtype(kind) is None else torch.autocast(kind, enabled=False):
+            return experts(tokens.to(gate_up.dtype), gate_up, down, index, weight, *biases, **options).to(tokens.dtype)
 
     return forward
 
