@@ -309,5 +309,6 @@ def test_under_autocast_experts_compute_in_the_dtype_of_their_weights_as_in_tran
     hidden, index = torch.randn(30, plain.config.hidden_size), torch.stack([torch.randperm(4)[:2] for _ in range(30)])
     with torch.autocast("cpu", torch.bfloat16):
         expected, got = (module(hidden, index, torch.rand(30, 2, generator=torch.manual_seed(1))) for module in experts)
-    assert calls and got.dtype == expected.dtype
+    assert calls
+    assert got.dtype == expected.dtype
     assert error(got, expected).maximum < 1e-5
