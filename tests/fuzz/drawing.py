@@ -120,6 +120,7 @@ class Example:
     def build(self, device: torch.device) -> dict[str, Any]:
         """The arguments of the call."""
         built = {n: v.build(device) if isinstance(v, (Floats, Labels, Scalar)) else v for n, v in self.arguments.items()}
+        built = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in built.items()}
         return {**built, **{name: built[other] for name, other in self.shared.items()}}
 
 

@@ -52,7 +52,7 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
     arguments = example.build(bench)
     asked = [n for n in example.asked if isinstance(arguments.get(n), Tensor)]
     first = next(v for v in arguments.values() if isinstance(v, Tensor)).dtype
-    formula = getattr(formulas, op.name)
+    formula = getattr(formulas, op.name, op.reference)
 
     def answers(given: Mapping[str, Any], cotangents: Tensors | None) -> tuple[Tensors, Gradients, Tensors]:
         given = with_gradients(given, asked)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How calls are drawn of an op that has no strategy of its own: its samples with other dtypes, strides and magnitudes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conformance.cases import arguments_of, differentiable, samples, word
+from fuzz.calls import Limits, Strategy
+from fuzz.drawing import Draw, Example, example, floats
+from liger_core import Op
+
+
+def of_samples(op: Op[..., Any]) -> Strategy:
+    def strategy(draw: Draw, limits: Limits) -> Example:
+        dtype = getattr(torch, draw(st.sampled_from(limits.dtypes)))
+        calls = [(sample, arguments_of(op, sample)) for sample in samples(op, torch.device("cpu"), dtype)]
+        small = [(sample, arguments) for sample, arguments in calls if _elements(arguments) <= limits.elements]
+        sample, arguments = small[draw(st.integers(0, len(small) - 1))]
+        drawn = {
+            name: floats(draw, tuple(value.shape), word(value.dtype)) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in arguments.items()
+        }
+        return example(draw, drawn, differentiable(arguments, sample))
+
+    return strategy
+
+
+def _elements(arguments: dict[str, Any]) -> int:
+    return max(value.numel() for value in arguments.values() if isinstance(value, Tensor))
