@@ -23,14 +23,16 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+# That of Qwen3's checkpoints; the type's default is another.
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
 # Name on the hub → model type, and what the type needs besides.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen/Qwen3-0.6B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "Qwen/Qwen3-0.6B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": ROPE}),
     "Qwen/Qwen3-30B-A3B": (
         "qwen3_moe",
         {"head_dim": 8, "tie_word_embeddings": False, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
-    "Qwen/Qwen3-8B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": False}),
+    "Qwen/Qwen3-8B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": False, "rope_parameters": ROPE}),
     "meta-llama/Llama-3.2-1B": ("llama", {"tie_word_embeddings": True}),
     "meta-llama/Llama-3.1-8B": ("llama", {"tie_word_embeddings": False}),
 }
