@@ -64,4 +64,5 @@ def softmax(x: Tensor) -> Tensor:
 
     Raises DtypeError for integers, ShapeError for a scalar.
     """
-    return torch.softmax(x, dim=-1)
+    # On a GPU, autocast returns float32.
+    return torch.softmax(x, dim=-1).to(x.dtype)
