@@ -53,6 +53,14 @@ def test_a_wrong_call_raises_its_sentence(misuse: tuple[Op[..., Any], str, str],
     assert str(caught.value) == wrong.message
 
 
+def test_a_misspelled_argument_is_reported_under_the_name_of_the_op(op: Op[..., Any], device: torch.device) -> None:
+    given, last = arguments_of(op, next(iter(op.samples(device, torch.float32)))), list(op.signature.parameters)[-1]
+    known = ", ".join(op.signature.parameters)
+    with pytest.raises(TypeError) as caught:
+        op(**given, **{f"{last}x": None})
+    assert str(caught.value) == f"{op.name}: arguments must be among {known}, got '{last}x'. Did you mean {last!r}?"
+
+
 def test_samples_have_names_of_their_own_and_say_why(op: Op[..., Any], device: torch.device) -> None:
     samples = list(op.samples(device, torch.float32))
     assert samples, f"{op.name}: samples() must yield at least one sample"

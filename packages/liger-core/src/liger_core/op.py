@@ -12,7 +12,7 @@ import torch
 
 from liger_core.checks import not_plain
 from liger_core.dtypes import ANY, Dtypes, same_dtypes, settled
-from liger_core.errors import LigerError, Unsupported
+from liger_core.errors import LigerError, Unsupported, nearest
 from liger_core.layout import Layout, run_locally
 
 # What options are called that allow an op to write over tensors that it was given.
@@ -161,22 +161,36 @@ class Op(Generic[P, R]):
         # In this order: an attribute that tracing has already read would keep its old value.
         if compiling or self.choice is None:
             _settle()
-        args, kwargs = self.checked(args, kwargs)
-        choice: Any = self.choice or self.alone
-        first: Any = args[0] if args else kwargs[self.first]
-        if self.layout is not None and type(first) not in _PLAIN and hasattr(first, "device_mesh"):
-            return self._on_ranks(self.layout, args, kwargs)
-        table = choice.traced if compiling else choice.table
-        # Getting the type of a device takes five times as long.
-        implementation = table.get("cuda" if first.is_cuda else first.device.type, choice.otherwise)
         try:
-            return implementation(*args, **kwargs)  # type: ignore[no-any-return]
-        except Unsupported as reason:
-            refused = reason
-        except (NotImplementedError, RuntimeError) as problem:
-            not_plain(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
+            args, kwargs = self.checked(args, kwargs)
+            choice: Any = self.choice or self.alone
+            first: Any = args[0] if args else kwargs[self.first]
+            if self.layout is not None and type(first) not in _PLAIN and hasattr(first, "device_mesh"):
+                return self._on_ranks(self.layout, args, kwargs)
+            table = choice.traced if compiling else choice.table
+            # Getting the type of a device takes five times as long.
+            implementation = table.get("cuda" if first.is_cuda else first.device.type, choice.otherwise)
+            try:
+                return implementation(*args, **kwargs)  # type: ignore[no-any-return]
+            except Unsupported as reason:
+                refused = reason
+            except (NotImplementedError, RuntimeError) as problem:
+                not_plain(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
+                raise
+            return choice.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
+        except TypeError:
+            self._check_names(kwargs)
             raise
-        return choice.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """Report an argument that the op does not have under the op's own name; looked at only after a TypeError, as other calls pay nothing.
+
+        A check may leave options to the implementation, whose name would say nothing.
+        """
+        for name in names:
+            if name not in self.signature.parameters:
+                known = self.signature.parameters
+                raise TypeError(f"{self.name}: arguments must be among {', '.join(known)}, got {name!r}.{nearest(name, known)}") from None
 
     def checked(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a call, cast where autocast casts them; raises what the call itself would raise."""
