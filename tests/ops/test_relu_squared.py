@@ -49,3 +49,13 @@ def test_the_gradient_does_not_overflow_before_the_upstream_gradient_is_met(devi
     relu_squared(x).backward(torch.tensor([0.25], dtype=torch.float16, device=device))
     assert x.grad is not None
     assert x.grad.tolist() == [30000.0]
+
+
+def test_a_small_up_brings_a_square_back_that_is_too_large_for_the_dtype(device: torch.device) -> None:
+    x, up = (torch.tensor([value], dtype=torch.float16, device=device, requires_grad=True) for value in (300.0, 0.001))
+    y = relu_squared(x, up)
+    assert y.tolist() == [(90000 * up.double()).half().item()] == [90.0625]
+    y.backward(torch.tensor([0.25], dtype=torch.float16, device=device))
+    assert x.grad is not None
+    assert up.grad is not None
+    assert (x.grad.tolist(), up.grad.tolist()) == ([(150 * up.double()).half().item()], [22496.0])

@@ -14,7 +14,7 @@ from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._gated import joined_gate
-from liger_core.ops._inputs import misuses_of, normal, row_workloads
+from liger_core.ops._inputs import accumulator, misuses_of, normal, row_workloads
 
 
 def check(x: Tensor, up: Tensor | None = None) -> None:
@@ -43,6 +43,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("gated", (n(5, 101), n(5, 101)), why="the result is multiplied by up")
     yield Sample("gated_strided", (n(40, 6).t(), n(6, 80)[:, ::2]), why="neither is contiguous in its last dimension")
     yield Sample("gated_large", (n(3, 64, scale=30), n(3, 64)), why="squares are much larger than the inputs")
+    large = n(3, 64).abs().clamp(min=0.1) * 3000
+    yield Sample("gated_beyond_half", (large, n(3, 64, scale=1e-4)), why="the squares exceed float16, what up makes of them does not")
     yield Sample("gated_frozen_up", (n(4, 40), n(4, 40)), frozen=("up",), why="only the gradient of x")
     yield Sample("gated_frozen_x", (n(4, 40), n(4, 40)), frozen=("x",), why="only up's gradient")
     yield Sample("gated_scalars", (n(), n()), why="no dimension at all")
@@ -88,4 +90,8 @@ def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
     Raises DtypeError for integers and dtypes that differ, ShapeError for shapes that differ.
     So et al. 2021, arXiv:2109.08668.
     """
-    return joined_gate(x, up, "relu_squared")
+    if up is None:
+        return joined_gate(x, None, "relu_squared")
+    # In float32: the square of 300 is already too large for float16, whatever a small up makes of it.
+    wide = accumulator(x.dtype)
+    return joined_gate(x.to(wide), up.to(wide), "relu_squared").to(x.dtype)
