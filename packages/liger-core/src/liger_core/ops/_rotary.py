@@ -30,7 +30,9 @@ def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Non
     dimensions = cos.dim()
     rotary = cos.size(-1) if dimensions else 0
     if dimensions not in (2, 3) or cos.size(-2) != tokens or (dimensions == 3 and cos.size(0) not in (1, batch)):
-        wanted = f"({tokens}, rotary), (1, {tokens}, rotary) or ({batch}, {tokens}, rotary)"
+        # Of a single sample, two of them are one.
+        *shapes, last = dict.fromkeys((f"({tokens}, rotary)", f"(1, {tokens}, rotary)", f"({batch}, {tokens}, rotary)"))
+        wanted = f"{', '.join(shapes)} or {last}"
         checks.fail(ShapeError, op, f"cos must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(cos)}")
     if rotary % 2 or rotary > width or rotary == 0:
         checks.fail(ShapeError, op, f"the rotary width of cos must be even and at most {width}, the width of q, got {rotary}")

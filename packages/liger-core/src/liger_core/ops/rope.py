@@ -85,6 +85,8 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("key_tokens", (q, z(2, 2, 6, 16), t, t), ShapeError, message)
     message = "cos must have shape (5, rotary), (1, 5, rotary) or (2, 5, rotary) to match q (2, 4, 5, 16), got (6, 16)"
     yield misuse("cos_tokens", (q, k, z(6, 16), z(6, 16)), ShapeError, message)
+    message = "cos must have shape (5, rotary) or (1, 5, rotary) to match q (1, 4, 5, 16), got (6, 16)"
+    yield misuse("cos_tokens_of_one", (q[:1], k[:1], z(6, 16), z(6, 16)), ShapeError, message)
     message = "the rotary width of cos must be even and at most 16, the width of q, got 18"
     yield misuse("rotary_width", (q, k, z(5, 18), z(5, 18)), ShapeError, message)
     yield misuse("sin_shape", (q, k, t, t[:, :8]), ShapeError, "sin must have the shape of cos (5, 16), got (5, 8)")
