@@ -104,7 +104,9 @@ def _number(op: str, name: str, value: Any, bounds: str, inside: Callable[[Any],
     """Fail for a value that is not a finite float within its bounds."""
     is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
     if not is_number or not inside(value) or (isinstance(value, float) and not math.isfinite(value)):
-        fail(OptionError, op, f"{name} must be a finite number{bounds}, got {value!r}")
+        # Printing a tensor would read it from the device.
+        got = f"a tensor of shape {shape(value)}" if isinstance(value, Tensor) else repr(value)
+        fail(OptionError, op, f"{name} must be a finite number{bounds}, got {got}")
 
 
 def integer(op: str, name: str, value: Any) -> None:

@@ -64,6 +64,8 @@ def misuses(op: str, device: torch.device) -> Iterator[Misuse]:
     yield misuse("scale_shape", (x, scale[0]), ShapeError, f"scale {message} (8,)")
     yield misuse("shift_shape", (x, scale, x), ShapeError, f"shift {message} (2, 3, 8)")
     yield misuse("eps_zero", (x, scale), OptionError, "eps must be a finite number > 0, got 0.0", eps=0.0)
+    message = "eps must be a finite number > 0, got a tensor of shape (2, 8)"
+    yield misuse("eps_tensor", (x, scale), OptionError, message, eps=scale)
 
 
 def workloads() -> Iterator[Workload]:
