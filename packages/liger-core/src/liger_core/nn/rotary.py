@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embeddings, and the queries and keys that they rotate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import ops
+from liger_core.errors import OptionError
+from liger_core.nn.norms import Norm, RMSNorm
+
+
+class QKNormRoPE(nn.Module):
+    """Queries and keys normalized by `q_norm` and `k_norm`, as Transformers calls them, and rotated; see `qk_norm_rope`."""
+
+    q_norm: Norm
+    k_norm: Norm
+
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-6,
+        *,
+        interleaved: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = (RMSNorm(width, eps, device=device, dtype=dtype, **options) for _ in range(2))
+        self.interleaved = interleaved
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        norm = self.q_norm
+        return ops.qk_norm_rope(
+            q, k, norm.weight, self.k_norm.weight, cos, sin, norm.eps, interleaved=self.interleaved, **norm.options
+        )  # fmt: skip
+
+
+class RotaryEmbedding(nn.Module):
+    """The cos and sin that `rope` takes: `module(x, position_ids)` has the dtype of x, as in Transformers, and no entry in the `state_dict`.
+
+    rotary       the number of columns that are rotated, even
+    base         of the frequencies base^(-2i / rotary)
+    interleaved  neighboring columns are a pair
+    """
+
+    def __init__(self, rotary: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
+        super().__init__()
+        if rotary % 2 or rotary <= 0:
+            raise OptionError(f"RotaryEmbedding: rotary must be even and > 0, got {rotary}")
+        self.rotary, self.base, self.interleaved = rotary, base, interleaved
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        # float32: bfloat16 has no 257th position. No buffer, which `module.bfloat16()` would round.
+        frequencies = self.base ** (-torch.arange(0, self.rotary, 2, device=position_ids.device).float() / self.rotary)
+        angle = position_ids[..., None].float() * frequencies
+        angle = angle.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angle, angle), dim=-1)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
