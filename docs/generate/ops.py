@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from docstrings import Entry, cell, parts
+from docstrings import cell
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from liger_core import Op, Unsupported
+from liger_core.docstrings import Entry, parts
 from liger_core.plugins import REFERENCE, registry
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -106,7 +107,7 @@ def _call(op: Op[..., Any]) -> str:
 def _arguments(op: Op[..., Any], entries: list[Entry]) -> str:
     rows = ["| argument | default | meaning |", "| --- | --- | --- |"]
     named = {name for entry in entries for name in entry.names}
-    missing = [Entry((name,), _elsewhere(name)) for name in op.signature.parameters if name not in named]
+    missing = [Entry((name,), (_elsewhere(name),)) for name in op.signature.parameters if name not in named]
     result = [entry for entry in entries if entry.names == ("returns",)]
     for entry in [*(entry for entry in entries if entry not in result), *missing, *result]:
         names = ", ".join(f"`{name}`" for name in entry.names) if entry not in result else "*returns*"

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Docstrings as data: their paragraphs, and the aligned rows *name  meaning*."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+# `name`, or `name, name`, then at least two spaces. A name that is known needs one space only.
+NAMES = r"[A-Za-z_]\w*(?:, [A-Za-z_]\w*)*"
+ALIGNED = re.compile(rf"({NAMES}) {{2,}}(\S.*)")
+RETURNS = "returns"
+
+
+class Entry(NamedTuple):
+    """One row: the names, and the lines that the docstring has about them."""
+
+    names: tuple[str, ...]
+    lines: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join(line.strip() for line in self.lines).strip()
+
+    def aligned(self, column: int) -> str:
+        """The row with its text in this column."""
+        first, *rest = self.lines
+        return "\n".join(
+            [
+                f"{', '.join(self.names):{column}}{first}".rstrip(),
+                *textwrap.indent(textwrap.dedent("\n".join(rest)), " " * column).splitlines(),
+            ]
+        )
+
+
+def parts(docstring: str, known: Collection[str] = ()) -> Iterator[str | list[Entry]]:
+    """The paragraphs of a docstring in order; a paragraph of aligned rows as a list of entries."""
+    for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
+        yield from _split(block, {*known, RETURNS})
+
+
+def _split(block: str, known: Collection[str]) -> Iterator[str | list[Entry]]:
+    """A block of rows may follow text without an empty line."""
+    text: list[str] = []
+    entries: list[Entry] = []
+    lines = block.splitlines()
+    for number, line in enumerate(lines):
+        entry = _entry(line, known, lines[number + 1] if number + 1 < len(lines) else "")
+        if entry is not None:
+            entries.append(entry)
+        elif entries and line.startswith("  "):
+            last = entries.pop()
+            entries.append(Entry(last.names, (*last.lines, line)))
+        elif entries:
+            # Text after rows: another paragraph.
+            yield from _paragraphs(text, entries)
+            text, entries = [line], []
+        else:
+            text.append(line)
+    yield from _paragraphs(text, entries)
+
+
+def _paragraphs(text: list[str], entries: list[Entry]) -> Iterator[str | list[Entry]]:
+    if text:
+        yield "\n".join(text)
+    if entries:
+        yield entries
+
+
+def _entry(line: str, known: Collection[str], after: str) -> Entry | None:
+    aligned = ALIGNED.match(line)
+    if aligned is not None:
+        return Entry(tuple(aligned[1].split(", ")), (aligned[2],))
+    names = re.match(NAMES, line)
+    if names is None or not set(names[0].split(", ")) <= set(known):
+        return None
+    rest = line[names.end() :]
+    if rest.strip():
+        # `returns (…)`; a sentence that begins with the name of an argument is none.
+        return Entry(tuple(names[0].split(", ")), (rest.strip(),)) if rest.startswith(" (") else None
+    return Entry(tuple(names[0].split(", ")), ("",)) if after.startswith("  ") else None
