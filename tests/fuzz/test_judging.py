@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuzz.judging import _has_near_ties
+from fuzz.judging import _has_near_ties, _verdict
 from fuzz.rounding import Reach
 from liger_core import linear_cross_entropy
 
@@ -42,3 +42,10 @@ def test_sums_whose_terms_cancel_near_overflow_are_noted() -> None:
     with Reach() as reach:
         near.sum()
     assert reach.near_overflow
+
+
+def test_numbers_that_float32_holds_with_few_digits_are_not_judged_and_larger_ones_are() -> None:
+    wrong, exact = torch.tensor([1.1e-41, 2e-41]), torch.tensor([1e-41, 2e-41], dtype=torch.float64)
+    assert _verdict(wrong, exact.float(), exact, torch.float32, near_overflow=False) is None
+    for scale in (1e6, 1e41):
+        assert _verdict(scale * wrong, (scale * exact).float(), scale * exact, torch.float32, near_overflow=False) is not None
