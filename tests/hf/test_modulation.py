@@ -156,7 +156,7 @@ def test_what_the_op_does_not_compute_is_left_with_a_reason() -> None:
     words = "the norm that it scales and shifts must be one that it may pass over"
     assert reasons(Block(lambda: nn.LayerNorm(WIDTH))) == [f"{words}: modulated_layer_norm has neither weight nor bias"]
     (reason,) = reasons(Block(Clipped))
-    assert reason.startswith("no op computes what the module does; modulated_rms_norm: float32")
+    assert reason.startswith("no op computes what the module does; closest is modulated_rms_norm")
     mixed = Block(EsmFold2RMSNorm)
     mixed.second = nn.RMSNorm(WIDTH, eps=1e-6)
     assert reasons(mixed) == ["the norms that it scales and shifts must be of one class, first, second are not"]

@@ -22,6 +22,7 @@ from liger_hf.rules.head import causal_loss
 from liger_hf.rules.norm import rule as norm
 from liger_hf.rules.residual import rule as residual
 from liger_hf.rules.rotary import forms as rotary_forms
+from liger_hf.verification import NO_OP
 
 OPS = ("rms_norm", "add_rms_norm", "swiglu", "rope", "linear_cross_entropy")
 
@@ -231,6 +232,36 @@ def test_a_gated_mlp_whose_forward_calls_a_child_in_some_calls_or_of_another_sha
     (row,) = [row for row in liger_hf.apply(nn.Sequential(unit), only=["swiglu"]).rows if row.op == "swiglu"]
     assert row.verdict == "left"
     assert reason in row.reason
+
+
+class Multiplied(Odd):
+    """As Falcon-H1: the gate and what down returns are scaled."""
+
+    def __init__(self, gate: float, down: float) -> None:
+        super().__init__(nn.Identity(), same, same)
+        self.gate_multiplier, self.down_multiplier = gate, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x) * self.act(self.gate(x) * self.gate_multiplier)
+        return self.down(y) * self.down_multiplier
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("down", [0.1, 0.25, 0.5, 0.75, 1.0, 2.0])
+@pytest.mark.parametrize("gate", [0.1, 0.25, 0.5, 0.75, 1.0, 2.0, 3.0])
+def test_whether_a_gated_mlp_is_replaced_does_not_depend_on_the_numbers_that_scale_it(gate: float, down: float) -> None:
+    assert liger_hf.apply(nn.Sequential(Multiplied(gate, down)), only=["swiglu"]).replaced == {"swiglu": 1}
+
+
+def test_the_reason_is_that_of_the_candidate_that_came_closest() -> None:
+    class Twice(Multiplied):
+        """Not what the op computes of more than 64 tokens."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1.0 if x.shape[1] <= 64 else 2.0)
+
+    (row,) = [row for row in liger_hf.apply(nn.Sequential(Twice(0.5, 0.25))).rows if row.op == "swiglu"]
+    assert row.reason.startswith(f"{NO_OP}; closest is swiglu, scaled by gate_multiplier and down_multiplier: float32, length 300, ")
 
 
 def test_a_dropout_that_is_called_in_training_only_is_called_in_training() -> None:

@@ -118,6 +118,16 @@ COMPASS_ROPE = {
     "full_attention": None,
 }
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+FALCON_H1 = {
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "mlp_multipliers": [0.5, 0.25],
+    "key_multiplier": 0.5,
+    "attention_out_multiplier": 0.75,
+    "ssm_multipliers": [0.5, 0.75, 1.5, 0.25, 0.5],
+    "ssm_in_multiplier": 1.5,
+    "ssm_out_multiplier": 0.75,
+}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 
 # What the rules above cannot know: sizes that depend on each other, and which layers are of which kind where a rule computes it.
@@ -126,7 +136,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {**SLIDING_AND_FULL, "rope_parameters": COMPASS_ROPE},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_expand": 2},
+    "falcon_h1": {**MAMBA, **FALCON_H1, "mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_expand": 2},
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text", "glm4v_text", "glm_ocr_text", "qwen2_5_omni_text"), MROPE),
     "gemma3n_text": {
         "num_hidden_layers": 4,

@@ -92,9 +92,10 @@ def sized(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype, flo
 
 
 class _Mode(threading.local):
-    """Of the replicas that this thread makes. In training a dropout that is written as a function is active."""
+    """Of the replicas that this thread makes, and of what it draws. In training a dropout that is written as a function is active."""
 
     training = True
+    draw = 0
 
 
 MODE = _Mode()
@@ -107,6 +108,16 @@ def _mode(training: bool) -> Iterator[None]:
         yield
     finally:
         MODE.training = before
+
+
+@contextmanager
+def drawing(number: int) -> Iterator[None]:
+    """Random tensors are others for each number."""
+    before, MODE.draw = MODE.draw, number
+    try:
+        yield
+    finally:
+        MODE.draw = before
 
 
 def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
@@ -157,11 +168,11 @@ def configuration(module: nn.Module) -> tuple[Any, ...]:
 
 
 class Draw:
-    """Random tensors of one seed; the same whatever the device, and the global generators stay as they are."""
+    """Random tensors of one seed and the draw of the check; the same whatever the device, and the global generators stay as they are."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         self.device = device
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed + 1000 * MODE.draw)
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=self.generator) * scale).to(self.device)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from liger_core import BackendError
 from liger_core.accuracy import error, judge
 from liger_hf.isolation import DoublePrecision, undisturbed
 from liger_hf.rule import Candidate, Found
-from liger_hf.stand_in import Case, Results, Unfit
+from liger_hf.stand_in import Case, Results, Unfit, drawing
+
+NO_OP = "no op computes what the module does"
 
 
 @dataclass(frozen=True)
@@ -24,37 +26,72 @@ class Decision:
     reason: str
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one candidate on one draw of inputs.
+
+    problem   in the first case that it does not pass, None if it passes all
+    passed    the number of cases before that one
+    distance  from the original's own outputs; in a case that it does not pass, the error of the result
+    close     it may pass with another draw: its errors are those of rounding
+    """
+
+    problem: str | None
+    passed: int
+    distance: float
+    close: bool = False
+
+
+# One large element may hold most of a norm, and the original may round that one luckily: the error of Falcon-H1's gated MLP, which swiglu computes
+# more accurately, came out at 1.3 times the original's in one draw of inputs. What is less accurate is so in other draws, too.
+DRAWS, LUCK = 3, 2.0
+
+
 def decide(found: Found, verify: bool) -> Decision:
     """Run original and candidates on small random input; of those that pass, the one closest to the original is taken.
 
     Without verification the candidates are compared only by their float32 and bfloat16 outputs on the CPU.
     """
     device = found.device() if verify and found.device is not None else torch.device("cpu")
-    dtypes = dict.fromkeys((found.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16))
+    dtypes = tuple(dict.fromkeys((found.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16)))
+    first: dict[Candidate, Verdict] = {}
+    verdicts: dict[Candidate, Verdict] = {}
+    for number in range(DRAWS):
+        with undisturbed(device), drawing(number):
+            known = _known(found, device, dtypes)
+            if isinstance(known, Decision):
+                return known
+            # Asked for after the cases, which may show how the module calls its children.
+            candidates = list(found.candidates()) if not number else [c for c, verdict in verdicts.items() if verdict.close]
+            verdicts = {candidate: _verdict(candidate, known, verify) for candidate in candidates}
+        first = first or verdicts
+        if passed := {candidate: verdict.distance for candidate, verdict in verdicts.items() if verdict.problem is None}:
+            best = min(passed, key=lambda candidate: passed[candidate])
+            return Decision(best, ", ".join(filter(None, ("outputs and gradients agree" if verify else "not verified", best.detail))))
+        if not any(verdict.close for verdict in verdicts.values()):
+            break
+    if not first:
+        return Decision(None, NO_OP)
+    closest = min(first, key=lambda candidate: (-first[candidate].passed, first[candidate].distance))
+    name = ", ".join(filter(None, (closest.op.name, closest.detail)))
+    return Decision(None, f"{NO_OP}; closest is {name}: {first[closest].problem}")
+
+
+def _known(found: Found, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[tuple[Case, Results, Results]] | Decision:
+    """The cases with the results of the original, also in float64; or why it cannot be checked."""
     assert found.original is not None and found.cases is not None
-    with undisturbed(device):
-        try:
-            known = [(case, *_original(found.original, case)) for case in found.cases(device, dtypes)]
-        except BackendError:
-            raise
-        except Unfit as reason:
-            return Decision(None, str(reason))
-        except Exception as problem:
-            return Decision(None, f"it could not be checked, since the module did not run on a small input: {_short(problem)}")
-        doubtful = [f"{case.name}, {name}" for case, plain, exact in known for name in _doubtful(case.dtype, plain, exact)]
-        if doubtful:
-            return Decision(None, f"it could not be checked, since its float64 run gives another result ({doubtful[0]})")
-        candidates = list(found.candidates())
-        verdicts = [_verdict(candidate, known, verify) for candidate in candidates]
-    passed = [(distance, index) for index, (problem, distance) in enumerate(verdicts) if problem is None]
-    if passed:
-        best = candidates[min(passed)[1]]
-        words = "outputs and gradients agree" if verify else "not verified"
-        return Decision(best, f"{words}{', ' + best.detail if best.detail else ''}")
-    tried: dict[str, str | None] = {}
-    for candidate, (wrong, _) in zip(candidates, verdicts, strict=True):
-        tried.setdefault(candidate.op.name, wrong)
-    return Decision(None, "; ".join(["no op computes what the module does", *(f"{op}: {wrong}" for op, wrong in tried.items())]))
+    try:
+        known = [(case, *_original(found.original, case)) for case in found.cases(device, dtypes)]
+    except BackendError:
+        raise
+    except Unfit as reason:
+        return Decision(None, str(reason))
+    except Exception as problem:
+        return Decision(None, f"it could not be checked, since the module did not run on a small input: {_short(problem)}")
+    doubtful = [f"{case.name}, {name}" for case, plain, exact in known for name in _doubtful(case.dtype, plain, exact)]
+    if doubtful:
+        return Decision(None, f"it could not be checked, since its float64 run gives another result ({doubtful[0]})")
+    return known
 
 
 def _original(function: Callable[..., Any], case: Case) -> tuple[Results, Results]:
@@ -70,26 +107,28 @@ def _doubtful(dtype: torch.dtype, plain: Results, exact: Results) -> Iterator[st
             yield name
 
 
-def _verdict(candidate: Candidate, known: list[tuple[Case, Results, Results]], verify: bool) -> tuple[str | None, float]:
-    """(the problem or None, distance to the original's own outputs)."""
-    distance = 0.0
-    for case, original, exact in known:
+def _verdict(candidate: Candidate, known: list[tuple[Case, Results, Results]], verify: bool) -> Verdict:
+    distance, failed = 0.0, None
+    for number, (case, original, exact) in enumerate(known):
         try:
             got = case.run(candidate.function, False)
         except BackendError:
             raise
         except Exception as trouble:
-            return f"{case.name}: {_short(trouble)}", float("inf")
+            return Verdict(f"{case.name}: {_short(trouble)}", number, float("inf"))
         if got.keys() != original.keys():
-            return f"{case.name}: {', '.join(original)} expected, got {', '.join(got)}", float("inf")
+            return Verdict(f"{case.name}: {', '.join(original)} expected, got {', '.join(got)}", number, float("inf"))
         for name, result in got.items():
             if name.startswith("gradient") and not verify:
                 continue
             wrong = judge(result, original[name], exact[name], case.dtype)
-            if wrong:
-                return f"{case.name}, {name}: {wrong}", float("inf")
-            distance += error(result, original[name]).frobenius
-    return None, distance
+            distance += error(result, original[name]).frobenius if wrong is None else 0.0
+            if wrong is not None:
+                off = error(result, exact[name]).frobenius if result.shape == exact[name].shape else float("inf")
+                failed = failed or Verdict(f"{case.name}, {name}: {wrong}", number, off, True)
+                if judge(result, original[name], exact[name], case.dtype, leeway=LUCK):
+                    return replace(failed, close=False)
+    return failed or Verdict(None, len(known), distance)
 
 
 def _short(problem: BaseException) -> str:
