@@ -5,6 +5,7 @@ from liger_hf.rules.activation.rule import RULE as ACTIVATION
 from liger_hf.rules.embedding.rule import RULE as EMBEDDING
 from liger_hf.rules.experts.rule import RULE as EXPERTS
 from liger_hf.rules.gated_mlp.experts import RULE as GATE
+from liger_hf.rules.gated_mlp.gate import RULE as GATE_WITHIN
 from liger_hf.rules.gated_mlp.rule import RULE as GATED_MLP
 from liger_hf.rules.head.rule import RULE as HEAD
 from liger_hf.rules.hyper_connection.rule import RULE as HYPER_CONNECTION
@@ -21,6 +22,7 @@ RULES = (
     GATED_MLP,
     EXPERTS,
     GATE,
+    GATE_WITHIN,
     ACTIVATION,
     HYPER_CONNECTION,
     # Before the rule for the rotary embedding alone.

@@ -22,9 +22,10 @@ from liger_core.dtypes import autocast_dtype
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.experts.unlike import unlike
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
-NOTHING = "no module holds experts that Transformers runs through its experts interface"
+NOTHING = "no module holds experts"
 # How the interface says which weights there are and how they are stored.
 DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 # Other implementations were chosen for what they do, or by generate() for the few tokens of a step.
@@ -67,7 +68,8 @@ class Unit(NamedTuple):
 def look(module: nn.Module) -> Found | None:
     declared = [vars(module).get(name) for name in DECLARED]
     if not all(isinstance(value, bool) for value in declared):
-        return None
+        reason = unlike(module)
+        return None if reason is None else Found("experts", refusal=reason)
     has_gate, has_bias, is_transposed, is_concatenated = map(bool, declared)
     weights = Weights("gate_up_proj" if has_gate else "up_proj", has_bias, is_transposed, not is_concatenated)
     if not all(isinstance(getattr(module, name, None), Tensor) for name in weights.names()):

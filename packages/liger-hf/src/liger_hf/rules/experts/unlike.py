@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that a model runs by code of its own, which no op takes the place of: why, for the report."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+from torch import Tensor, nn
+
+ITSELF = "its experts are run by its own code, and not through Transformers' experts interface"
+IN_A_LOOP = "each of its experts is a module, and a loop runs them one after the other"
+
+
+def unlike(module: nn.Module) -> str | None:
+    """Why these experts are left; None for a module that has none, or leaves them to a child that is shown to the rule, too."""
+    if _has_stacked_weights(module):
+        return ITSELF
+    child = next((child for name, child in module.named_children() if _are_experts(name)), None)
+    if child is None or _has_stacked_weights(child) or isinstance(getattr(child, "has_gate", None), bool):
+        return None
+    return IN_A_LOOP if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else ITSELF
+
+
+def _are_experts(name: str) -> bool:
+    return name.endswith("experts") and not name.startswith("shared")
+
+
+def _has_stacked_weights(module: nn.Module) -> bool:
+    """The matrices of all experts of a layer in one tensor, and two such tensors, its own or one of each child, of which one fits to the other."""
+    parts = [part for part in (module, *module.children()) if not type(part).__module__.startswith("torch.")]
+    if not any("expert" in type(part).__name__.lower() for part in parts):
+        return False
+    weights = _stacked(module) or [weight for part in parts[1:] if len(own := _stacked(part)) == 1 for weight in own]
+    return any(_fit(first, second) for first, second in permutations(weights, 2))
+
+
+def _stacked(module: nn.Module) -> list[Tensor]:
+    return [p for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
+
+
+def _fit(up: Tensor, down: Tensor) -> bool:
+    """(experts, inner or twice that, hidden) and (experts, hidden, inner), or both transposed."""
+    (a, b), (c, d) = up.shape[1:], down.shape[1:]
+    return (b == c and a in (d, 2 * d)) or (a == d and b in (c, 2 * c))

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates within other modules than a gated MLP: wherever a forward multiplies an activation by a tensor, the two become one call.
+
+    self.act(a) * b        →        gate(self.act, gate=a, up=b)
+    b * F.silu(a)          →        gate(F.silu, up=b, gate=a)
+
+An instance gets a forward rebuilt from its source. The activation is checked in every call: one that somebody watches by hooks
+or has replaced is called as what it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import Op
+from liger_hf.isolation import undisturbed
+from liger_hf.passing import hooked
+from liger_hf.patch import forward_of, replacing
+from liger_hf.rebinding import unwrapped
+from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.gated_mlp import experts, rule
+from liger_hf.rules.norm import rule as norms
+from liger_hf.rules.norm.within import untouched
+from liger_hf.source import copy_of, once, rebuilt
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
+
+HELPER = "__liger_gate__"
+INNER = 40
+PROBE = torch.linspace(-6.0, 6.0, 25)
+# The activations of swiglu and geglu, as functions.
+KNOWN: tuple[Callable[..., Tensor], ...] = (
+    nn.functional.silu,
+    nn.functional.gelu,
+    lambda x: nn.functional.gelu(x, approximate="tanh"),
+)
+
+
+def look(module: nn.Module) -> Found | None:
+    named = activations_of(unwrapped(type(module).forward))
+    # The gate of a norm is that of gated_rms_norm.
+    if not named or norms.eps_of(module) is not None or rule.look(module) is not None or experts.look(module) is not None:
+        return None
+    original = forward_of(module)
+    if isinstance(original, str):
+        return Found("swiglu", refusal=original)
+    found = {name: value for name in named if _is_known(value := _value(original, module, name))}
+    if not found:
+        return None
+    first = next(iter(found.values()))
+    # Functions may be compared, modules by what they are.
+    alike = tuple(name for name, value in found.items() if _kind(value) == _kind(first))
+    if isinstance(first, nn.Module) and hooked(first):
+        return Found("swiglu", refusal=f"it would pass over {alike[0]}, and the hooks on that have to run")
+    parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
+    dtype = parameter.dtype if parameter is not None else torch.float32
+    return Found(
+        "swiglu",
+        kind=(type(module), original, alike, _kind(first), dtype, str(parameter.device) if parameter is not None else ""),
+        original=lambda gate, up: first(gate) * up,
+        candidates=lambda: _candidates(original, alike, first),
+        cases=_cases,
+        device=lambda: device_of(module),
+        dtype=dtype,
+    )
+
+
+def _value(forward: Any, module: nn.Module, name: str) -> Any:
+    """What a name such as `self.act` or `nn.functional.silu` stands for in a forward."""
+    root, *attributes = name.split(".")
+    value = module if root == next(iter(inspect.signature(forward).parameters)) else forward.__globals__.get(root)
+    for attribute in attributes:
+        value = getattr(value, attribute, None)
+    return value
+
+
+def _kind(activation: Any) -> Any:
+    return (type(activation), configuration(activation)) if isinstance(activation, nn.Module) else activation
+
+
+def _is_known(activation: Any) -> bool:
+    if not callable(activation) or (isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None):
+        return False
+    with undisturbed(torch.device("cpu")):
+        try:
+            return any(torch.allclose(activation(PROBE.clone()), known(PROBE), atol=1e-6) for known in KNOWN)
+        except Exception:
+            return False
+
+
+# -- candidates
+
+
+def _candidates(original: Any, names: tuple[str, ...], activation: Any) -> Iterator[Candidate]:
+    for op, options in rule.ACTIVATIONS:
+        words = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        yield _candidate(original, names, activation, op, options, ", ".join(filter(None, (words, "the gate within its forward"))))
+
+
+def _candidate(original: Any, names: tuple[str, ...], activation: Any, op: Op[..., Any], options: Any, words: str) -> Candidate:
+    forward = type(activation).forward if isinstance(activation, nn.Module) else None
+
+    def joined(gate: Tensor, up: Tensor) -> Any:
+        return op(gate, up, **options)
+
+    def gate_of(given: Any, *, gate: Any, up: Any) -> Any:
+        same = given is activation if forward is None else isinstance(given, nn.Module) and untouched(given, forward)
+        if same and isinstance(up, Tensor) and gate.shape == up.shape and gate.dtype == up.dtype:
+            return joined(gate, up)
+        return given(gate) * up
+
+    return Candidate(op, words, joined, replacing(original, lambda: with_gates(original, names, gate_of)))
+
+
+# -- the source
+
+
+@once
+def activations_of(definition: ast.FunctionDef) -> Iterator[str]:
+    """What a forward multiplies by a tensor after applying it to another, as it is written there."""
+    return (ast.unparse(call.func) for _, call, _ in _gates(definition))
+
+
+def with_gates(function: FunctionType, names: tuple[str, ...], gate_of: Callable[..., Any]) -> FunctionType:
+    """The function with `gate_of(activation, gate=a, up=b)` in place of each `activation(a) * b`; its globals stay its own."""
+    definition = copy_of(function)
+    for product, call, other in list(_gates(definition)):
+        if ast.unparse(call.func) in names:
+            parts = [ast.keyword("gate", call.args[0]), ast.keyword("up", other)]
+            # In the order of the source: projections in both may have hooks.
+            ordered = parts if product.left is call else parts[::-1]
+            _become(product, ast.Call(ast.Name(HELPER, ast.Load()), [call.func], ordered))
+    ast.fix_missing_locations(definition)
+    return rebuilt(function, definition, {HELPER: gate_of})
+
+
+def _gates(definition: ast.FunctionDef) -> Iterator[tuple[ast.BinOp, ast.Call, ast.expr]]:
+    """Products of a call with one argument, `self.name(a)` or `….silu(a)`, and something else."""
+    module = definition.args.args[0].arg
+    for node in ast.walk(definition):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            for call, other in ((node.left, node.right), (node.right, node.left)):
+                if isinstance(call, ast.Call) and _may_be_an_activation(call, module) and not _is_mask(other):
+                    yield node, call, other
+                    break
+
+
+def _may_be_an_activation(call: ast.Call, module: str) -> bool:
+    if len(call.args) != 1 or call.keywords or isinstance(call.args[0], ast.Starred):
+        return False
+    match call.func:
+        case ast.Attribute(value=ast.Name(id=of)) if of == module:
+            return True
+        case ast.Attribute(attr="silu" | "gelu") | ast.Name(id="silu" | "gelu"):
+            return set(ast.unparse(call.func)) <= set("._abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789")
+    return False
+
+
+def _is_mask(other: ast.expr) -> bool:
+    return isinstance(other, ast.Constant) or "mask" in ast.unparse(other)
+
+
+def _become(product: ast.BinOp, call: ast.Call) -> None:
+    """In its place: `product` may be anywhere in an expression."""
+    product.__class__ = ast.Call  # type: ignore[assignment]
+    del product.left, product.op, product.right
+    vars(product).update(vars(call))
+
+
+# -- cases
+
+
+def _cases(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    draw = Draw(device)
+    drawn = draw.normal(11, INNER), draw.normal(11, INNER), draw.normal(11, INNER)
+    for name, dtype, scale in sized(dtypes):
+        yield Case(name, dtype, _run((drawn[0] * scale).to(dtype), drawn[1].to(dtype), drawn[2].to(dtype)))
+    for length in LENGTHS:
+        run = _run(*(draw.normal(length, INNER) for _ in range(3)))
+        yield Case(f"float32, {length} tokens", torch.float32, run)
+
+
+def _run(gate: Tensor, up: Tensor, upstream: Tensor) -> Run:
+    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        return {"output": function(inputs["gate"], inputs["up"])}
+
+    return trial(call, {"gate": gate, "up": up}, {"output": upstream})
+
+
+RULE = Rule("gate within a forward", look, ("swiglu", "geglu"), rule.NOTHING)

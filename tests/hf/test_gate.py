@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates within forwards that are no gated MLP of projections, and experts that no op takes the place of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import liger_hf
+from hf.sweep import build
+from hf.tiny_models import twin
+from liger_hf.rules.gated_mlp.gate import activations_of, with_gates
+
+pytestmark = pytest.mark.cpu
+
+
+class Block(nn.Module):
+    """Packed gate and up of an expert, which a batched matmul multiplies by all of its rows."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.gate_up, self.down = (nn.Parameter(torch.randn(*shape) * 0.2) for shape in ((3, 8, 32), (3, 16, 8)))
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = torch.bmm(x, self.gate_up).chunk(2, dim=-1)
+        return torch.bmm(up * self.act(gate), self.down)
+
+
+class Functional(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = torch.bmm(x, self.gate_up).chunk(2, dim=-1)
+        return torch.bmm(nn.functional.silu(gate) * up, self.down)
+
+
+BLOCKS = {
+    "a module": (Block(nn.SiLU()), "swiglu"),
+    "another activation": (Block(nn.GELU()), "geglu"),
+    "a function": (Functional(nn.Identity()), "swiglu"),
+}
+
+
+@pytest.mark.parametrize(("block", "op"), BLOCKS.values(), ids=BLOCKS)
+def test_a_gate_is_replaced_wherever_a_forward_has_it(block: Block, op: str) -> None:
+    patched, x = twin(block), torch.randn(3, 5, 8)
+    report = liger_hf.apply(patched)
+    assert report.replaced == {op: 1}
+    results = []
+    for module in (block, patched):
+        y = module(x)
+        y.square().sum().backward()
+        results.append([y, module.gate_up.grad, module.down.grad])
+    torch.testing.assert_close(results[1], results[0])
+    report.undo()
+    assert torch.equal(patched(x), block(x))
+
+
+def test_the_two_halves_are_computed_in_the_order_of_the_source() -> None:
+    given: list[str] = []
+
+    def gate_of(activation: Any, **parts: Tensor) -> Tensor:
+        given.extend(parts)
+        return activation(parts["gate"]) * parts["up"]
+
+    for forward, name in ((Block.forward, "self.act"), (Functional.forward, "nn.functional.silu")):
+        with_gates(forward, (name,), gate_of)(Block(nn.SiLU()), torch.randn(3, 5, 8))
+    assert given == ["up", "gate", "gate", "up"]
+
+
+def test_a_hook_on_the_activation_runs() -> None:
+    block = Block(nn.SiLU())
+    liger_hf.apply(block)
+    seen: list[int] = []
+    block.act.register_forward_hook(lambda child, given, y: seen.append(1))
+    block(torch.randn(3, 5, 8))
+    assert seen == [1]
+
+
+def test_an_activation_that_is_watched_when_apply_runs_is_the_reason() -> None:
+    block = Block(nn.SiLU())
+    block.act.register_forward_hook(lambda child, given, y: None)
+    (row,) = [row for row in liger_hf.apply(block).rows if row.op == "swiglu"]
+    assert (row.verdict, row.reason) == ("left", "it would pass over self.act, and the hooks on that have to run")
+
+
+def test_another_activation_that_takes_its_place_runs() -> None:
+    block = Block(nn.SiLU())
+    liger_hf.apply(block)
+    block.act = nn.Identity()
+    gate, up = (x := torch.randn(3, 5, 8)).bmm(block.gate_up).chunk(2, dim=-1)
+    torch.testing.assert_close(block(x), (gate * up).bmm(block.down))
+
+
+def test_a_product_that_is_broadcast_is_computed_by_the_forward_itself() -> None:
+    class Broadcast(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(x) * x[:, :1]
+
+    block = Broadcast(nn.SiLU())
+    expected = block(x := torch.randn(3, 5, 8))
+    assert liger_hf.apply(block).replaced == {"swiglu": 1}
+    assert torch.equal(block(x), expected)
+
+
+def test_other_activations_masks_and_numbers_do_not_concern_the_rule() -> None:
+    class Masked(Block):
+        def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+            return nn.functional.gelu(x) * padding_mask + 2 * self.act(x)
+
+    assert activations_of(Masked.forward) == ()
+    assert [row for row in liger_hf.apply(Block(nn.Sigmoid())).rows if row.op == "swiglu"] == []
+
+
+# Model type → the class whose forward has the gate, and how many there are.
+GATES = {
+    "llama4_text": ("Llama4TextExperts", 4),
+    "moshi": ("MoshiGatingMLP", 2),
+    "zamba2": ("Zamba2MLP", 1),
+    "longcat_flash": ("LongcatFlashExperts", 2),
+    "jetmoe": ("JetMoeMoE", 2),
+    "vision:glm4v": ("Glm4vVisionPatchMerger", 1),
+}
+
+
+@pytest.mark.parametrize("model_type", GATES)
+def test_gates_of_models_that_were_left_are_replaced(model_type: str) -> None:
+    name, count = GATES[model_type]
+    report = liger_hf.apply(build(model_type), only=["swiglu", "geglu"])
+    rows = [row for row in report.rows if row.module == name and row.op in ("swiglu", "geglu")]
+    assert {row.verdict for row in rows} == {"replaced"}
+    assert sum(row.count for row in rows) == count
+
+
+# Model type → what holds the experts, and why they are left.
+LEFT = {
+    "llama4_text": ("Llama4TextExperts", "by its own code"),
+    "aria_text": ("AriaExperts", "by its own code"),
+    "dbrx": ("DbrxFFN", "by its own code"),
+    "jetmoe": ("JetMoeMoE", "by its own code"),
+    "longcat_flash": ("LongcatFlashExperts", "by its own code"),
+    "seq2seq:switch_transformers": ("SwitchTransformersSparseMLP", "a loop runs them one after the other"),
+    "seq2seq:nllb-moe": ("NllbMoeSparseMLP", "a loop runs them one after the other"),
+}
+
+
+@pytest.mark.parametrize("model_type", LEFT)
+def test_experts_that_no_op_takes_the_place_of_are_left_with_a_reason(model_type: str) -> None:
+    name, reason = LEFT[model_type]
+    report = liger_hf.inspect(build(model_type), only=["experts"], verify=False)
+    assert "experts" not in report.absent
+    assert {reason in row.reason for row in report.rows if (row.module, row.op, row.verdict) == (name, "experts", "left")} == {True}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "moshi", "deepseek_v3", "vision:qwen2_vl"])
+def test_what_has_no_experts_of_its_own_code_is_not_said_to_have_them(model_type: str) -> None:
+    report = liger_hf.inspect(build(model_type), only=["experts", "rope"], verify=False)
+    assert [row for row in report.rows if row.op == "experts" and row.verdict == "left"] == []
