@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -10,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 
+import liger_hf
+from hf.sweep import build
 from liger_hf.rules.rotary import forms as rotary_forms
+from liger_hf.rules.rotary import method
 from liger_hf.rules.rotary import rule as rotary
 from liger_hf.verification import Decision, decide
 
@@ -178,3 +184,68 @@ def test_a_table_that_requires_a_gradient_gets_it() -> None:
     cos.requires_grad_()
     module(q, k, cos, sin)[0].sum().backward()
     assert cos.grad is not None
+
+
+class Turning(nn.Module):
+    """A rotation as RoFormer writes it, by a static method."""
+
+    head_dim = WIDTH
+
+    def forward(self, table: Tensor, *states: Tensor) -> Any:
+        return self.apply_rotary(table, *states)
+
+    @staticmethod
+    def apply_rotary(table: Tensor, q: Tensor, k: Tensor, v: Tensor | None = None) -> Any:
+        return RoFormerSelfAttention.apply_rotary_position_embeddings(table, q, k, v)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_static_method_is_replaced(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, calls = Turning(), []
+    report = liger_hf.apply(module)
+    assert report.replaced == {"rope": 1}
+    right = method.rope
+    monkeypatch.setattr(method, "rope", lambda *args, **options: calls.append(1) or right(*args, **options))
+    table, *states = tensors((1, 1, 5, WIDTH), *[(2, 4, 5, WIDTH)] * count)
+    expected = Turning()(table, *states)
+    for twin in (module, copy.deepcopy(module)):
+        calls.clear()
+        torch.testing.assert_close(twin(table, *states), expected)
+        assert len(calls) == count - 1
+    assert type(pickle.loads(pickle.dumps(module))) is Turning
+    report.undo()
+    calls.clear()
+    assert all(torch.equal(a, b) for a, b in zip(module(table, *states), expected, strict=True))
+    assert calls == []
+
+
+def test_calls_of_a_static_method_that_the_op_does_not_compute_go_to_it() -> None:
+    module = Turning()
+    liger_hf.apply(module)
+    table, q, k = tensors((2, 1, 5, WIDTH), (2, 4, 5, WIDTH), (2, 4, 5, WIDTH))
+    assert torch.equal(module(table, q, k)[1], Turning()(table, q, k)[1])
+
+
+def test_a_second_apply_finds_the_method_replaced() -> None:
+    module = Turning()
+    liger_hf.apply(module)
+    assert [row.reason for row in liger_hf.apply(module).rows] == ["already replaced by an earlier apply"]
+
+
+def test_a_method_of_other_arguments_and_a_function_of_other_words_are_left_with_a_reason() -> None:
+    class Bound(nn.Module):
+        def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+            return self._apply_rotary_embedding(x, angles)
+
+        def _apply_rotary_embedding(self, x: Tensor, angles: Tensor) -> Tensor:
+            return x * angles
+
+    assert [row.reason for row in liger_hf.apply(Bound()).rows] == [
+        "it calls _apply_rotary_embedding, a method, which takes other arguments than a table of angles, queries and keys"
+    ]
+    rows = [
+        row for row in liger_hf.inspect(build("vision:llama4"), only=["rope"], verify=False).rows if row.module == "Llama4VisionAttention"
+    ]
+    assert [row.reason for row in rows] == [
+        "it calls vision_apply_rotary_emb, which takes other arguments than queries, keys and their angles"
+    ]

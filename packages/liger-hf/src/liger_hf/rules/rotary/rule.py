@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modeling file.
+"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modeling file, or a method of such a name.
 
 Each instance gets a forward with a private namespace in which they are replaced (`liger_hf.rebinding`). A global that is rebound in
 the modeling file after `apply` is therefore not seen by a patched instance.
@@ -7,6 +7,7 @@ the modeling file after `apply` is therefore not seen by a patched instance.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, product
@@ -19,12 +20,13 @@ from liger_core import Unsupported, rope
 from liger_core.accuracy import error
 from liger_hf.isolation import undisturbed
 from liger_hf.patch import forward_of, replacement
-from liger_hf.rebinding import Functions, called, rebound
+from liger_hf.rebinding import Functions, called, names_in, rebound
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.rotary.forms import Form, Signature, Tried, forms, signature, with_rope
+from liger_hf.rules.rotary.method import of_a_method
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
 
-NOTHING = "no attention module calls a function apply_rotary… of its modeling file"
+NOTHING = "no module calls a function or a method apply_rotary…"
 PREFIX = "apply_rotary"
 # Calls with tables of (tokens, columns): dimensions of what is rotated, and the axis of the heads behind a batch. Packed sequences and images,
 # and images or sequences that share their tables.
@@ -38,7 +40,8 @@ def look(module: nn.Module) -> Found | None:
         return Found("rope", refusal=original) if inside is not None and rotary_functions(inside) else None
     functions = rotary_functions(original)
     if not functions:
-        return None
+        method = rotary_method(module, original)
+        return None if method is None else of_a_method(module, method)
     readable = {name: found for name, function in functions.items() if (found := signature(function)) is not None}
     if not readable:
         return Found("rope", refusal=f"it calls {', '.join(functions)}, which takes other arguments than queries, keys and their angles")
@@ -61,7 +64,18 @@ def look(module: nn.Module) -> Found | None:
 
 def rotary_functions(function: Any) -> Functions:
     """The rotary functions that a forward calls."""
-    return called(function, lambda name, _: name.startswith(PREFIX))
+    return called(function, lambda name, _: _rotates(name))
+
+
+def rotary_method(module: nn.Module, function: Any) -> str | None:
+    """The method that does so in other models."""
+    code = getattr(function, "__code__", None)
+    called_ones = names_in(code) if code is not None else ()
+    return next((name for name in called_ones if _rotates(name) and inspect.isroutine(getattr(type(module), name, None))), None)
+
+
+def _rotates(name: str) -> bool:
+    return PREFIX in name or (name.startswith("apply_") and name.endswith("_rope"))
 
 
 # -- candidates

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rotary function that is a static method, of one table that holds sines and cosines, and of what is rotated."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import product
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core import rope
+from liger_hf.patch import MARK, Patch
+from liger_hf.rule import Candidate, Found
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
+
+WIDTH, HEADS = 64, 4
+
+
+def of_a_method(module: nn.Module, name: str) -> Found:
+    own, static = getattr(type(module), name), inspect.getattr_static(type(module), name)
+    if name in module.__dict__:
+        marked = hasattr(getattr(module.__dict__[name], "__func__", None), MARK)
+        return Found(
+            "rope", refusal="already replaced by an earlier apply" if marked else f"its {name} was already replaced on this instance"
+        )
+    count = len(inspect.signature(own).parameters) - 1 if isinstance(static, staticmethod) else 0
+    if count not in (2, 3):
+        return Found("rope", refusal=f"it calls {name}, a method, which takes other arguments than a table of angles, queries and keys")
+    parameter = next(module.parameters(), None)
+    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
+    return Found(
+        "rope",
+        kind=(type(module), name, dtype, str(parameter.device) if parameter is not None else ""),
+        original=own,
+        candidates=lambda: _candidates(name, own),
+        cases=lambda device, dtypes: _cases(count, device, dtypes),
+        device=lambda: device_of(module),
+        dtype=dtype,
+    )
+
+
+def _candidates(name: str, own: Callable[..., Any]) -> Iterator[Candidate]:
+    for sines_first, interleaved in product((True, False), repeat=2):
+        rotated = partial(_rotated, own, sines_first, interleaved)
+        words = f"interleaved={interleaved}, {'sines' if sines_first else 'cosines'} first in the table"
+        yield Candidate(rope, words, rotated, partial(_installed, name=name, own=own, rotated=rotated))
+
+
+def _installed(module: nn.Module, name: str, own: Callable[..., Any], rotated: Callable[..., Any]) -> list[Patch]:
+    def method(self: nn.Module, *args: Any, **named: Any) -> Any:
+        now = getattr(type(self), name)
+        return rotated(*args, **named) if now is own else now(*args, **named)
+
+    # Under its name a bound method pickles as that of its class.
+    method.__name__ = name
+    method.__dict__[MARK] = True
+    return [Patch(module, name, MethodType(method, module))]
+
+
+def _rotated(own: Callable[..., Any], sines_first: bool, interleaved: bool, *args: Any, **named: Any) -> Any:
+    table, *states = args or (None,)
+    states = [state for state in states if state is not None]
+    if named or not _fit(table, states):
+        return own(*args, **named)
+    cos, sin = table[0].chunk(2, dim=-1)[:: -1 if sines_first else 1]
+    cos, sin = ((t.repeat_interleave(2, dim=-1) if interleaved else torch.cat((t, t), dim=-1)) for t in (cos, sin))
+    q, k, *others = states
+    # `rope` takes two tensors; of the third, the first head also serves as the key.
+    alone = [rope(v, v[:, :1].detach(), cos, sin, interleaved=interleaved)[0] for v in others]
+    return (*rope(q, k, cos, sin, interleaved=interleaved), *alone)
+
+
+def _fit(table: Any, states: list[Any]) -> bool:
+    """(1, 1, tokens, width) and (batch, heads, tokens, width), all of one dtype."""
+    if len(states) < 2 or not isinstance(table, Tensor) or table.dim() != 4 or table.shape[:2] != (1, 1) or table.requires_grad:
+        return False
+    return all(s.dim() == 4 and s.shape[2:] == table.shape[2:] and s.shape == states[0].shape and s.dtype == table.dtype for s in states)
+
+
+def _cases(count: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    draw = Draw(device)
+    for given, dtype in product(range(2, count + 1), dtypes):
+        yield Case(f"{str(dtype).removeprefix('torch.')}, {given} tensors", dtype, _run(draw, given, 5, dtype))
+    for length in LENGTHS:
+        yield Case(f"float32, length {length}", torch.float32, _run(draw, 2, length, torch.float32))
+
+
+def _run(draw: Draw, count: int, length: int, dtype: torch.dtype) -> Run:
+    # Independent entries: nothing may rely on cos² + sin² = 1.
+    table = draw.normal(1, 1, length, WIDTH).to(dtype)
+    inputs, upstream = ([draw.normal(2, HEADS, length, WIDTH).to(dtype) for _ in range(count)] for _ in range(2))
+
+    def call(function: Callable[..., Any], states: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
+        return {f"rotated {number}": result for number, result in enumerate(function(cast(table), *states.values()))}
+
+    named = {str(number): value for number, value in enumerate(inputs)}
+    return trial(call, named, {f"rotated {number}": value for number, value in enumerate(upstream)})
