@@ -36,9 +36,29 @@ class Functional(Block):
         return torch.bmm(nn.functional.silu(gate) * up, self.down)
 
 
+class Held(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = torch.bmm(x, self.gate_up).chunk(2, dim=-1)
+        gate = self.act(gate)
+        up = up + 1
+        gate = gate * up
+        return torch.bmm(gate, self.down)
+
+
+class Shown(Block):
+    """The activation is seen by more than the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = torch.bmm(x, self.gate_up).chunk(2, dim=-1)
+        held = self.act(gate)
+        product = held * up
+        return torch.bmm(product + held, self.down)
+
+
 BLOCKS = {
     "a module": (Block(nn.SiLU()), "swiglu"),
     "another activation": (Block(nn.GELU()), "geglu"),
+    "in two statements": (Held(nn.SiLU()), "swiglu"),
     "a function": (Functional(nn.Identity()), "swiglu"),
 }
 
@@ -111,6 +131,7 @@ def test_other_activations_masks_and_numbers_do_not_concern_the_rule() -> None:
             return nn.functional.gelu(x) * padding_mask + 2 * self.act(x)
 
     assert activations_of(Masked.forward) == ()
+    assert activations_of(Shown.forward) == ()
     assert [row for row in liger_hf.apply(Block(nn.Sigmoid())).rows if row.op == "swiglu"] == []
 
 
@@ -121,6 +142,9 @@ GATES = {
     "zamba2": ("Zamba2MLP", 1),
     "longcat_flash": ("LongcatFlashExperts", 2),
     "jetmoe": ("JetMoeMoE", 2),
+    "cpmant": ("CpmAntDenseGatedACT", 2),
+    "recurrent_gemma": ("RecurrentGemmaRecurrentBlock", 2),
+    "dbrx": ("DbrxExpertGLU", 2),
     "vision:glm4v": ("Glm4vVisionPatchMerger", 1),
 }
 
@@ -132,6 +156,13 @@ def test_gates_of_models_that_were_left_are_replaced(model_type: str) -> None:
     rows = [row for row in report.rows if row.module == name and row.op in ("swiglu", "geglu")]
     assert {row.verdict for row in rows} == {"replaced"}
     assert sum(row.count for row in rows) == count
+
+
+def test_a_forward_that_another_rule_has_rebuilt_keeps_its_gate() -> None:
+    report = liger_hf.apply(build("gemma4_text"))
+    rows = {row.op: row for row in report.rows if row.module == "Gemma4TextDecoderLayer"}
+    assert rows["add_rms_norm"].verdict == "replaced"
+    assert (rows["swiglu"].verdict, rows["swiglu"].reason) == ("left", "what it would replace is already replaced for add_rms_norm")
 
 
 # Model type → what holds the experts, and why they are left.

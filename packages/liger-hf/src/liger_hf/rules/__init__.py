@@ -22,7 +22,6 @@ RULES = (
     GATED_MLP,
     EXPERTS,
     GATE,
-    GATE_WITHIN,
     ACTIVATION,
     HYPER_CONNECTION,
     # Before the rule for the rotary embedding alone.
@@ -32,6 +31,8 @@ RULES = (
     RESIDUAL,
     RESIDUAL_LAYER_NORM,
     MODULATION,
+    # After the rules for sums and norms, of which a forward has more.
+    GATE_WITHIN,
     HEAD,
     EMBEDDING,
 )

@@ -4,6 +4,10 @@
     self.act(a) * b        →        gate(self.act, gate=a, up=b)
     b * F.silu(a)          →        gate(F.silu, up=b, gate=a)
 
+    g = self.act(a)                 g = a
+    …                      →        …
+    g * b                           gate(self.act, gate=g, up=b)
+
 An instance gets a forward rebuilt from its source. The activation is checked in every call: one that somebody watches by hooks
 or has replaced is called as what it is.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -121,34 +126,83 @@ def _candidate(original: Any, names: tuple[str, ...], activation: Any, op: Op[..
 # -- the source
 
 
+@dataclass(frozen=True)
+class Site:
+    """A product, the call of an activation in it or in the statement `holder` before, and what comes to be the gate and up."""
+
+    product: ast.BinOp
+    call: ast.Call
+    gate: ast.expr
+    up: ast.expr
+    holder: ast.Assign | None = None
+
+
 @once
 def activations_of(definition: ast.FunctionDef) -> Iterator[str]:
     """What a forward multiplies by a tensor after applying it to another, as it is written there."""
-    return (ast.unparse(call.func) for _, call, _ in _gates(definition))
+    return (ast.unparse(site.call.func) for site in _sites(definition))
 
 
 def with_gates(function: FunctionType, names: tuple[str, ...], gate_of: Callable[..., Any]) -> FunctionType:
     """The function with `gate_of(activation, gate=a, up=b)` in place of each `activation(a) * b`; its globals stay its own."""
     definition = copy_of(function)
-    for product, call, other in list(_gates(definition)):
-        if ast.unparse(call.func) in names:
-            parts = [ast.keyword("gate", call.args[0]), ast.keyword("up", other)]
+    for site in list(_sites(definition)):
+        if ast.unparse(site.call.func) in names:
+            parts = [ast.keyword("gate", site.gate), ast.keyword("up", site.up)]
             # In the order of the source: projections in both may have hooks.
-            ordered = parts if product.left is call else parts[::-1]
-            _become(product, ast.Call(ast.Name(HELPER, ast.Load()), [call.func], ordered))
+            ordered = parts if site.product.right is site.up else parts[::-1]
+            if site.holder is not None:
+                site.holder.value = site.call.args[0]
+            _become(site.product, ast.Call(ast.Name(HELPER, ast.Load()), [site.call.func], ordered))
     ast.fix_missing_locations(definition)
     return rebuilt(function, definition, {HELPER: gate_of})
 
 
-def _gates(definition: ast.FunctionDef) -> Iterator[tuple[ast.BinOp, ast.Call, ast.expr]]:
-    """Products of a call with one argument, `self.name(a)` or `….silu(a)`, and something else."""
+def _sites(definition: ast.FunctionDef) -> Iterator[Site]:
     module = definition.args.args[0].arg
     for node in ast.walk(definition):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            for call, other in ((node.left, node.right), (node.right, node.left)):
-                if isinstance(call, ast.Call) and _may_be_an_activation(call, module) and not _is_mask(other):
-                    yield node, call, other
-                    break
+        for side, other in _factors(node):
+            if isinstance(side, ast.Call) and _may_be_an_activation(side, module) and not _is_mask(other):
+                yield Site(node, side, side.args[0], other)  # type: ignore[arg-type]
+                break
+        for name in ("body", "orelse"):
+            block = getattr(node, name, None)
+            if isinstance(block, list):
+                yield from _held(definition, block, module)
+
+
+def _held(definition: ast.FunctionDef, block: list[ast.stmt], module: str) -> Iterator[Site]:
+    """`g = act(a)`, and the next statement that has g, and is the last one to see this value, is a product of it."""
+    for place, holder in enumerate(block):
+        match holder:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _may_be_an_activation(call, module):
+                later = next((s for s in block[place + 1 :] if _uses(s, name)), None)
+                yield from _product_of(definition, later, name, call, holder)
+
+
+def _product_of(definition: ast.FunctionDef, later: ast.stmt | None, name: str, call: ast.Call, holder: ast.Assign) -> Iterator[Site]:
+    if not isinstance(later, (ast.Assign, ast.Return)) or later.value is None or _uses(later.value, name) != [ast.Load]:
+        return
+    # Otherwise another statement may see the activation, in a loop also one before.
+    assigned = isinstance(later, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in later.targets)
+    loads = [n.lineno for n in ast.walk(definition) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+    loops = any(isinstance(n, (ast.For, ast.While)) for n in ast.walk(definition))
+    if not assigned and len([line for line in loads if loops or line > holder.lineno]) != 1:
+        return
+    for node in ast.walk(later.value):
+        for side, other in _factors(node):
+            if isinstance(side, ast.Name) and side.id == name and not _is_mask(other):
+                yield Site(node, call, side, other, holder)  # type: ignore[arg-type]
+
+
+def _factors(node: ast.AST) -> tuple[tuple[ast.expr, ast.expr], ...]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return (node.left, node.right), (node.right, node.left)
+    return ()
+
+
+def _uses(node: ast.AST, name: str) -> list[type]:
+    return [type(n.ctx) for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == name]
 
 
 def _may_be_an_activation(call: ast.Call, module: str) -> bool:
