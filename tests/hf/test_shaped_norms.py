@@ -112,3 +112,16 @@ def test_a_group_norm_without_eps_is_left() -> None:
     (row,) = liger_hf.apply(nn.GroupNorm(4, 32, eps=0.0)).rows
     assert row.verdict == "left"
     assert "eps must be a finite number > 0" in row.reason
+
+
+def test_a_norm_whose_eps_is_a_number_in_its_forward_is_left_with_that_reason() -> None:
+    class Constant(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.layer_norm(x, (16,), None, None, eps=1e-5)
+
+    (row,) = liger_hf.apply(Constant()).rows
+    assert (row.op, row.verdict, row.reason) == (
+        "layer_norm",
+        "left",
+        "its eps is a number in its forward, a norm must have it as an attribute",
+    )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from liger_core import Op, layer_norm, rms_norm
 from liger_hf.passing import PASSED, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.rebinding import names_in, unwrapped
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm.gated import Form, fits, forms
 from liger_hf.rules.norm.shaped import cases, form_of
@@ -22,6 +23,7 @@ from liger_hf.stand_in import LENGTHS, Case, Draw, Run, Unfit, configuration, de
 
 Cast = Literal["input", "float32"]
 NOTHING = "no module is a norm: none without children has an eps"
+CONSTANT = "its eps is a number in its forward, a norm must have it as an attribute"
 EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 # What is rounded before the weight, and what is added to the weight.
 CONVENTIONS: tuple[tuple[Cast, float], ...] = (("input", 0.0), ("float32", 1.0), ("float32", 0.0), ("input", 1.0))
@@ -32,7 +34,7 @@ WIDTH = 64
 def look(module: nn.Module) -> Found | None:
     eps = eps_of(module)
     if eps is None:
-        return None
+        return Found("layer_norm", refusal=CONSTANT) if _with_a_constant(module) else None
     weights = _weights(module)
     form = form_of(module, weights, eps)
     op = form.name if form is not None else "layer_norm" if len(weights) == 2 or isinstance(module, nn.LayerNorm) else "rms_norm"
@@ -72,6 +74,12 @@ def look(module: nn.Module) -> Found | None:
         device=lambda: device_of(module),
         dtype=dtype,
     )
+
+
+def _with_a_constant(module: nn.Module) -> bool:
+    """OLMo's norm: all that its forward does is to call one of torch's, which is given eps."""
+    code = getattr(unwrapped(type(module).forward), "__code__", None)
+    return not module._modules and code is not None and bool({"layer_norm", "rms_norm"} & {*names_in(code)})
 
 
 def eps_of(module: nn.Module) -> str | None:
