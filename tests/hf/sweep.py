@@ -63,7 +63,7 @@ FAMILIES = {
         "qwen3_5_moe_text",
     ),
     "Mistral, Ministral, Mixtral": ("mistral", "ministral", "ministral3", "mixtral"),
-    "Gemma 1 to 4": ("gemma", "gemma2", "gemma3_text", "gemma4_text"),
+    "Gemma 1 to 4": ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
     "DeepSeek V2 and V3, Kimi Linear": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"),
     "Phi-3 and Phi-4, Phi MoE": ("phi3", "phimoe"),
     "GLM 4, gpt-oss, MiniMax": ("glm4", "glm4_moe", "gpt_oss", "minimax", "minimax_m2"),
@@ -74,16 +74,21 @@ FAMILIES = {
 CLASSES: dict[str, Any] = {"": AutoModelForCausalLM, "vision": AutoModelForImageTextToText, "seq2seq": AutoModelForSeq2SeqLM}
 SAME, WRONG, UNBUILT = "same", "wrong", "not built"
 SECONDS = 300
+DRAWS = 3
 
 
 @dataclass
 class Result:
-    """One type: what was replaced (column → modules replaced, modules left) and whether the results are those of the unpatched model."""
+    """One type: what was replaced (column → modules replaced, modules left) and whether the results are those of the unpatched model.
+
+    raised  the exception behind the reason why a type was not compared
+    """
 
     model_type: str
     verdict: str
     model: str = ""
     detail: str = ""
+    raised: str = ""
     columns: dict[str, tuple[int, int]] = field(default_factory=dict)
     reasons: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0.0
@@ -103,13 +108,16 @@ def _checked(model_type: str) -> Result:
         plain = build(model_type)
         expected = _outcomes(plain)
     except Exception as problem:
-        return Result(model_type, UNBUILT, detail=_short(problem))
+        return Result(model_type, UNBUILT, detail=why_not(problem), raised=_short(problem))
     report, inexact, rounded = _compared(plain, expected)
     result = Result(model_type, SAME, type(plain).__name__)
     _count(result, report)
-    if rounded and not inexact:
-        # A ReLU whose input is within a rounding of 0 has either gradient. What is less accurate is so with other weights, too.
-        other = build(model_type, draw=1)
+    for draw in range(1, DRAWS):
+        if inexact or not rounded:
+            break
+        # A ReLU whose input is within a rounding of 0 has either gradient, and errors of a gradient of three numbers (GLM-5 Next) differ up to
+        # tenfold by luck either way. What is less accurate is so with other weights, too.
+        other = build(model_type, draw)
         _, inexact, rounded = _compared(other, _outcomes(other))
     if problems := inexact + rounded:
         result.verdict, result.detail = WRONG, "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if len(problems) > 3 else "")
@@ -215,6 +223,30 @@ def _count(result: Result, report: liger_hf.Report) -> None:
         result.reasons[column] = [reason for reason, _ in reasons.most_common()]
 
 
+# What an exception of a model that was not compared means; the first that matches.
+NOT_COMPARED = (
+    (r"requires the (\w+) library|No module named '(\w+)'", "the package {} is not installed"),
+    (r"missing \d+ required positional arguments?: '(\w+)'", "its forward requires {}, and the sweep has text only"),
+    (r"one of encoder_outputs or (\w+)", "its forward requires {}, and the sweep has text only"),
+    (r"[Yy]ou (?:have to|must) specify[^`\w]*(?:either |exactly one of )?`?(\w+)", "its forward requires {}, and the sweep has text only"),
+    (r"Exactly 1 of (\w+)|^(Bbox) is required", "its forward requires {}, and the sweep has text only"),
+    (r"input batch_size \(0\)", "its loss is that of what follows an image, and the sweep has text only"),
+    (r"sub-configurations|Field 'text_encoder'", "its configuration class does not say which models its parts are"),
+    (r"class <class 'NoneType'>", "its configuration class does not say which models its parts are"),
+    (r"configuration class <class '[\w.]+\.(\w+)'>", "no auto class makes a language model from {}"),
+    (r"element of type (None)Type", "a size in its default configuration is {}"),
+    (r"'\w+' object has no attribute '(\w+)'", "its default configuration has no {}"),
+)
+
+
+def why_not(problem: BaseException) -> str:
+    """A reason for the page, in a few words."""
+    for pattern, words in NOT_COMPARED:
+        if match := re.search(pattern, str(problem)):
+            return words.format(*(group.replace("Bbox", "bbox") for group in match.groups() if group))
+    return "its model does not run in a small size"
+
+
 def _short(problem: BaseException) -> str:
     text = " ".join(str(problem).split())
     return f"{type(problem).__name__}: {text[:140]}"
@@ -241,7 +273,10 @@ def main() -> int:
                 file.write(json.dumps({"key": key, **asdict(known[model_type])}) + "\n")
         result = known[model_type]
         cells = " ".join(f"{column} {done}/{done + left}" for column, (done, left) in result.columns.items())
-        print(f"[{number}/{len(chosen)}] {model_type}: {result.verdict} {cells} {result.detail} ({result.seconds} s)", flush=True)
+        print(
+            f"[{number}/{len(chosen)}] {model_type}: {result.verdict} {cells} {result.raised or result.detail} ({result.seconds} s)",
+            flush=True,
+        )
     fresh = {t: known[t] for t in chosen}
     shown = list(({r.model_type: r for r in read(PAGE.read_text())} | fresh if options.types else fresh).values())
     PAGE.write_text(page(shown))
@@ -326,7 +361,8 @@ def families(results: list[Result]) -> list[str]:
         cells, left = [], []
         for column in COLUMNS:
             counts = [(t, known[t].columns.get(column, (0, 0))) for t in types if t in known]
-            cells.append("✓" if any(done for _, (done, _) in counts) else "–")
+            done, remaining = (any(count[part] for _, count in counts) for part in (0, 1))
+            cells.append({(True, False): "✓", (True, True): "partly", (False, True): "left"}.get((done, remaining), "–"))
             left += [f"{column} of {t}" for t, (_, remaining) in counts if remaining]
         rows.append(f"| {name} | {' | '.join(cells)} | {', '.join(left) or 'nothing'} |")
     return rows
@@ -359,7 +395,7 @@ def page(results: list[Result]) -> str:
     lines = [
         "# Supported models",
         "",
-        "Liger finds modules by their structure, so a model needs no entry in a list. The best-known ones, and what is replaced in them, wherever a model has it:",
+        "Liger finds modules by their structure, so a model needs no entry in a list. The best-known ones, and what is replaced in them, wherever a model has it (left: it has it, and it is not replaced; partly: in some):",
         "",
         *families(results),
         "",
@@ -370,11 +406,14 @@ def page(results: list[Result]) -> str:
         "",
         f"Written by `nox -s sweep`: every causal language model type of Transformers {transformers.__version__}, as a tiny random model, unpatched and",
         "patched: loss, logits and the gradient of every parameter, in training and in evaluation. In float64 both must agree to 1e-9; in",
-        "float32 the patched model must be as accurate as the unpatched one, with one of two draws of weights; after `undo` the two must agree bit for bit.",
+        f"float32 the patched model must be as accurate as the unpatched one, with one of {DRAWS} draws of weights; after `undo` the two must agree bit for bit.",
         "",
         f"**{summary(parts[0])}.**",
         "",
-        "✓ n: all n modules of the model are replaced. n of m: the others are not, for the reasons below. –: the model has none.",
+        "✓ n: all n modules are replaced. n of m: the others are not, for [the reasons below](#why-modules-were-left). –: no module has the",
+        "structure that is [replaced](../packages/liger-hf/README.md#what-is-replaced). For norm, MLP (SiLU and GELU gates, squared ReLUs), experts and rope this",
+        "means that the model has none. Every model adds residuals: a – says that no forward passes such a sum straight to a norm, as where layers norm what",
+        "they add (OLMo 2, EXAONE 4), add in a function (BLOOM), have statements between the two (GPT-2), or one norm for two sums (Falcon).",
         "",
         *heading,
         *(line(r) for r in parts[0] if r.verdict != UNBUILT),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates within forwards that are no gated MLP of projections, and experts that no op takes the place of."""
+"""Gates within the forwards of other modules than a gated MLP, and experts that no op takes the place of."""
 
 from __future__ import annotations
 

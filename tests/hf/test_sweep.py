@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 import liger_hf
 from hf import sweep
 from hf.sweep import ADDED, COLUMNS, COMPOSITES, ON_REQUEST, PAGE, SAME, TYPES, UNBUILT, WRONG
+from liger_hf.rebinding import names_in, unwrapped
 from liger_hf.rules.head import causal_loss
 
 pytestmark = pytest.mark.cpu
@@ -81,8 +83,38 @@ def test_a_page_that_was_read_is_written_as_it_was() -> None:
 def test_a_type_that_cannot_be_built_is_distinguished_from_a_wrong_one() -> None:
     result = sweep.check("git")
     assert result.verdict == UNBUILT
-    assert "batch_size" in result.detail
+    assert "batch_size" in result.raised
     assert result.columns == {}
+
+
+def test_the_page_says_in_words_why_a_type_was_not_compared() -> None:
+    unbuilt = [result.detail for result in sweep.read(PAGE.read_text()) if result.verdict == UNBUILT]
+    known = [re.escape(words).replace(r"\{\}", r"\w+") for _, words in sweep.NOT_COMPARED]
+    assert [detail for detail in unbuilt if not any(re.fullmatch(pattern, detail) for pattern in known)] == []
+
+
+# What looks like what a column counts, by the words of classes and functions alone; – says that the model has none.
+LOOKS_LIKE = {"experts": r"Experts?$", "rope": r"apply_rotary|apply_\w+_rope", "norm": r"Norm$"}
+
+
+def words_of(model: Any) -> dict[str, set[str]]:
+    """Names of classes, and names in the forwards of modules."""
+    classes = {type(module).__name__ for module in model.modules()}
+    forwards = {
+        name for module in model.modules() for name in names_in(getattr(unwrapped(type(module).forward), "__code__", (lambda: 0).__code__))
+    }
+    return {"experts": classes, "norm": classes, "rope": forwards}
+
+
+@pytest.mark.parametrize(
+    "model_type", [*SAMPLE, "aria_text", "dbrx", "jetmoe", "longcat_flash", "roformer", "olmo", "vision:llama4", "xlnet"]
+)
+def test_a_dash_says_that_the_model_has_none(model_type: str) -> None:
+    (result,) = [result for result in sweep.read(PAGE.read_text()) if result.model_type == model_type]
+    words = words_of(sweep.build(model_type))
+    for column, pattern in LOOKS_LIKE.items():
+        if column not in result.columns:
+            assert [word for word in words[column] if re.search(pattern, word)] == []
 
 
 class Larger(torch.autograd.Function):

@@ -83,7 +83,7 @@ def shrunk(default: PretrainedConfig) -> dict[str, Any]:
     for name, value in fields.items():
         inner = vars(default).get(name)
         if isinstance(inner, PretrainedConfig):
-            small[name] = shrunk(inner)
+            small[name] = {"model_type": inner.model_type, **shrunk(inner)}
         else:
             size = next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
             if size is not None and (type(value) in (int, float) or (value is None and name in UNSET)):
@@ -132,12 +132,27 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 
 # What the rules above cannot know: sizes that depend on each other, and which layers are of which kind where a rule computes it.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 6, "<image>": 5}},
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "cohere_compass_text": {**SLIDING_AND_FULL, "rope_parameters": COMPASS_ROPE},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {**MAMBA, **FALCON_H1, "mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_expand": 2},
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text", "glm4v_text", "glm_ocr_text", "qwen2_5_omni_text"), MROPE),
+    **dict.fromkeys(("cosmos3_edge_text", "hunyuan_vl_text"), MROPE),
+    "deepseek_ocr2_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_vl_moe_text": {
+        "num_hidden_layers": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+        "moe_intermediate_size": [96, 48],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+    },
+    "glm4v_moe_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+    },
+    "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
+    "step3p5": {"sliding_window": 8},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
