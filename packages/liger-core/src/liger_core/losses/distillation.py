@@ -29,6 +29,8 @@ def topk_distillation(
     log_prob          (..., K)   of the student at the teacher's classes, from linear_log_prob with targets (..., K)
     teacher_log_prob  (..., K)   of the teacher; -inf where a row has fewer than K classes (with none at all its loss is 0 by the
                       bucket); gets no gradient
+    kind              one of the four above
+    beta              for "jsd", the teacher's share of M, in (0, 1)
     tail              the bucket. Without it both sides are normalized to the K classes. A bucket of less than one rounding of 1, as where
                       the K classes have all the mass, counts as one rounding on that side, without a gradient
     returns           (...), float32 (float64 for float64)

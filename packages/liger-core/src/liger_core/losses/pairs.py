@@ -105,7 +105,7 @@ SMOOTHED = ("sigmoid", "robust", "exo")
 def pair_losses(name: str, variant: str | PairLoss, chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """The formula of the variant; label smoothing only where the formula has it."""
     checks.positive(name, "beta", beta)
-    if isinstance(variant, str):
+    if isinstance(variant, str) or not callable(variant):
         checks.choice(name, "variant", variant, tuple(VARIANTS))
         if variant in SMOOTHED:
             _check_smoothing(name, variant, label_smoothing)

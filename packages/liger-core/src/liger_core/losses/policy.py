@@ -88,11 +88,12 @@ def grpo(
     Shao et al. 2024, arXiv:2402.03300.
     """
     name = "losses.grpo"
-    if isinstance(variant, str):
+    usual: Averaging | None
+    if isinstance(variant, Surrogate):
+        surrogate, usual = variant, variant.averaging
+    else:
         checks.choice(name, "variant", variant, tuple(VARIANTS))
         surrogate, usual = VARIANTS[variant]
-    else:
-        surrogate, usual = variant, variant.averaging
     averaging = averaging or usual
     if averaging is None:
         sentence = (
@@ -122,6 +123,7 @@ def ppo(
 
     advantages  (B, T), one for each token
     clip        Clip() by default: ε = 0.2; Clip(delta=…) is the dual clip
+    averaging   a mean over tokens by default
 
     The other arguments are those of grpo. The value function has its own loss, which needs no head.
     Schulman et al. 2017, arXiv:1707.06347.

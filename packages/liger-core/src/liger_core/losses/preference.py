@@ -147,6 +147,7 @@ def orpo(policy: LogProbs, *, mask: Tensor | None = None, odds_weight: float = 0
     """
     name = "losses.orpo"
     checks.not_negative(name, "odds_weight", odds_weight)
+    checks.instance(name, "averaging", averaging, Averaging)
     tokens = tokens_of(name, policy, mask)
     log_p = (tokens.log_prob.sum(-1) / lengths(tokens)).clamp(max=-torch.finfo(torch.float32).eps)
     # log odds = log P − log(1 − P), where expm1 keeps the digits of 1 − P.
