@@ -44,7 +44,7 @@ def test_a_module_is_its_op_with_the_options_of_the_constructor(name: str, devic
     for sample in kind.function.samples(device, torch.float32):
         torch.manual_seed(0)
         given = kind.function.signature.bind(*sample.args, **sample.kwargs).arguments
-        options = {key: value for key, value in given.items() if key in kind.known}
+        options = {key: value for key, value in given.items() if key in kind.signature.parameters}
         tensors = {key: value for key, value in given.items() if key not in options}
         if not set(options) & {"inplace", "overwrite"}:
             assert_same(kind(**options)(**tensors), kind.function(**given))
@@ -63,7 +63,7 @@ def assert_same(got: Any, expected: Any) -> None:
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rows_are_scaled_by_one_at_first(name: str, offset: float, device: torch.device) -> None:
     kind = NORMS[name]
-    options = {"weight_offset": offset} if "weight_offset" in kind.known else {}
+    options = {"weight_offset": offset} if "weight_offset" in kind.signature.parameters else {}
     rows = [torch.randn(shape, device=device) for shape in shapes_of(kind)]
     assert_same(kind(8, device=device, **options)(*rows), kind.op(*rows))
 
@@ -104,19 +104,41 @@ MLPS = {
     "llama": ("llama.modeling_llama", "LlamaMLP", {}),
     "gemma": ("gemma.modeling_gemma", "GemmaMLP", {"activation": "gelu_tanh"}),
     "gemma_exact": ("gemma.modeling_gemma", "GemmaMLP", {"activation": "gelu"}),
+    "gemma_named": ("gemma.modeling_gemma", "GemmaMLP", {"activation": "gelu_pytorch_tanh"}),
     "phi3": ("phi3.modeling_phi3", "Phi3MLP", {"packed": True}),
+    "falcon_h1": ("falcon_h1.modeling_falcon_h1", "FalconH1MLP", {"gate_scale": 0.4, "scale": 2.5}),
+    "falcon_h1_bias": ("falcon_h1.modeling_falcon_h1", "FalconH1MLP", {"gate_scale": 0.4, "scale": 1.0, "bias": True}),
+}
+# Of their configurations.
+SETTINGS = {
+    "gemma_exact": {"hidden_activation": "gelu", "hidden_act": "gelu"},
+    "falcon_h1": {"mlp_multipliers": [0.4, 2.5]},
+    "falcon_h1_bias": {"mlp_multipliers": [0.4, 1.0], "mlp_bias": True},
 }
 
 
 @pytest.mark.parametrize("kind", MLPS)
 def test_a_gated_mlp_takes_the_state_of_the_one_in_transformers(kind: str) -> None:
     module, name, options = MLPS[kind]
-    activation = {"hidden_activation": "gelu", "hidden_act": "gelu"} if kind.endswith("exact") else {}
-    theirs = of_transformers(module, name)(config(kind.partition("_")[0], **activation))
+    theirs = of_transformers(module, name)(config(module.partition(".")[0], **SETTINGS.get(kind, {})))
     ours = nn.GatedMLP(16, 24, **options)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(3, 16)
     torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gated_mlp_has_the_squared_relu_of_its_gate(packed: bool) -> None:
+    mlp, x = nn.GatedMLP(16, 24, activation="relu_squared", packed=packed), torch.randn(3, 16)
+    gate, up = mlp.gate_up_proj(x).chunk(2, -1) if packed else (mlp.gate_proj(x), mlp.up_proj(x))
+    torch.testing.assert_close(mlp(x), mlp.down_proj(gate.relu().square() * up))
+
+
+def test_a_gated_mlp_has_the_limit_of_gpt_oss() -> None:
+    mlp, x = nn.GatedMLP(16, 24, packed=True, limit=0.2, alpha=1.702, shift=1.0), torch.randn(3, 16)
+    gate, up = mlp.gate_up_proj(x).chunk(2, -1)
+    gate, up = gate.clamp(max=0.2), up.clamp(-0.2, 0.2)
+    torch.testing.assert_close(mlp(x), mlp.down_proj(gate * torch.sigmoid(1.702 * gate) * (up + 1.0)))
 
 
 def test_the_rotary_embedding_is_that_of_llama() -> None:
@@ -168,9 +190,9 @@ def test_an_option_that_may_be_a_tensor_can_come_with_the_call() -> None:
     ("make", "message"),
     [
         (lambda: nn.CrossEntropyLoss(label_smooting=0.1), "CrossEntropyLoss: options must be among ignore_index, .* Did you mean 'label_smoothing'"),
-        (lambda: nn.RMSNorm(8, offset=1.0), "RMSNorm: options must be among weight_offset, cast, got 'offset'"),
-        (lambda: nn.LayerNorm(8, cast="input"), "LayerNorm: options must be none, got 'cast'"),
-        (lambda: nn.GatedMLP(8, 8, activation="relu"), "GatedMLP: activation must be one of 'silu', 'gelu_tanh', 'gelu', got 'relu'"),
+        (lambda: nn.RMSNorm(8, offset=1.0), "RMSNorm: options must be among eps, .* cast, device, dtype, got 'offset'"),
+        (lambda: nn.LayerNorm(8, cast="input"), "LayerNorm: options must be among eps, elementwise_affine, bias, device, dtype, got 'cast'"),
+        (lambda: nn.GatedMLP(8, 8, activation="relu"), "GatedMLP: activation must be one of 'silu', 'gelu_tanh', .*, 'relu_squared', got 'relu'"),
         (lambda: nn.RotaryEmbedding(7), "RotaryEmbedding: rotary must be even and > 0, got 7"),
     ],
     ids=["loss", "norm", "norm_without_options", "mlp", "rotary"],

@@ -1,14 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes to a constructor, and what to a call."""
+"""What goes to the constructor of a generated module, and what to its call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from liger_core.errors import OptionError, nearest
+from liger_core.op import Op
+
+Parameter = inspect.Parameter
+
+
+def parameters_of(function: Any) -> dict[str, Parameter]:
+    """The parameters of an op or a function by name, with their annotations as objects, so that `help` can show them."""
+    function = function.reference if isinstance(function, Op) else function
+    try:
+        return dict(inspect.signature(function, eval_str=True).parameters)
+    except NameError:
+        # A name that only a type checker imports.
+        return dict(inspect.signature(function).parameters)
+
+
+def keywords(parameters: Iterable[Parameter]) -> list[Parameter]:
+    return [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+
+
+def with_signature(constructor: Callable[..., None], signature: inspect.Signature) -> Callable[..., None]:
+    """The same constructor, which shows what it takes."""
+
+    @functools.wraps(constructor)
+    def __init__(self: Any, *inputs: Any, **named: Any) -> None:
+        constructor(self, *inputs, **named)
+
+    itself = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+    __init__.__signature__ = inspect.Signature([itself, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return __init__
+
+
+def like(parent: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For the constructor of a module that takes what its parent takes."""
+    return lambda constructor: with_signature(constructor, inspect.signature(parent))
+
+
+def with_options(options: Mapping[str, Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For a constructor whose `**options` are these."""
+
+    def described(constructor: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in parameters_of(constructor).values() if p.kind is not Parameter.VAR_KEYWORD]
+        return with_signature(constructor, inspect.Signature([*own[1:], *options.values()]))
+
+    return described
 
 
 def arguments_of(module: nn.Module, names: tuple[str, ...], inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -22,8 +68,18 @@ def arguments_of(module: nn.Module, names: tuple[str, ...], inputs: tuple[Any, .
     return by_position | named
 
 
-def check_options(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    for option in options:
-        if option not in known:
-            words = f"be among {', '.join(known)}" if known else "be none"
-            raise OptionError(f"{name}: options must {words}, got {option!r}.{nearest(option, known)}")
+def bound(
+    module: str, signature: inspect.Signature, of_call: Iterable[str], inputs: tuple[Any, ...], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a constructor by name."""
+    options = [name for name, parameter in signature.parameters.items() if parameter.default is not Parameter.empty]
+    for name in named:
+        if name in of_call:
+            raise OptionError(f"{module}: {name} must be passed in the call, got it in the constructor")
+        if name not in signature.parameters:
+            words = f"be among {', '.join(options)}" if options else "be none"
+            raise OptionError(f"{module}: options must {words}, got {name!r}.{nearest(name, options)}")
+    try:
+        return dict(signature.bind(*inputs, **named).arguments)
+    except TypeError as problem:
+        raise TypeError(f"{module}: {problem}") from None

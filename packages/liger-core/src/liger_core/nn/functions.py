@@ -5,55 +5,121 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor
 
 from liger_core import ops
-from liger_core.nn.arguments import arguments_of, check_options
-from liger_core.op import Op
+from liger_core.nn.arguments import Parameter, arguments_of, bound, keywords, parameters_of, with_signature
+from liger_core.nn.described import docstring, of_call, of_options
+from liger_core.nn.module import Module, check_options
+from liger_core.op import Op, Sample
 
 # What a parameter of an op must be annotated with to belong to the call alone.
-TENSORS = ("Tensor", "Tensor | None")
+TENSORS = (Tensor, Tensor | None, "Tensor", "Tensor | None")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Calls without options, by which options are checked when a module is made.
+Calls = Callable[[], Iterable[Mapping[str, Any]]]
 
 
-class FunctionModule(nn.Module):
+class FunctionModule(Module):
     """A function without weights as a module: `module(tensors)` is `function(tensors, **options)`.
 
-    An option that may be a tensor, as normalizer, may also be passed in the call.
+    An option that may be a tensor, as normalizer, may also be passed in the call. One that the constructor gets moves with the module, is
+    not in the `state_dict`, and keeps its dtype.
     """
 
     function: ClassVar[Callable[..., Any]]
     tensors: ClassVar[tuple[str, ...]]
-    known: ClassVar[Mapping[str, Any]]
+    signature: ClassVar[inspect.Signature]
+    calls: ClassVar[Callable[..., Iterable[Mapping[str, Any]]]]
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        check_options(type(self).__name__, options, self.known)
-        self.options = options
+    def __init__(self, *inputs: Any, **named: Any) -> None:
+        options = bound(type(self).__name__, self.signature, self.tensors, inputs, named)
+        _check(self.function, self.calls, options)
+        super().__init__(**{name: value for name, value in options.items() if not isinstance(value, Tensor)})
+        for name, value in options.items():
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value, persistent=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**self.arguments, **self._buffers}
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.function(**{**self.options, **arguments_of(self, self.tensors, inputs, named)})
 
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in before.items():
+            moved = self._buffers[name]
+            if value is not None and moved is not None:
+                # Only where it is: `module.bfloat16()` would round a count of tokens, and `to_empty` lose it.
+                self._buffers[name] = value.to(moved.device)
+        return self
 
 
-def function_module(name: str, function: Any) -> type[FunctionModule]:
-    """The class of a function: parameters of the call are its tensors and what has no default."""
-    parameters = inspect.signature(function).parameters.values()
-    of_call = [p for p in parameters if p.default is p.empty or p.annotation in TENSORS]
-    options = {p.name: p for p in parameters if p not in of_call}
-    body = {"function": function if isinstance(function, Op) else staticmethod(function), "tensors": tuple(p.name for p in of_call)}
-    # The module that holds the class, where pickle looks for it.
-    body["__module__"] = sys._getframe(1).f_globals["__name__"]
-    return type(name, (FunctionModule,), {**_described(function, options.values()), **body, "known": options})
+def function_module(name: str, function: Any, calls: Calls | None = None) -> type[FunctionModule]:
+    """The class of a function: parameters of the call are its tensors and what has no default, all others are options of the constructor.
+
+    calls  returns calls without options, by which the options are checked when a module is made; for an op its samples
+    """
+    parameters = parameters_of(function)
+    tensors = tuple(p.name for p in parameters.values() if p.default is Parameter.empty or p.annotation in TENSORS)
+    signature = inspect.Signature(keywords(p for p in parameters.values() if p.name not in tensors))
+    if calls is None:
+        calls = _samples_of(function, tensors) if isinstance(function, Op) else tuple
+    body = {
+        "__doc__": docstring(function, [of_options(function, signature.parameters), of_call(function, tensors)]),
+        "__init__": with_signature(FunctionModule.__init__, signature),
+        # The module that holds the class, where pickle looks for it.
+        "__module__": sys._getframe(1).f_globals["__name__"],
+        "function": function if isinstance(function, Op) else staticmethod(function),
+        "tensors": tensors,
+        "signature": signature,
+        "calls": staticmethod(calls),
+    }
+    return type(name, (FunctionModule,), body)
 
 
-def _described(function: Any, options: Any) -> dict[str, Any]:
-    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in options]
-    return {"__doc__": function.__doc__, "__signature__": inspect.Signature(keywords)}
+def _check(function: Any, calls: Calls, options: Mapping[str, Any]) -> None:
+    """An op checks before it computes; another function computes what it checks with."""
+    if isinstance(function, Op):
+        check_options(function.check, calls(), {name: _on_meta(value) for name, value in options.items()})
+    else:
+        # A function of the user, such as a loss of pairs, runs in the call alone.
+        ours = {n: value for n, value in options.items() if not callable(value) or type(value).__module__.startswith("liger_core.")}
+        check_options(function, calls(), ours)
+
+
+def _samples_of(op: Op[..., Any], tensors: tuple[str, ...]) -> Calls:
+    """Of all dtypes and shapes, so that an option is refused only if no tensors can make it right."""
+
+    def calls() -> Iterator[dict[str, Any]]:
+        for dtype in DTYPES:
+            # Not drawn on the meta device, whose first sum imports a large part of torch.
+            samples = op.samples(torch.device("cpu"), dtype)
+            while (sample := _drawn_apart(samples)) is not None:
+                given = op.signature.bind(*sample.args, **sample.kwargs).arguments
+                yield {name: _on_meta(given[name]) for name in tensors if name in given}
+
+    return calls
+
+
+def _drawn_apart(samples: Iterator[Sample]) -> Sample | None:
+    """The next sample, without a trace in the sequence of random numbers."""
+    with torch.random.fork_rng(devices=[]):
+        return next(samples, None)
+
+
+def _on_meta(value: Any) -> Any:
+    """Shape, dtype and whether a gradient is asked for."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
 
 
 Softmax = function_module("Softmax", ops.softmax)

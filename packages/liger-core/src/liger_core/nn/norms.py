@@ -3,48 +3,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import re
+import sys
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from liger_core import ops
+from liger_core import checks, ops
+from liger_core.docstrings import Entry
 from liger_core.layout import Layout
-from liger_core.nn.arguments import arguments_of, check_options
+from liger_core.nn.arguments import Parameter, arguments_of, bound, keywords, like, parameters_of, with_signature
+from liger_core.nn.described import CONSTRUCTOR, Section, docstring, of_call, rows_of
+from liger_core.nn.module import Module, check_options, check_size, check_switches, meta
 from liger_core.op import Op
 
 
-class Norm(nn.Module):
-    """An op on rows with weights of their width: `module(rows)` is `op(rows, weights, eps, **options)`.
-
-    elementwise_affine  without it there are no weights
-    bias                without it there is no bias, for an op that has one
-    """
+class Norm(Module):
+    """An op on rows with weights of their width: `module(rows)` is `op(rows, weights, eps, **options)`."""
 
     op: ClassVar[Op[..., Any]]
     rows: ClassVar[tuple[str, ...]]
     weights: ClassVar[tuple[str, ...]]
-    known: ClassVar[Mapping[str, Any]]
+    signature: ClassVar[inspect.Signature]
     weight: Any
 
-    def __init__(
-        self,
-        width: int,
-        eps: float | None = None,
-        *,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        check_options(type(self).__name__, options, self.known)
-        self.width, self.eps, self.options = width, self.op.signature.parameters["eps"].default if eps is None else eps, options
+    def __init__(self, *inputs: Any, **named: Any) -> None:
+        given = bound(type(self).__name__, self.signature, self.rows, inputs, named)
+        place = {name: given.pop(name, None) for name in ("device", "dtype")}
+        given.setdefault("eps", self.signature.parameters["eps"].default)
+        super().__init__(**given)
+        self.width, self.eps = given.pop("width"), given.pop("eps")
+        affine, bias, self.options = given.pop("elementwise_affine", True), given.pop("bias", True), given
+        check_switches(self, elementwise_affine=affine, bias=bias)
+        present = [name for name in self.weights if affine and (bias or name != "bias")]
+        check_size(self, width=self.width)
+        check_options(self.op.check, [_smallest(self.op, self.width, (*self.rows, *present))], {"eps": self.eps, **given})
         for name in self.weights:
-            wanted = elementwise_affine and (bias or name != "bias")
-            self.register_parameter(name, nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if wanted else None)
+            self.register_parameter(name, nn.Parameter(torch.empty(self.width, **place)) if name in present else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -56,17 +54,64 @@ class Norm(nn.Module):
         weights = {name: getattr(self, name) for name in self.weights}
         return self.op(**arguments_of(self, self.rows, rows, named), **weights, eps=self.eps, **self.options)
 
-    def extra_repr(self) -> str:
-        return ", ".join([str(self.width), f"eps={self.eps}", *(f"{name}={value!r}" for name, value in self.options.items())])
+
+def _smallest(op: Op[..., Any], width: int, names: Iterable[str]) -> dict[str, Tensor]:
+    """A call of one row, without memory."""
+    sizes = {name: re.findall(r"…|\(?\w+\)?", op.layout.arguments[name]) for name in names}  # type: ignore[union-attr]
+    return {name: meta(*(width if size == "(width)" else 1 for size in dimensions)) for name, dimensions in sizes.items()}
 
 
 def norm_module(name: str, op: Op[..., Any]) -> type[Norm]:
     """The class of an op on rows: its layout says which arguments are rows and which are weights of their width."""
     assert isinstance(op.layout, Layout)
-    of_width = {argument: dimensions == "(width)" for argument, dimensions in op.layout.arguments.items()}
-    options = {p.name: p for p in op.signature.parameters.values() if p.name not in of_width and p.name != "eps"}
-    body = {"op": op, "rows": tuple(a for a, own in of_width.items() if not own), "weights": tuple(a for a, own in of_width.items() if own)}
-    return type(name, (Norm,), {"__doc__": op.__doc__, "__module__": __name__, **body, "known": options})
+    dimensions, parameters = op.layout.arguments, parameters_of(op)
+    rows = tuple(argument for argument in dimensions if dimensions[argument] != "(width)")
+    weights = tuple(argument for argument in dimensions if argument not in rows)
+    options = keywords(p for p in parameters.values() if p.name not in dimensions and p.name != "eps")
+    signature = inspect.Signature([_WIDTH, parameters["eps"], *_of_weights(weights), *options, *_PLACE])
+    body = {
+        "__doc__": docstring(op, _sections(op, rows, weights, [p.name for p in options])),
+        "__init__": with_signature(Norm.__init__, signature),
+        # The module that holds the class, where pickle looks for it.
+        "__module__": sys._getframe(1).f_globals["__name__"],
+        "op": op,
+        "rows": rows,
+        "weights": weights,
+        "signature": signature,
+    }
+    return type(name, (Norm,), body)
+
+
+_WIDTH = Parameter("width", Parameter.POSITIONAL_OR_KEYWORD, annotation=int)
+_PLACE = [
+    Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind | None)
+    for name, kind in (("device", torch.device | str), ("dtype", torch.dtype))
+]
+
+
+def _of_weights(weights: tuple[str, ...]) -> list[Parameter]:
+    """The switches of what there is."""
+    names = [*(["elementwise_affine"] if weights else []), *(["bias"] if "bias" in weights else [])]
+    return [Parameter(name, Parameter.KEYWORD_ONLY, default=True, annotation=bool) for name in names]
+
+
+def _sections(op: Op[..., Any], rows: tuple[str, ...], weights: tuple[str, ...], options: list[str]) -> list[Section]:
+    """What goes to the constructor, what to the call, and the parameters."""
+
+    def row(name: str, text: str) -> Entry:
+        return Entry((name,), (text,))
+
+    of_constructor = [row("width", "columns of a row, the size of its last dimension"), *rows_of(op, ["eps"])]
+    switches = {"elementwise_affine": f"False for no {' and no '.join(weights)}", "bias": "False for no bias"}
+    of_constructor += [row(p.name, switches[p.name]) for p in _of_weights(weights)]
+    of_constructor += [
+        *rows_of(op, options),
+        Entry(("device", "dtype"), ("of the parameters" if weights else "unused: it has no parameters",)),
+    ]
+    weight = "1 - weight_offset at first, so that rows are scaled by 1" if "weight_offset" in options else "1 at first"
+    parameters = [row(name, f"(width,)  {'0 at first' if name == 'bias' else weight}") for name in weights]
+    found = [Section(CONSTRUCTOR, of_constructor), of_call(op, rows)]
+    return [*found, Section("Parameters:", parameters)] if weights else found
 
 
 RMSNorm = norm_module("RMSNorm", ops.rms_norm)
@@ -79,17 +124,46 @@ ModulatedLayerNorm = norm_module("ModulatedLayerNorm", ops.modulated_layer_norm)
 
 
 class GroupNorm(nn.GroupNorm):
-    """torch's module with the op `group_norm`."""
+    """torch's module with the op `group_norm`: neighboring channels of a sample, scaled together.
+
+    num_groups     a divisor of num_channels
+    num_channels   the size of the second dimension
+    eps            added to the variance, in the units of x²; > 0
+    affine         False for no weight and no bias
+    bias           False for no bias, where torch has this option
+    device, dtype  of the parameters, weight (num_channels,), 1 at first, and bias (num_channels,), 0 at first
+
+    The call takes x (samples, channels, …) and returns it normalized, dense: of a channels_last x, too, as torch does on a GPU.
+    """
+
+    @like(nn.GroupNorm)
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        given = inspect.signature(nn.GroupNorm).bind(*sizes, **options)
+        given.apply_defaults()
+        groups, channels, eps = (given.arguments[name] for name in ("num_groups", "num_channels", "eps"))
+        check_size(self, num_groups=groups, num_channels=channels)
+        ops.group_norm.check(meta(1, channels), groups, eps=eps)
+        super().__init__(*sizes, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
 
 
-class PolyNorm(nn.Module):
-    """`poly_norm` with its weights, an activation; all powers begin with the same share, as in the paper."""
+class PolyNorm(Module):
+    """An activation: the first three powers of x, each scaled to unit root mean square over its row, and summed; see `poly_norm`.
 
-    def __init__(self, eps: float = 1e-6, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
+    eps            added to the mean square of each power; > 0
+    device, dtype  of the parameters
+
+    weight  (3,)  1/3 at first, as in the paper; the factor of the cube comes first
+    bias    (1,)  0 at first
+
+    The call takes x (..., width), of any width, and returns the same shape and dtype.
+    """
+
+    def __init__(self, *, eps: float = 1e-6, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(eps=eps)
+        ops.poly_norm.check(meta(1, 1), meta(3), meta(1), eps)
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
@@ -102,12 +176,17 @@ class PolyNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.poly_norm(x, self.weight, self.bias, self.eps)
 
-    def extra_repr(self) -> str:
-        return f"eps={self.eps}"
 
+class DyT(Module):
+    """tanh(alpha · x) · weight + bias, for the place of a norm; see `dyt`.
 
-class DyT(nn.Module):
-    """`dyt` with its weights, for the place of a norm; alpha begins at 0.5, as in the paper."""
+    width          columns of a row, the size of its last dimension
+    alpha          what the parameter of this name is at first; 0.5 as in the paper
+    bias           False for no bias
+    device, dtype  of the parameters: alpha (1,), weight (width,), 1 at first, and bias (width,), 0 at first
+
+    The call takes x (..., width) and returns the same shape and dtype.
+    """
 
     def __init__(
         self,
@@ -118,7 +197,10 @@ class DyT(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(width=width, alpha=alpha, bias=bias)
+        check_size(self, width=width)
+        check_switches(self, bias=bias)
+        checks.finite("DyT", "alpha", alpha)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.first_alpha = alpha
         self.alpha = nn.Parameter(torch.empty(1, **place))
@@ -134,6 +216,3 @@ class DyT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.dyt(x, self.alpha, self.weight, self.bias)
-
-    def extra_repr(self) -> str:
-        return str(self.weight.shape[0])

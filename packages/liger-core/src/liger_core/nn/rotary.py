@@ -3,18 +3,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_core import ops
+from liger_core import checks, ops
 from liger_core.errors import OptionError
+from liger_core.nn.module import Module, check_size, check_switches
 from liger_core.nn.norms import Norm, RMSNorm
+from liger_core.ops._norm import Cast
 
 
-class QKNormRoPE(nn.Module):
-    """Queries and keys normalized by `q_norm` and `k_norm`, as Transformers calls them, and rotated; see `qk_norm_rope`."""
+class QKNormRoPE(Module):
+    """Queries and keys normalized by `q_norm` and `k_norm`, as Transformers calls them, and rotated; see `qk_norm_rope`.
+
+    width                     of a head
+    eps, weight_offset, cast  those of the two norms, which are `RMSNorm`s with a weight (width,)
+    interleaved               pairs are neighboring columns (True), or a column of each half (False)
+    device, dtype             of the parameters
+
+    The call takes q (batch, heads, tokens, width), k (batch, key_heads, tokens, width) and the cos and sin of `RotaryEmbedding`, and
+    returns queries and keys.
+    """
 
     q_norm: Norm
     k_norm: Norm
@@ -24,13 +33,17 @@ class QKNormRoPE(nn.Module):
         width: int,
         eps: float = 1e-6,
         *,
+        weight_offset: float = 0.0,
+        cast: Cast = "input",
         interleaved: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options: Any,
     ) -> None:
-        super().__init__()
-        self.q_norm, self.k_norm = (RMSNorm(width, eps, device=device, dtype=dtype, **options) for _ in range(2))
+        super().__init__(width=width, eps=eps, weight_offset=weight_offset, cast=cast, interleaved=interleaved)
+        check_size(self, width=width)
+        check_switches(self, interleaved=interleaved)
+        for name in ("q_norm", "k_norm"):
+            self.add_module(name, RMSNorm(width, eps, weight_offset=weight_offset, cast=cast, device=device, dtype=dtype))
         self.interleaved = interleaved
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,18 +53,23 @@ class QKNormRoPE(nn.Module):
         )  # fmt: skip
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Module):
     """The cos and sin that `rope` takes: `module(x, position_ids)` has the dtype of x, as in Transformers, and no entry in the `state_dict`.
 
     rotary       the number of columns that are rotated, even
     base         of the frequencies base^(-2i / rotary)
     interleaved  neighboring columns are a pair
+
+    The call returns cos and sin, (batch, tokens, rotary) for position_ids (batch, tokens).
     """
 
     def __init__(self, rotary: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
-        super().__init__()
+        super().__init__(rotary=rotary, base=base, interleaved=interleaved)
+        checks.integer("RotaryEmbedding", "rotary", rotary)
         if rotary % 2 or rotary <= 0:
             raise OptionError(f"RotaryEmbedding: rotary must be even and > 0, got {rotary}")
+        checks.positive("RotaryEmbedding", "base", base)
+        check_switches(self, interleaved=interleaved)
         self.rotary, self.base, self.interleaved = rotary, base, interleaved
 
     @torch.no_grad()

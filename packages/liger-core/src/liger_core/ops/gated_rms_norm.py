@@ -117,6 +117,7 @@ def gated_rms_norm(
     eps            added to the mean square, in the units of x²; > 0
     weight_offset  1.0 for models that store weight - 1
     activation     "silu" or "sigmoid"
+    gate_first     whether the gate comes before the norm, as in the second formula
     group_size     columns of a group, a divisor of the width; the whole row by default
     returns        (..., width), dtype of x; computed in float32 (float64 for float64) and rounded once
 
