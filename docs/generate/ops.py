@@ -89,19 +89,26 @@ def _body(op: Op[..., Any], described: list[str | list[Entry]]) -> str:
             shown.append(("" if called else _call(op)) + f"```{{ .text .formula }}\n{inspect.cleandoc(part)}\n```")
             called = True
         else:
-            shown.append(_links(part))
+            shown.append(links(part))
     return "\n\n".join(shown)
 
 
-def _call(op: Op[..., Any]) -> str:
-    arguments = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in op.signature.parameters.values()]
-    keywords = next((i for i, p in enumerate(op.signature.parameters.values()) if p.kind is p.KEYWORD_ONLY), None)
+def signature_block(path: str, signature: inspect.Signature) -> str:
+    """How it is called."""
+    parameters = [*signature.parameters.values()]
+    arguments = [str(parameter) for parameter in parameters]
+    keywords = next((i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY), None)
     if keywords is not None:
         arguments.insert(keywords, "*")
-    call = f"liger_core.{op.name}({', '.join(arguments)})"
+    call = f"{path}({', '.join(arguments)})"
     if len(call) > 100:
-        call = f"liger_core.{op.name}(\n    " + ",\n    ".join(arguments) + ",\n)"
-    return f'```{{ .python .no-run title="signature" }}\n{call}\n```\n\n'
+        call = f"{path}(\n    " + ",\n    ".join(arguments) + ",\n)"
+    return f'```{{ .python .no-run title="signature" }}\n{call}\n```'
+
+
+def _call(op: Op[..., Any]) -> str:
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in op.signature.parameters.values()]
+    return signature_block(f"liger_core.{op.name}", inspect.Signature(bare)) + "\n\n"
 
 
 def _arguments(op: Op[..., Any], entries: list[Entry]) -> str:
@@ -132,7 +139,7 @@ def _default(op: Op[..., Any], name: str) -> str:
     return "required" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
 
 
-def _links(text: str) -> str:
+def links(text: str) -> str:
     return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
 

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference pages of the Python API: the public names of a package, which mkdocstrings fills from the docstrings."""
+"""Reference pages of the Python API: the public names of a package, which mkdocstrings fills from the docstrings.
+
+mkdocstrings reads sources and cannot see a class that a function makes. Modules of such classes are shown as they are once imported.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from types import ModuleType
 from typing import Any
 
+from docstrings import markdown
+
 from liger_core import Op
+from ops import links, signature_block
 
 # Package → what the page begins with. Ops have pages of their own.
 PACKAGES = {
@@ -17,6 +24,8 @@ PACKAGES = {
     "liger_core.nn": "Ops and losses as modules; [a recipe](../../how-to/own-models.md) lists them all.",
     "liger_core.kernels": "Custom ops and autograd for kernels: what a backend with kernels of its own builds on.",
 }
+
+IMPORTED = ("liger_core.nn",)
 
 
 def pages() -> dict[str, str]:
@@ -31,8 +40,18 @@ def _index() -> str:
 
 def _page(name: str) -> str:
     module = importlib.import_module(name)
-    shown = [path for attribute in _public(module) if (path := _path(getattr(module, attribute))) is not None]
-    return "\n\n".join([f"# {name}", PACKAGES[name], *(f"::: {path}" for path in shown)]) + "\n"
+    if name in IMPORTED:
+        shown = [_imported(f"{name}.{attribute}", getattr(module, attribute)) for attribute in _public(module)]
+    else:
+        shown = [f"::: {path}" for attribute in _public(module) if (path := _path(getattr(module, attribute))) is not None]
+    return "\n\n".join([f"# {name}", PACKAGES[name], *shown]) + "\n"
+
+
+def _imported(path: str, value: Any) -> str:
+    """Heading, signature and docstring of a class or a function."""
+    signature = inspect.signature(value, eval_str=True)
+    shown = links(markdown(value.__doc__ or "", signature.parameters))
+    return f"## {value.__name__}\n\n{signature_block(path, signature)}\n\n{shown}"
 
 
 def _public(module: ModuleType) -> list[str]:
