@@ -141,7 +141,7 @@ WITH_OTHER_TENSORS = {
     ("linear_log_prob", "budget"): "is enough for fewer classes",
     ("linear_log_prob", "allowed_statistics"): "is right without allowed",
     ("rope", "inplace_expanded"): "is right for dense tensors",
-    ("rope", "inplace_leaf"): "is right for tensors that are no leaves",
+    ("rope", "inplace_leaf"): "is right for results of other functions",
     ("linear_log_prob", "logits_dtype"): "is right for float64",
     ("linear_log_prob", "temperature_of_a_token"): "has another value, which only the call reads",
     ("linear_log_prob", "trainable_temperature"): "has a shape that no sample has",
