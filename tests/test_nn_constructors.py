@@ -9,6 +9,7 @@ import pickle
 import pydoc
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,6 +111,7 @@ Plain = nn.function_module("Plain", plain)
 def test_a_function_without_docstring_and_annotations_becomes_a_module_that_names_its_options() -> None:
     assert "factor  an argument of `plain`" in (Plain.__doc__ or "")
     assert Plain(factor=3.0)(torch.ones(())) == 3.0
+    assert nn.function_module("Partial", partial(plain, factor=4.0))()(torch.ones(())) == 4.0
 
 
 def evaluated(x: Tensor, scale: Tensor | None = None, by: float = 2.0) -> Tensor:

@@ -15,8 +15,6 @@ from liger_core.op import Op
 
 # How a docstring says that another one describes an argument.
 ELSEWHERE = re.compile(r"\b(?:as in|those of) (\w+)")
-
-
 CONSTRUCTOR = "The constructor takes these arguments, and raises OptionError for values that no call could take:"
 
 
@@ -29,8 +27,7 @@ class Section(NamedTuple):
 
 def docstring(function: Any, sections: Iterable[Section]) -> str:
     """What the function computes, then a section for each side of the module."""
-    name = function.__name__
-    shown = [*_beginning(function), f"This is `{name}` as a module."]
+    shown = [*_beginning(function), f"This is `{_name(function)}` as a module."]
     for title, rows in sections:
         column = 2 + max((len(", ".join(row.names)) for row in rows), default=0)
         shown += [title, *(["\n".join(row.aligned(column) for row in rows)] if rows else [])]
@@ -52,12 +49,17 @@ def rows_of(function: Any, names: Iterable[str]) -> list[Entry]:
     """A row for each name; names that a docstring describes together stay together."""
     rows: list[Entry] = []
     for name in names:
-        lines = _lines(function, name) or (f"an argument of `{function.__name__}`",)
+        lines = _lines(function, name) or (f"an argument of `{_name(function)}`",)
         if rows and rows[-1].lines == lines:
             rows[-1] = Entry((*rows[-1].names, name), lines)
         else:
             rows.append(Entry((name,), lines))
     return rows
+
+
+def _name(function: Any) -> str:
+    """A partial has none."""
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _beginning(function: Any) -> list[str]:
