@@ -364,7 +364,7 @@ def test_a_module_shows_what_it_was_made_with(case: str) -> None:
     assert str(make()) == shown
 
 
-@pytest.mark.parametrize("name", set(CLASSES) - {"GroupNorm", "Embedding"})
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("GroupNorm", "Embedding")])
 def test_the_arguments_that_a_module_shows_make_the_same_module(name: str) -> None:
     kind = CLASSES[name]
     numbers = {key: p.default / 2 for key, p in parameters(kind).items() if type(p.default) is float and key in ("eps", "beta", "gamma")}
