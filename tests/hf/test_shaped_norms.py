@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.tiny_models import disagreements
+from liger_core.accuracy import error
 from liger_hf.isolation import DoublePrecision
 
 pytestmark = pytest.mark.cpu
@@ -114,14 +115,34 @@ def test_a_group_norm_without_eps_is_left() -> None:
     assert "eps must be a finite number > 0" in row.reason
 
 
-def test_a_norm_whose_eps_is_a_number_in_its_forward_is_left_with_that_reason() -> None:
-    class Constant(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.layer_norm(x, (16,), None, None, eps=1e-5)
+class Constant(nn.Module):
+    """As OLMo's: without an attribute for eps."""
 
-    (row,) = liger_hf.apply(Constant()).rows
-    assert (row.op, row.verdict, row.reason) == (
-        "layer_norm",
-        "left",
-        "its eps is a number in its forward, a norm must have it as an attribute",
-    )
+    normalized_shape = (48,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape, None, None, eps=1e-3)
+
+
+class Standard(Constant):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape)
+
+
+class Several(Constant):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape, eps=1e-5) * 0.01
+
+
+@pytest.mark.parametrize("kind", [Constant, Standard])
+def test_a_norm_whose_eps_is_a_number_in_its_forward_is_replaced(kind: type[nn.Module]) -> None:
+    plain, patched = kind(), kind()
+    (row,) = liger_hf.apply(patched).rows
+    assert (row.op, row.verdict) == ("layer_norm", "replaced")
+    x = 0.01 * torch.randn(5, 48)
+    assert error(patched(x), plain(x)).maximum < 1e-5
+
+
+def test_a_norm_with_several_numbers_in_its_forward_is_left() -> None:
+    (row,) = liger_hf.apply(Several()).rows
+    assert (row.verdict, row.reason) == ("left", "its forward has several numbers that may be its eps")

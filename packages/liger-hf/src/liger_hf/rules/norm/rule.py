@@ -23,7 +23,7 @@ from liger_hf.stand_in import LENGTHS, Case, Draw, Run, Unfit, configuration, de
 
 Cast = Literal["input", "float32"]
 NOTHING = "no module is a norm: none without children has an eps"
-CONSTANT = "its eps is a number in its forward, a norm must have it as an attribute"
+CONSTANT = "its forward has several numbers that may be its eps"
 EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 # What is rounded before the weight, and what is added to the weight.
 CONVENTIONS: tuple[tuple[Cast, float], ...] = (("input", 0.0), ("float32", 1.0), ("float32", 0.0), ("input", 1.0))
@@ -32,11 +32,14 @@ WIDTH = 64
 
 
 def look(module: nn.Module) -> Found | None:
-    eps = eps_of(module)
+    eps: str | float | None = eps_of(module)
     if eps is None:
-        return Found("layer_norm", refusal=CONSTANT) if _with_a_constant(module) else None
+        constants = _constants(module)
+        if len(constants) != 1:
+            return Found("layer_norm", refusal=CONSTANT) if constants else None
+        (eps,) = constants
     weights = _weights(module)
-    form = form_of(module, weights, eps)
+    form = form_of(module, weights, eps) if isinstance(eps, str) else None
     op = form.name if form is not None else "layer_norm" if len(weights) == 2 or isinstance(module, nn.LayerNorm) else "rms_norm"
     if not weights.keys() <= {"weight", "bias"} or any(p.dim() != 1 for p in weights.values()):
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in weights.items())
@@ -67,7 +70,7 @@ def look(module: nn.Module) -> Found | None:
         original=original,
         candidates=lambda: (
             _special(original, arguments, eps, _grouped(module, weights))
-            if special
+            if special and isinstance(eps, str)
             else _candidates(original, arguments[0], eps, tuple(weights))
         ),
         cases=lambda device, dtypes: (drawn.case(_run(module, drawn)) for drawn in inputs(module, device, dtypes, len(arguments) == 2)),
@@ -76,10 +79,12 @@ def look(module: nn.Module) -> Found | None:
     )
 
 
-def _with_a_constant(module: nn.Module) -> bool:
-    """OLMo's norm: all that its forward does is to call one of torch's, which is given eps."""
+def _constants(module: nn.Module) -> set[float]:
+    """What may be the eps where a forward calls a norm of torch, as OLMo's does: the small numbers in it, or the default of layer_norm."""
     code = getattr(unwrapped(type(module).forward), "__code__", None)
-    return not module._modules and code is not None and bool({"layer_norm", "rms_norm"} & {*names_in(code)})
+    if module._modules or code is None or not {"layer_norm", "rms_norm"} & {*names_in(code)}:
+        return set()
+    return {value for value in code.co_consts if isinstance(value, float) and 0.0 < value < 0.1} or {1e-5}
 
 
 def eps_of(module: nn.Module) -> str | None:
@@ -118,7 +123,7 @@ def _special_candidate(
     return Candidate(op, detail, forward, lambda module: _installed(module, forward, original, eps))
 
 
-def _candidates(original: Callable[..., Any], argument: str, eps: str, weights: tuple[str, ...]) -> Iterator[Candidate]:
+def _candidates(original: Callable[..., Any], argument: str, eps: str | float, weights: tuple[str, ...]) -> Iterator[Candidate]:
     if "bias" not in weights:
         for cast, offset in CONVENTIONS if weights else CONVENTIONS[:1]:
             detail = f"weight_offset={offset:g}, cast={cast!r}" if weights else "no weight"
@@ -129,18 +134,29 @@ def _candidates(original: Callable[..., Any], argument: str, eps: str, weights: 
         yield _candidate(layer_norm, detail, partial(_layer, eps=eps, added=added), original, (argument, eps))
 
 
-def _rms(module: Any, x: Tensor, *, eps: str, **options: Any) -> Tensor:
-    return rms_norm(x, getattr(module, "weight", None), getattr(module, eps), **options)
+def _number(module: Any, eps: str | float) -> float:
+    """The value of an attribute now, or of a constant."""
+    number: float = getattr(module, eps) if isinstance(eps, str) else eps
+    return number
 
 
-def _layer(module: Any, x: Tensor, *, eps: str, added: int) -> Tensor:
+def _rms(module: Any, x: Tensor, *, eps: str | float, **options: Any) -> Tensor:
+    return rms_norm(x, getattr(module, "weight", None), _number(module, eps), **options)
+
+
+def _layer(module: Any, x: Tensor, *, eps: str | float, added: int) -> Tensor:
     weight = getattr(module, "weight", None)
     weight = weight + added if added and weight is not None else weight
-    return layer_norm(x, weight, getattr(module, "bias", None), getattr(module, eps))
+    return layer_norm(x, weight, getattr(module, "bias", None), _number(module, eps))
 
 
 def _candidate(
-    op: Op[..., Any], detail: str, way: Callable[..., Tensor], original: Callable[..., Any], names: tuple[str, str], promoted: bool = True
+    op: Op[..., Any],
+    detail: str,
+    way: Callable[..., Tensor],
+    original: Callable[..., Any],
+    names: tuple[str, str | float],
+    promoted: bool = True,
 ) -> Candidate:
     """names: of its argument and its eps; promoted: autocast makes the result of the module float32."""
     argument, eps = names
@@ -160,9 +176,9 @@ def _candidate(
     return Candidate(op, detail, forward, lambda module: _installed(module, forward, original, eps))
 
 
-def _installed(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], eps: str) -> list[Patch]:
+def _installed(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], eps: str | float) -> list[Patch]:
     # The eps is read in every call.
-    return [Patch(module, PASSED, passed_over(module, (eps,))), replacement(module, function, original)]
+    return [Patch(module, PASSED, passed_over(module, (eps,) if isinstance(eps, str) else ())), replacement(module, function, original)]
 
 
 @dataclass(frozen=True)
