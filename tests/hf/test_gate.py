@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import liger_hf
 from hf.sweep import build
 from hf.tiny_models import twin
+from liger_hf.patch import INSTALLED
 from liger_hf.rules.gated_mlp.gate import activations_of, with_gates
 
 pytestmark = pytest.mark.cpu
@@ -158,11 +159,28 @@ def test_gates_of_models_that_were_left_are_replaced(model_type: str) -> None:
     assert sum(row.count for row in rows) == count
 
 
-def test_a_forward_that_another_rule_has_rebuilt_keeps_its_gate() -> None:
-    report = liger_hf.apply(build("gemma4_text"))
+def test_a_forward_that_another_rule_has_rebuilt_gets_its_gate_too() -> None:
+    plain = build("gemma4_text").eval()
+    patched = twin(plain)
+    report = liger_hf.apply(patched)
     rows = {row.op: row for row in report.rows if row.module == "Gemma4TextDecoderLayer"}
-    assert rows["add_rms_norm"].verdict == "replaced"
-    assert (rows["swiglu"].verdict, rows["swiglu"].reason) == ("left", "what it would replace is already replaced for add_rms_norm")
+    assert {op: row.verdict for op, row in rows.items()} == {"add_rms_norm": "replaced", "geglu": "replaced"}
+    # Layers share one forward, which torch.compile then compiles once.
+    layers = [module for module in patched.modules() if type(module).__name__ == "Gemma4TextDecoderLayer"]
+    assert len({layer.forward.__func__ for layer in layers}) == 1
+    assert len(layers[0].forward.__func__.__dict__[INSTALLED].__code__.co_freevars) == 2
+    inputs = {"input_ids": torch.arange(12)[None]}
+    torch.testing.assert_close(patched(**inputs).logits, plain(**inputs).logits)
+    report.undo()
+    assert torch.equal(patched(**inputs).logits, plain(**inputs).logits)
+
+
+def test_a_gate_that_another_rule_has_taken_with_its_forward_is_left() -> None:
+    model = build("gemma4_text")
+    liger_hf.apply(model, only=["add_rms_norm"])
+    rows = {row.op: row for row in liger_hf.apply(model).rows if row.module == "Gemma4TextDecoderLayer"}
+    assert rows["swiglu"].verdict == "left"
+    assert rows["swiglu"].reason == "already replaced by an earlier apply"
 
 
 # Model type → what holds the experts, and why they are left.

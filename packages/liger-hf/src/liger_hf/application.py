@@ -114,7 +114,8 @@ def survey(
     decisions: dict[Any, Decision] = {}
     rows: dict[tuple[str, ...], int] = {}
     patches: list[Patch] = []
-    taken: dict[tuple[int, str], Candidate] = {}
+    # What is replaced → the candidate that does it, and the place of its patch.
+    taken: dict[tuple[int, str], tuple[Candidate, int]] = {}
     for name, module, rule, found in looked:
         if found.fallback and id(module) in replaced:
             continue
@@ -124,16 +125,19 @@ def survey(
         op, backend, outcome = found.op, "", LEFT
         made = decision.candidate.install(module) if decision.candidate is not None else ()
         places = [(id(patch.owner), patch.attribute) for patch in made]
-        earlier = next((taken[place] for place in places if place in taken), None)
+        earlier, at = next((taken[place] for place in places if place in taken), (None, 0))
         if earlier is not None and decision.candidate is not None and decision.candidate.op in earlier.covers:
             op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
             decision = Decision(None, f"within {earlier.op.name}")
+        elif earlier is not None and decision.candidate is not None and (both := _on_top(decision.candidate, patches[at])) is not None:
+            op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
+            patches[at] = both
         elif earlier is not None:
             decision = Decision(None, f"what it would replace is already replaced for {earlier.op.name}")
         elif decision.candidate is not None:
             op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
+            taken |= {place: (decision.candidate, len(patches) + number) for number, place in enumerate(places)}
             patches.extend(made)
-            taken |= dict.fromkeys(places, decision.candidate)
         if outcome != LEFT:
             replaced.add(id(module))
         key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
@@ -143,6 +147,11 @@ def survey(
     if reasons and all("already replaced by an earlier apply" in reason for reason in reasons):
         report.notes.append("Nothing was changed: an earlier apply has replaced these modules already.")
     return report, patches
+
+
+def _on_top(candidate: Candidate, earlier: Patch) -> Patch | None:
+    """The patch of an earlier rule with what this candidate does, too; None where that is impossible."""
+    return candidate.onto(earlier) if candidate.onto is not None else None
 
 
 def _names(caller: str, option: str, given: Names, otherwise: tuple[str, ...]) -> set[str]:

@@ -23,6 +23,7 @@ class Candidate:
     function  what the check compares with the original: it takes the place of that module's forward, or of a function it calls
     install   the patches that put it into one instance; they are not yet installed
     covers    ops of other rules that it also puts into the module
+    onto      an earlier rule's patch → one that does what this candidate does, too; None where it cannot
     """
 
     op: Op[..., Any]
@@ -30,6 +31,7 @@ class Candidate:
     function: Callable[..., Any]
     install: Callable[[nn.Module], Sequence[Patch]]
     covers: tuple[Op[..., Any], ...] = ()
+    onto: Callable[[Patch], Patch | None] | None = None
 
 
 @dataclass(frozen=True)

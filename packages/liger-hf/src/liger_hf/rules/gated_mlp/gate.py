@@ -18,6 +18,7 @@ import ast
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from liger_core import Op
 from liger_hf.isolation import undisturbed
 from liger_hf.passing import hooked
-from liger_hf.patch import forward_of, replacing
+from liger_hf.patch import Patch, forward_of, installed_in, replacement, replacing
 from liger_hf.rebinding import unwrapped
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp import experts, rule
@@ -120,7 +121,16 @@ def _candidate(original: Any, names: tuple[str, ...], activation: Any, op: Op[..
             return joined(gate, up)
         return given(gate) * up
 
-    return Candidate(op, words, joined, replacing(original, lambda: with_gates(original, names, gate_of)))
+    @cache
+    def rebuilt_again(function: FunctionType) -> FunctionType:
+        return with_gates(function, names, gate_of)
+
+    def onto(patch: Patch) -> Patch | None:
+        function = installed_in(patch.value.__func__)
+        kept = {*names} <= {*activations_of(function)}
+        return replacement(patch.owner, rebuilt_again(function), original) if kept else None
+
+    return Candidate(op, words, joined, replacing(original, lambda: with_gates(original, names, gate_of)), onto=onto)
 
 
 # -- the source
