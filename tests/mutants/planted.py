@@ -254,8 +254,8 @@ MUTANTS = (
     Mutant(
         "check forgotten",
         f"{CORE}/ops/_rotary.py",
-        '    checks.same_dtype(op, "q", q, k=k)\n',
-        "",
+        'Dtypes((("q", "k"), ("cos", "sin")))',
+        'Dtypes((("cos", "sin"),))',
         (DEFINITION, "-k", "wrong_call and rope"),
         "test_a_wrong_call_raises_its_sentence",
     ),
