@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import liger_hf
 from hf.tiny_models import twin
+from liger_hf.rules.gated_mlp import ownership
 from liger_hf.rules.gated_mlp import rule as gated_mlp
 from liger_hf.rules.gated_mlp.ownership import unshared
 
@@ -188,3 +191,21 @@ def test_the_output_of_an_adapter_is_unshared() -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 16)), peft.LoraConfig(r=2, target_modules=["0"]))
     assert unshared((model(torch.randn(2, 3, 8)),))
+
+
+def test_what_holds_a_tensor_under_one_dispatch_mode_is_not_expected_under_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode of make_fx holds what is made under it; a plan that came after it predicted that gate and up are not overwritten."""
+    monkeypatch.setattr(ownership, "_fresh", {})
+
+    def doubled(x: Tensor) -> Tensor:
+        unshared((x * 2,))
+        return x
+
+    make_fx(doubled, tracing_mode="fake")(torch.ones(3, requires_grad=True))
+    with FakeTensorMode():
+        x = torch.ones(3, requires_grad=True)
+        assert unshared((x * 2,))
+        held = x * 2
+        assert not unshared((held,))
+    x = torch.ones(3, requires_grad=True)
+    assert unshared((x * 2,))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Holders = tuple[int, ...]
 # Private to torch; without it nothing is known to be unshared.
@@ -24,9 +25,11 @@ def unshared(tensors: tuple[Tensor, ...]) -> bool:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not COUNTED:
         return False
     for tensor in tensors:
-        known = _fresh.get(type(tensor))
+        # A dispatch mode may hold what is made under it, as that of make_fx does.
+        kind = (type(tensor), *map(type, _get_current_dispatch_mode_stack())) if torch._C._len_torch_dispatch_stack() else type(tensor)
+        known = _fresh.get(kind)
         if known is None:
-            known = _fresh[type(tensor)] = _of_a_fresh_one(tensor)
+            known = _fresh[kind] = _of_a_fresh_one(tensor)
         if _holders(tensor) not in known:
             return False
     return True
