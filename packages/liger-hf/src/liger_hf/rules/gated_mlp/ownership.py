@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 Holders = tuple[int, ...]
 # Private to torch; without it nothing is known to be unshared.
@@ -25,11 +26,9 @@ def unshared(tensors: tuple[Tensor, ...]) -> bool:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not COUNTED:
         return False
     for tensor in tensors:
-        # A dispatch mode may hold what is made under it, as that of make_fx does.
-        kind = (type(tensor), *map(type, _get_current_dispatch_mode_stack())) if torch._C._len_torch_dispatch_stack() else type(tensor)
-        known = _fresh.get(kind)
+        known = _fresh.get(type(tensor))
         if known is None:
-            known = _fresh[kind] = _of_a_fresh_one(tensor)
+            known = _fresh[type(tensor)] = _of_a_fresh_one(tensor)
         if _holders(tensor) not in known:
             return False
     return True
@@ -46,5 +45,7 @@ def _holders(tensor: Any) -> Holders:
 
 def _of_a_fresh_one(like: Tensor) -> frozenset[Holders]:
     """The counts of a new tensor that only a tuple holds, and of a view of one; they depend on the version of Python."""
-    new = ((like.new_empty(1),), (like.new_empty(1).view(1),))
+    # A dispatch mode may hold what is made under it, as that of make_fx does, or expect it again, as that of checkpointing does.
+    with _disable_current_modes(), getattr(like, "fake_mode", nullcontext()):
+        new = ((like.new_empty(1),), (like.new_empty(1).view(1),))
     return frozenset(_holders(tensor) for tensors in new for tensor in tensors)
