@@ -19,7 +19,7 @@ from liger_core.versions import warn_if_untested
 from liger_hf import causal_mask, partial_gradients, tiling
 from liger_hf.discovery import replaceable_ops, rules
 from liger_hf.errors import ModelError
-from liger_hf.patch import Patch
+from liger_hf.patch import EARLIER, Patch
 from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
 from liger_hf.rule import Candidate, Found, Rule
@@ -144,7 +144,7 @@ def survey(
         rows[key] = rows.get(key, 0) + 1
     report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]
     reasons = [row.reason for row in report.rows if row.op in wanted]
-    if reasons and all("already replaced by an earlier apply" in reason for reason in reasons):
+    if reasons and all(EARLIER in reason for reason in reasons):
         report.notes.append("Nothing was changed: an earlier apply has replaced these modules already.")
     return report, patches
 

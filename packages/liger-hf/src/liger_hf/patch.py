@@ -14,6 +14,7 @@ from torch import nn
 from liger_hf.rebinding import checkpointed, same_forward, unwrapped
 
 MARK = "__liger__"
+EARLIER = "already replaced by an earlier apply"
 # On a function: class → the forward that it became for modules of that class; on those: the function.
 OF_CLASSES, INSTALLED = "__liger_of_classes__", "__liger_installed__"
 
@@ -61,12 +62,21 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | str:
     if own is None or (hasattr(function, MARK) and own.__self__ is not module):
         return unwrapped(type(module).forward)
     if hasattr(function, MARK):
-        return "already replaced by an earlier apply"
+        return EARLIER
     if isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
         return unwrapped(own.__func__)
     # By its globals: a function that wraps the original one takes over its __module__.
     origin = getattr(function or own, "__globals__", {}).get("__name__") or getattr(own, "__module__", None) or type(own).__name__
     return f"its forward was already replaced on this instance by {origin}"
+
+
+def replaced_method(module: nn.Module, name: str) -> str | None:
+    """Why a method cannot be replaced: this instance has one of its own."""
+    if name not in module.__dict__:
+        return None
+    return (
+        EARLIER if hasattr(getattr(module.__dict__[name], "__func__", None), MARK) else f"its {name} was already replaced on this instance"
+    )
 
 
 def under_autocast(module: nn.Module) -> Callable[..., Any] | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
-from liger_hf.patch import MARK, Patch, forward_of
+from liger_hf.patch import MARK, Patch, forward_of, replaced_method
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.rule import NOTHING, Unit, units
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
@@ -29,9 +29,7 @@ def look(module: nn.Module) -> Found | None:
     gate = getattr(type(module), GATE, None)
     if gate is None or getattr(module, "has_gate", None) is False:
         return None
-    if GATE in module.__dict__:
-        marked = hasattr(getattr(module.__dict__[GATE], "__func__", None), MARK)
-        reason = "already replaced by an earlier apply" if marked else f"its {GATE} was already replaced on this instance"
+    if (reason := replaced_method(module, GATE)) is not None:
         return Found("swiglu", refusal=reason, fallback=True)
     runs = _implementation(module)
     if isinstance(runs, str):

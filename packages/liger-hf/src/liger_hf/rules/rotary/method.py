@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import rope
-from liger_hf.patch import MARK, Patch
+from liger_hf.patch import MARK, Patch, replaced_method
 from liger_hf.rule import Candidate, Found
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
 
@@ -23,11 +23,8 @@ WIDTH, HEADS = 64, 4
 
 def of_a_method(module: nn.Module, name: str) -> Found:
     own, static = getattr(type(module), name), inspect.getattr_static(type(module), name)
-    if name in module.__dict__:
-        marked = hasattr(getattr(module.__dict__[name], "__func__", None), MARK)
-        return Found(
-            "rope", refusal="already replaced by an earlier apply" if marked else f"its {name} was already replaced on this instance"
-        )
+    if (reason := replaced_method(module, name)) is not None:
+        return Found("rope", refusal=reason)
     count = len(inspect.signature(own).parameters) - 1 if isinstance(static, staticmethod) else 0
     if count not in (2, 3):
         return Found("rope", refusal=f"it calls {name}, a method, which takes other arguments than a table of angles, queries and keys")
