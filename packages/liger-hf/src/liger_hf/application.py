@@ -122,23 +122,23 @@ def survey(
         decision = _decision(decisions, rule, _placed(found, device, home), wanted, verify)
         if decision.candidate is not None and (parts := {part.name for part in decision.candidate.covers} & excluded):
             decision = Decision(None, f"it has {', '.join(parts)} as a part, which was excluded")
-        op, backend, outcome = found.op, "", LEFT
-        made = decision.candidate.install(module) if decision.candidate is not None else ()
+        candidate = decision.candidate
+        made = candidate.install(module) if candidate is not None else ()
         places = [(id(patch.owner), patch.attribute) for patch in made]
         earlier, at = next((taken[place] for place in places if place in taken), (None, 0))
-        if earlier is not None and decision.candidate is not None and decision.candidate.op in earlier.covers:
-            op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
-            decision = Decision(None, f"within {earlier.op.name}")
-        elif earlier is not None and decision.candidate is not None and (both := _on_top(decision.candidate, patches[at])) is not None:
-            op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
-            patches[at] = both
-        elif earlier is not None:
-            decision = Decision(None, f"what it would replace is already replaced for {earlier.op.name}")
-        elif decision.candidate is not None:
-            op, backend, outcome = decision.candidate.op.name, _backend(decision.candidate.op, module, device, home), verdict
-            taken |= {place: (decision.candidate, len(patches) + number) for number, place in enumerate(places)}
+        if candidate is not None and earlier is None:
+            taken |= {place: (candidate, len(patches) + number) for number, place in enumerate(places)}
             patches.extend(made)
-        if outcome != LEFT:
+        elif candidate is not None and earlier is not None:
+            if candidate.op in earlier.covers:
+                decision = Decision(None, f"within {earlier.op.name}")
+            elif candidate.onto is not None and (both := candidate.onto(patches[at])) is not None:
+                patches[at] = both
+            else:
+                candidate, decision = None, Decision(None, f"what it would replace is already replaced for {earlier.op.name}")
+        op, backend, outcome = found.op, "", LEFT
+        if candidate is not None:
+            op, backend, outcome = candidate.op.name, _backend(candidate.op, module, device, home), verdict
             replaced.add(id(module))
         key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
         rows[key] = rows.get(key, 0) + 1
@@ -147,11 +147,6 @@ def survey(
     if reasons and all(EARLIER in reason for reason in reasons):
         report.notes.append("Nothing was changed: an earlier apply has replaced these modules already.")
     return report, patches
-
-
-def _on_top(candidate: Candidate, earlier: Patch) -> Patch | None:
-    """The patch of an earlier rule with what this candidate does, too; None where that is impossible."""
-    return candidate.onto(earlier) if candidate.onto is not None else None
 
 
 def _names(caller: str, option: str, given: Names, otherwise: tuple[str, ...]) -> set[str]:
