@@ -92,7 +92,11 @@ def sized(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype, flo
 
 
 class _Mode(threading.local):
-    """Of the replicas that this thread makes, and of what it draws. In training a dropout that is written as a function is active."""
+    """Of this thread.
+
+    training  of the replicas that it makes; in training, a dropout that is written as a function is active
+    draw      random tensors are others for each number
+    """
 
     training = True
     draw = 0
@@ -102,22 +106,14 @@ MODE = _Mode()
 
 
 @contextmanager
-def _mode(training: bool) -> Iterator[None]:
-    before, MODE.training = MODE.training, training
+def mode(**values: Any) -> Iterator[None]:
+    """With other values of MODE."""
+    before = {name: getattr(MODE, name) for name in values}
+    vars(MODE).update(values)
     try:
         yield
     finally:
-        MODE.training = before
-
-
-@contextmanager
-def drawing(number: int) -> Iterator[None]:
-    """Random tensors are others for each number."""
-    before, MODE.draw = MODE.draw, number
-    try:
-        yield
-    finally:
-        MODE.draw = before
+        vars(MODE).update(before)
 
 
 def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
@@ -128,7 +124,7 @@ def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
     rows = sorted({*range(0, length, max(1, length // 8)), length - 1})
 
     def few(function: Callable[..., Any], exact: bool) -> Results:
-        with _mode(training=length > 1):
+        with mode(training=length > 1):
             results = run(function, exact)
         return {name: value[:, rows] if value.dim() > 2 and value.shape[1] == length else value for name, value in results.items()}
 

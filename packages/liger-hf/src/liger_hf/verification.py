@@ -13,7 +13,7 @@ from liger_core import BackendError
 from liger_core.accuracy import error, judge
 from liger_hf.isolation import DoublePrecision, undisturbed
 from liger_hf.rule import Candidate, Found
-from liger_hf.stand_in import Case, Results, Unfit, drawing
+from liger_hf.stand_in import Case, Results, Unfit, mode
 
 NO_OP = "no op computes what the module does"
 
@@ -57,7 +57,7 @@ def decide(found: Found, verify: bool) -> Decision:
     first: dict[Candidate, Verdict] = {}
     verdicts: dict[Candidate, Verdict] = {}
     for number in range(DRAWS):
-        with undisturbed(device), drawing(number):
+        with undisturbed(device), mode(draw=number):
             known = _known(found, device, dtypes)
             if isinstance(known, Decision):
                 return known
