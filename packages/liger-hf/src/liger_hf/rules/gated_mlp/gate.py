@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -40,12 +41,6 @@ from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of
 HELPER = "__liger_gate__"
 INNER = 40
 PROBE = torch.linspace(-6.0, 6.0, 25)
-# The activations of swiglu and geglu, as functions.
-KNOWN: tuple[Callable[..., Tensor], ...] = (
-    nn.functional.silu,
-    nn.functional.gelu,
-    lambda x: nn.functional.gelu(x, approximate="tanh"),
-)
 
 
 def look(module: nn.Module) -> Found | None:
@@ -95,7 +90,8 @@ def _is_known(activation: Any) -> bool:
         return False
     with undisturbed(torch.device("cpu")):
         try:
-            return any(torch.allclose(activation(PROBE.clone()), known(PROBE), atol=1e-6) for known in KNOWN)
+            got, one = activation(PROBE.clone()), torch.ones_like(PROBE)
+            return any(torch.allclose(got, op.reference(PROBE, one, **options), atol=1e-6) for op, options in rule.ACTIVATIONS)
         except Exception:
             return False
 
@@ -122,15 +118,15 @@ def _candidate(original: Any, names: tuple[str, ...], activation: Any, op: Op[..
         return given(gate) * up
 
     @cache
-    def rebuilt_again(function: FunctionType) -> FunctionType:
+    def gated(function: FunctionType) -> FunctionType:
         return with_gates(function, names, gate_of)
 
     def onto(patch: Patch) -> Patch | None:
         function = installed_in(patch.value.__func__)
         kept = {*names} <= {*activations_of(function)}
-        return replacement(patch.owner, rebuilt_again(function), original) if kept else None
+        return replacement(patch.owner, gated(function), original) if kept else None
 
-    return Candidate(op, words, joined, replacing(original, lambda: with_gates(original, names, gate_of)), onto=onto)
+    return Candidate(op, words, joined, replacing(original, lambda: gated(original)), onto=onto)
 
 
 # -- the source
@@ -222,7 +218,7 @@ def _may_be_an_activation(call: ast.Call, module: str) -> bool:
         case ast.Attribute(value=ast.Name(id=of)) if of == module:
             return True
         case ast.Attribute(attr="silu" | "gelu") | ast.Name(id="silu" | "gelu"):
-            return set(ast.unparse(call.func)) <= set("._abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789")
+            return re.fullmatch(r"[\w.]+", ast.unparse(call.func)) is not None
     return False
 
 
