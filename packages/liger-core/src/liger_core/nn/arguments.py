@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,12 @@ def parameters_of(function: Any) -> dict[str, Parameter]:
 
 def keywords(parameters: Iterable[Parameter]) -> list[Parameter]:
     return [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+
+
+def subclass(name: str, parent: type, docstring: str, signature: inspect.Signature, **body: Any) -> Any:
+    """A generated module; it belongs to the file that calls the function that calls this, where pickle looks for it."""
+    own = {"__doc__": docstring, "__init__": with_signature(parent.__init__, signature), "signature": signature}  # type: ignore[misc]
+    return type(name, (parent,), {**own, "__module__": sys._getframe(2).f_globals["__name__"], **body})
 
 
 def with_signature(constructor: Callable[..., None], signature: inspect.Signature) -> Callable[..., None]:
@@ -68,6 +75,13 @@ def arguments_of(module: nn.Module, names: tuple[str, ...], inputs: tuple[Any, .
     return by_position | named
 
 
+def check_known(module: str, given: Iterable[str], known: Collection[str], what: str = "options") -> None:
+    for name in given:
+        if name not in known:
+            words = f"be among {', '.join(known)}" if known else "be none"
+            raise OptionError(f"{module}: {what} must {words}, got {name!r}.{nearest(name, known)}")
+
+
 def bound(
     module: str, signature: inspect.Signature, of_call: Iterable[str], inputs: tuple[Any, ...], named: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -77,8 +91,7 @@ def bound(
         if name in of_call:
             raise OptionError(f"{module}: {name} must be passed in the call, got it in the constructor")
         if name not in signature.parameters:
-            words = f"be among {', '.join(options)}" if options else "be none"
-            raise OptionError(f"{module}: options must {words}, got {name!r}.{nearest(name, options)}")
+            check_known(module, [name], options)
     try:
         return dict(signature.bind(*inputs, **named).arguments)
     except TypeError as problem:

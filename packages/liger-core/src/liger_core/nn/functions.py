@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_core import ops
-from liger_core.nn.arguments import Parameter, arguments_of, bound, keywords, parameters_of, with_signature
+from liger_core.nn.arguments import Parameter, arguments_of, bound, keywords, parameters_of, subclass
 from liger_core.nn.described import docstring, of_call, of_options
 from liger_core.nn.module import Module, check_options
 from liger_core.op import Op, Sample
@@ -72,17 +71,10 @@ def function_module(name: str, function: Any, calls: Calls | None = None) -> typ
     signature = inspect.Signature(keywords(p for p in parameters.values() if p.name not in tensors))
     if calls is None:
         calls = _samples_of(function, tensors) if isinstance(function, Op) else tuple
-    body = {
-        "__doc__": docstring(function, [of_options(function, signature.parameters), of_call(function, tensors)]),
-        "__init__": with_signature(FunctionModule.__init__, signature),
-        # The module that holds the class, where pickle looks for it.
-        "__module__": sys._getframe(1).f_globals["__name__"],
-        "function": function if isinstance(function, Op) else staticmethod(function),
-        "tensors": tensors,
-        "signature": signature,
-        "calls": staticmethod(calls),
-    }
-    return type(name, (FunctionModule,), body)
+    words = docstring(function, [of_options(function, signature.parameters), of_call(function, tensors)])
+    own = function if isinstance(function, Op) else staticmethod(function)
+    made: type[FunctionModule] = subclass(name, FunctionModule, words, signature, function=own, tensors=tensors, calls=staticmethod(calls))
+    return made
 
 
 def _check(function: Any, calls: Calls, options: Mapping[str, Any]) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import checks, ops
-from liger_core.errors import OptionError, nearest
-from liger_core.nn.arguments import Parameter, parameters_of, with_options
+from liger_core.nn.arguments import Parameter, check_known, parameters_of, with_options
 from liger_core.nn.module import Module, check_options, check_size, check_switches, meta
 from liger_core.op import Op
 
@@ -95,10 +94,6 @@ class GatedMLP(Module):
 
 
 def _check(gate: Gate, activation: str, options: dict[str, Any]) -> None:
-    known = gate.options
-    for option in options:
-        if option not in known:
-            words = f"be among {', '.join(known)}" if known else "be none"
-            raise OptionError(f"GatedMLP: options of activation={activation!r} must {words}, got {option!r}.{nearest(option, known)}")
+    check_known("GatedMLP", options, gate.options, f"options of activation={activation!r}")
     if options:
         check_options(gate.op.check, [{"gate": meta(1, 1), "up": meta(1, 1)}], options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from liger_core import checks, ops
 from liger_core.docstrings import Entry
 from liger_core.layout import Layout
-from liger_core.nn.arguments import Parameter, arguments_of, bound, keywords, like, parameters_of, with_signature
+from liger_core.nn.arguments import Parameter, arguments_of, bound, keywords, like, parameters_of, subclass
 from liger_core.nn.described import CONSTRUCTOR, Section, docstring, of_call, rows_of
 from liger_core.nn.module import Module, check_options, check_size, check_switches, meta
 from liger_core.op import Op
@@ -69,17 +68,9 @@ def norm_module(name: str, op: Op[..., Any]) -> type[Norm]:
     weights = tuple(argument for argument in dimensions if argument not in rows)
     options = keywords(p for p in parameters.values() if p.name not in dimensions and p.name != "eps")
     signature = inspect.Signature([_WIDTH, parameters["eps"], *_of_weights(weights), *options, *_PLACE])
-    body = {
-        "__doc__": docstring(op, _sections(op, rows, weights, [p.name for p in options])),
-        "__init__": with_signature(Norm.__init__, signature),
-        # The module that holds the class, where pickle looks for it.
-        "__module__": sys._getframe(1).f_globals["__name__"],
-        "op": op,
-        "rows": rows,
-        "weights": weights,
-        "signature": signature,
-    }
-    return type(name, (Norm,), body)
+    words = docstring(op, _sections(op, rows, weights, [p.name for p in options]))
+    made: type[Norm] = subclass(name, Norm, words, signature, op=op, rows=rows, weights=weights)
+    return made
 
 
 _WIDTH = Parameter("width", Parameter.POSITIONAL_OR_KEYWORD, annotation=int)
