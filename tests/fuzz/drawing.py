@@ -119,8 +119,14 @@ class Example:
 
     def build(self, device: torch.device) -> dict[str, Any]:
         """The arguments of the call."""
-        built = {n: v.build(device) if isinstance(v, (Floats, Labels, Scalar)) else v for n, v in self.arguments.items()}
-        built = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in built.items()}
+        built = {
+            name: value.build(device)
+            if isinstance(value, (Floats, Labels, Scalar))
+            else value.to(device)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in self.arguments.items()
+        }
         return {**built, **{name: built[other] for name, other in self.shared.items()}}
 
 

@@ -9,18 +9,20 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance.cases import arguments_of, differentiable, samples, word
+from conformance.cases import arguments_of, differentiable, samples, size, word
 from fuzz.calls import Limits, Strategy
 from fuzz.drawing import Draw, Example, example, floats
 from liger_core import Op
+
+CPU = torch.device("cpu")
 
 
 def of_samples(op: Op[..., Any]) -> Strategy:
     def strategy(draw: Draw, limits: Limits) -> Example:
         dtype = getattr(torch, draw(st.sampled_from(limits.dtypes)))
-        calls = [(sample, arguments_of(op, sample)) for sample in samples(op, torch.device("cpu"), dtype)]
-        small = [(sample, arguments) for sample, arguments in calls if _elements(arguments) <= limits.elements]
-        sample, arguments = small[draw(st.integers(0, len(small) - 1))]
+        small = [sample for sample in samples(op, CPU, dtype) if size(op, CPU, sample.name) <= limits.elements]
+        sample = small[draw(st.integers(0, len(small) - 1))]
+        arguments = arguments_of(op, sample)
         drawn = {
             name: floats(draw, tuple(value.shape), word(value.dtype)) if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in arguments.items()
@@ -28,7 +30,3 @@ def of_samples(op: Op[..., Any]) -> Strategy:
         return example(draw, drawn, differentiable(arguments, sample))
 
     return strategy
-
-
-def _elements(arguments: dict[str, Any]) -> int:
-    return max(value.numel() for value in arguments.values() if isinstance(value, Tensor))
