@@ -45,8 +45,8 @@ def _launch(y: Tensor, /, x: Tensor) -> None:
     if width > LONGEST_HELD and x.element_size() == 2:
         block = 8192 if width > 16384 else 4096
         wide_forward_launch(
-            (rows,), x, y, x_stride, width, BLOCK=block, NEIGHBORS=NEIGHBORS, EVEN=width % block == 0, num_warps=block // 512,
-            **registers(registers_for(48), x),
+            (rows,), x, y, x_stride, width, BLOCK=block, NEIGHBORS=NEIGHBORS, EVEN=width % block == 0, num_warps=16,
+            **registers(registers_for(32), x),
         )  # fmt: skip
         return
     block, several, warps = forward_shape(width)
@@ -70,8 +70,8 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[b
     backward_launch((cdiv(rows, several),), grad_y, y, grad_x, grad_stride, rows, width, ROWS=several, BLOCK=block, num_warps=warps)
 
 
-# Share of copy bandwidth on one H200 (bfloat16) at 1024 · 4096 · 8192 columns .86 · .88 · .79, at 16384 · 32768 .68 · .69 (held in registers
-# .65 · .56, with the next row on its way meanwhile .68 · .64).
+# Share of copy bandwidth on one H100 (bfloat16) at 4096 · 8192 · 16384 · 32768 columns .97 · .97 · .91 · .89; the last two held in registers reach
+# .65 · .56 on an H200, with the next row on its way meanwhile .68 · .64.
 def forward_shape(width: int) -> tuple[int, int, int]:
     """Block of columns, rows of a program, warps."""
     block = power_of_two(width)
@@ -121,20 +121,28 @@ def wide_forward_kernel(x, y, x_stride, width, BLOCK: tl.constexpr, NEIGHBORS: t
         largest = tl.maximum(largest, tl.max(block_of(x, first, width, BLOCK, NEIGHBORS, EVEN), 2), propagate_nan=tl.PropagateNan.ALL)
     highest = tl.max(largest, 1)[:, None, None]
     threshold = risen(candidates(largest[:, :, None], highest), tl.full((1,), -1.0, dtype=tl.float32))
-    rising = 1
-    while rising > 0:
-        sizes = tl.zeros((1, BLOCK // NEIGHBORS), dtype=tl.float32)
-        totals = tl.zeros((1, BLOCK // NEIGHBORS), dtype=tl.float32)
-        for first in range(0, width, BLOCK):
-            more, added = above(candidates(block_of(x, first, width, BLOCK, NEIGHBORS, EVEN), highest), threshold)
-            sizes += more
-            totals += added
-        threshold, rising = raised(sizes, totals, threshold)
+    threshold, rising = tried(x, y, highest, threshold, width, BLOCK, NEIGHBORS, EVEN)
+    if rising > 0:
+        while rising > 0:
+            threshold, rising = tried(x, None, highest, threshold, width, BLOCK, NEIGHBORS, EVEN)
+        tried(x, y, highest, threshold, width, BLOCK, NEIGHBORS, EVEN)
+
+
+@triton.jit
+def tried(x, y, highest, threshold, width, BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr, EVEN: tl.constexpr):
+    """What `raised` says of the elements of a row above the threshold. Stores to y what the row becomes by this threshold, unless y is None."""
+    sizes = tl.zeros((1, BLOCK // NEIGHBORS), dtype=tl.float32)
+    totals = tl.zeros((1, BLOCK // NEIGHBORS), dtype=tl.float32)
     for first in range(0, width, BLOCK):
-        value = candidates(block_of(x, first, width, BLOCK, NEIGHBORS, EVEN), highest)
-        result = tl.maximum(value - threshold[:, None, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
         column = first + neighbors(BLOCK, NEIGHBORS)
-        tl.store(y + column, result.to(y.dtype.element_ty), mask=None if EVEN else column < width)
+        value = candidates(block_of(x, first, width, BLOCK, NEIGHBORS, EVEN), highest)
+        more, added = above(value, threshold)
+        sizes += more
+        totals += added
+        if y is not None:
+            result = tl.maximum(value - threshold[:, None, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
+            tl.store(y + column, result.to(y.dtype.element_ty), mask=None if EVEN else column < width)
+    return raised(sizes, totals, threshold)
 
 
 @triton.jit
