@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """group_norm in Triton.
 
-Enough groups for the device: one program walks a group twice, the second time mostly through the L2 cache. Fewer: each is split over
-programs, whose statistics a second kernel merges. The backward pass sums every channel, or parts of it, then takes the means over groups
-and the sums over samples, then reads everything again, the other way round.
+Groups that a program can hold are read once (`_group_held`). Of larger ones, if there are enough for the device, one program walks a group twice,
+the second time mostly through the L2 cache. Fewer: each is split over programs, whose statistics a second kernel merges. Their backward
+pass sums every channel, or parts of it, then takes the means over groups and the sums over samples, then reads everything again, the other
+way round.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
+from liger_triton._group_held import NEAR, backward, forward, holds, tiles_of, together, warps_of, write_tile
 from liger_triton._norm_sum import read, zero
-from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported, wait
+from liger_triton.launch import VECTOR, Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported, wait
 
-NEIGHBORS = 8
 # Numbers of a group, which are counted in 32 bits, as far as the last tile goes.
 MOST = 2**31 - 2**16
 # Channels of a program that adds their sums over the samples.
@@ -57,22 +58,25 @@ def _launch(
 ) -> None:
     if x.numel() == 0:
         return
-    x = x.contiguous()
+    x, weight, bias = x.contiguous(), contiguous(weight), contiguous(bias)
     rows, channels = mean.numel(), x.shape[1] // num_groups
     space = x.shape[2:].numel()
     size = channels * space
+    if holds(size, rows, x):
+        forward(x, weight, bias, y, mean, inverse, num_groups, channels, space, eps)
+        return
     shape = SMALL if size < 4 * FORWARD.tile and size % FORWARD.tile else FORWARD
-    tile = max(NEIGHBORS, min(shape.tile, power_of_two(size)))
+    tile = max(VECTOR, min(shape.tile, power_of_two(size)))
     warps = warps_of(tile, shape.warps)
     few = rows < processors(x.device)
     part, parts = parts_of(size, tile, rows, shape.programs * processors(x.device)) if few else (size, 1)
     found = None if parts == 1 else x.new_empty((3, rows, parts), dtype=torch.float32)
     options = {
-        "PARTS": max(power_of_two(parts), 32 * warps), "TOGETHER": together(space, tile), "BLOCK": tile, "NEAR": NEIGHBORS, "num_warps": warps,
+        "PARTS": max(power_of_two(parts), 32 * warps), "TOGETHER": together(space, tile), "BLOCK": tile, "num_warps": warps,
         # Only if a thread adds several numbers first: see `fuses`.
-        "enable_fp_fusion": tile >= 64 * NEIGHBORS * warps,
+        "enable_fp_fusion": tile >= 64 * VECTOR * warps,
     }  # fmt: skip
-    args = (x, contiguous(weight), contiguous(bias), y, mean, inverse, found, num_groups, channels, space, part, eps)
+    args = (x, weight, bias, y, mean, inverse, found, num_groups, channels, space, part, eps)
     if found is None:
         forward_launch((rows, parts), *args, EARLY=False, FIRST=False, **options)
     else:
@@ -97,6 +101,11 @@ def _launch_backward(
     x, grad_y, weight = x.contiguous(), grad_y.contiguous(), contiguous(weight)
     samples, channels = x.shape[:2]
     rows, groups, per_group, space = samples * channels, mean.numel(), channels // num_groups, x.shape[2:].numel()
+    tiles = tiles_of(per_group, space, groups, x)
+    if tiles is not None:
+        sums = backward(tiles, grad_y, x, weight, mean, inverse, grad_x, num_groups)
+        finish(sums, None, weight, grad_weight, grad_bias, per_group, space)
+        return
     columns = min(BACKWARD.tile, power_of_two(space))
     # Small channels share a program.
     several = max(1, min(64, BACKWARD.tile // columns))
@@ -107,21 +116,24 @@ def _launch_backward(
     grid = cdiv(rows, several), parts
     options = {"ROWS": several, "BLOCK": columns, "WHOLE": space % columns == 0 and rows % several == 0, "num_warps": warps}
     sum_launch(grid, grad_y, x, mean, inverse, sums, rows, channels, per_group, space, part, **options)
+    finish(sums, means, weight, grad_weight, grad_bias, per_group, space)
+    if grad_x is not None:
+        backward_launch.after(grid, grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part, **options)
+
+
+def finish(
+    sums: Tensor, means: Tensor | None, weight: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, per_group: int, space: int,
+) -> None:  # fmt: skip
+    """From the sums of parts of channels, the means over groups and the sums over samples."""
+    samples, parts, channels = sums.shape[1:]
     strips = 0 if grad_weight is None and grad_bias is None else cdiv(channels, STRIP)
-    first = 0 if means is None else groups
+    first = 0 if means is None else means.shape[1]
     if first + strips:
         mean_launch.after(
             (first + strips,), weight, sums, means, grad_weight, grad_bias, first, samples, channels, per_group, space, parts,
             GROUP=max(128, min(1024, power_of_two(per_group * parts))), ROWS=64, STRIP=STRIP, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
-    if grad_x is not None:
-        backward_launch.after(grid, grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part, **options)
-
-
-def warps_of(elements: int, most: int) -> int:
-    """At most one for so many elements that each thread has NEIGHBORS: of fewer, several threads would write one and the same sum."""
-    return max(1, min(most, elements // (32 * NEIGHBORS)))
 
 
 def parts_of(size: int, tile: int, rows: int, programs: int) -> tuple[int, int]:
@@ -131,11 +143,6 @@ def parts_of(size: int, tile: int, rows: int, programs: int) -> tuple[int, int]:
     return part, cdiv(size, part)
 
 
-def together(space: int, tile: int) -> int:
-    """How many adjacent numbers certainly have one channel: those of a tile, a thread's neighbors, or each by itself."""
-    return next(count for count in (tile, NEIGHBORS, 1) if space % count == 0)
-
-
 _group_norm = differentiable(
     TritonKernel("group_norm", _allocate, _launch),
     TritonKernel("group_norm_backward", _allocate_backward, _launch_backward),
@@ -143,7 +150,7 @@ _group_norm = differentiable(
 
 
 @triton.jit
-def moments(x, start, stop, BLOCK: tl.constexpr, NEAR: tl.constexpr):
+def moments(x, start, stop, BLOCK: tl.constexpr):
     """Count, mean and squares around it of x[start:stop], each thread's NEAR neighbors first."""
     begin = tl.arange(0, BLOCK // NEAR) * NEAR
     near = begin[:, None] + tl.arange(0, NEAR)[None, :]
@@ -188,7 +195,7 @@ def merged(count, average, squares):
 @triton.jit
 def forward_kernel(
     x, weight, bias, y, mean, inverse, found, groups, channels, space, part, eps,
-    EARLY: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
+    EARLY: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (r, p) takes part p of group r. FIRST: it writes the moments of its part; else it normalizes it, by the moments of all."""
     wait(EARLY)
@@ -200,14 +207,14 @@ def forward_kernel(
     stop = start + tl.minimum(part, size - start)
     x += row * size
     if FIRST:
-        count, average, squares = moments(x, start, stop, BLOCK, NEAR)
+        count, average, squares = moments(x, start, stop, BLOCK)
         place = found + row * parts + tl.program_id(1)
         tl.store(place, count)
         tl.store(place + rows * parts, average)
         tl.store(place + 2 * rows * parts, squares)
     else:
         if found is None:
-            count, average, squares = moments(x, start, stop, BLOCK, NEAR)
+            count, average, squares = moments(x, start, stop, BLOCK)
         else:
             number = tl.arange(0, PARTS)
             source = found + row * parts + number
@@ -226,36 +233,18 @@ def forward_kernel(
         tiles = (stop - start) // BLOCK
         last = start + tiles * BLOCK
         if last < stop:
-            normalize(x, weight, bias, y, average, scale, channel, last, space, stop, TOGETHER, BLOCK, NEAR)
+            normalize(x, weight, bias, y, average, scale, channel, last, space, stop, TOGETHER, BLOCK)
         for passed in range(tiles):
             first = start + (tiles - 1 - passed) * BLOCK
-            normalize(x, weight, bias, y, average, scale, channel, first, space, None, TOGETHER, BLOCK, NEAR)
+            normalize(x, weight, bias, y, average, scale, channel, first, space, None, TOGETHER, BLOCK)
 
 
 @triton.jit
-def normalize(
-    x, weight, bias, y, average, scale, channel, first, space, stop, TOGETHER: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr
-):
-    """Write a tile of y, up to stop, or if that is None, all of it."""
-    begin = first + tl.arange(0, BLOCK // NEAR) * NEAR
-    place = begin[:, None] + tl.arange(0, NEAR)[None, :]
-    mask = None if stop is None else place < stop
-    value = (read(x + place, mask, "evict_first") - average) * scale
-    # Numbers TOGETHER have one channel, so that one division serves them.
-    if TOGETHER == BLOCK:
-        number = first // space
-        held = None
-    elif TOGETHER == NEAR:
-        number = (begin // space)[:, None]
-        held = None if stop is None else (begin < stop)[:, None]
-    else:
-        number = place // space
-        held = mask
-    if weight is not None:
-        value = value * read(weight + channel + number, held)
-    if bias is not None:
-        value = value + read(bias + channel + number, held)
-    tl.store(y + place, value.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+def normalize(x, weight, bias, y, average, scale, channel, first, space, stop, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
+    """Read a tile of x, and write it as `write_tile` does."""
+    place = first + (tl.arange(0, BLOCK // NEAR) * NEAR)[:, None] + tl.arange(0, NEAR)[None, :]
+    value = read(x + place, None if stop is None else place < stop, "evict_first")
+    write_tile(y, value, weight, bias, average, scale, channel, first, space, stop, TOGETHER, BLOCK)
 
 
 @triton.jit

@@ -77,8 +77,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("frozen_key", n(1, 2, 5, 16), n(1, 2, 5, 16), usual, frozen=("k", "k_weight"), why="only gradients of the query")
     yield sample("only_weights", n(1, 2, 5, 16), n(1, 2, 5, 16), usual, frozen=("q", "k"), why="only the weights' gradients")
     yield sample("large_eps", n(1, 2, 5, 16, scale=0.01), n(1, 2, 5, 16), usual, eps=0.1, why="eps dominates the mean square")
-    long = angles(device, dtype, 131, 4)
-    yield sample("many_tokens", n(2, 8, 131, 4), n(2, 2, 131, 4), long, why="several tokens a program, which walks several groups of them")
+    long = angles(device, dtype, 3169, 4)
+    yield sample("many_tokens", n(1, 4, 3169, 4), n(1, 2, 3169, 4), long, why="several tokens a tile, on a GPU too")
     cos, sin = angles(device, dtype, 131, 8, interleaved=True)
     tables = torch.stack([cos, sin]), torch.stack([sin, cos])
     yield sample(
