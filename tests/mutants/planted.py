@@ -1687,6 +1687,13 @@ MUTANTS = (
         "linear_divergence and float32 and beta_near_one",
     ),
     kernel(
+        "triton: every program of embedding copies the first columns",
+        "embedding.py",
+        "column = (program // parts * BLOCK + tl.arange(0, BLOCK))[None, :]",
+        "column = (0 * parts * BLOCK + tl.arange(0, BLOCK))[None, :]",
+        "embedding and float32",
+    ),
+    kernel(
         "triton: the gradient of the first rows of a table does not begin with zeros",
         "embedding.py",
         "place = (program - ranks).to(tl.int64)",
