@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_results import CARD, COPY, DTYPE, EAGER, ERRORS, OURS, PASSES, PEER, PRECISION, Pair, error, failures, measured, pairs
+from peer_results import CARDS, COPY, DTYPE, EAGER, ERRORS, OURS, PASSES, PEER, PRECISION, Pair, error, failures, measured, pairs
 
 from liger_bench import markdown
 from liger_core.builtin import CATALOGUE
@@ -22,6 +22,8 @@ DESCRIPTION = Path(__file__).with_suffix(".toml")
 # The bounds on the speed, and by how much ratios of errors may differ and be equal.
 SPEED, EQUAL = 1.0, 0.001
 NONE = "–"
+# The columns of a summary.
+SUMMARY = ("shapes", "forward", "full", "error", "of copy bandwidth")
 
 
 def described(path: Path = DESCRIPTION) -> dict[str, Any]:
@@ -53,28 +55,40 @@ def _operators(found: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def page() -> str:
-    description, rows = described(), measured()
-    operators = description["compared"]
-    found = pairs(rows, dict.fromkeys(op for names in operators.values() for op in names))
+    description = described()
+    rows = {card: measured(card) for card in CARDS}
+    ops = dict.fromkeys(op for names in description["compared"].values() for op in names)
+    found = {card: pairs(rows[card], ops) for card in CARDS}
+    places = list(dict.fromkeys(pair.place for card in CARDS for pair in found[card]))
+    first, *others = CARDS
     parts = [
         "# The operators of liger-kernel",
         markdown.generated("python docs/generate/peer_operators.py"),
-        ABOUT.format(version=description["version"], card=CARD, dtype=DTYPE, copy=COPY, precision=PRECISION),
+        ABOUT.format(
+            version=description["version"],
+            first=first,
+            others=" and ".join(f"an {card}" for card in others),
+            dtype=DTYPE,
+            copy=COPY,
+            precision=PRECISION,
+        ),
         "## Operators",
-        _overview(description, found),
+        _overview(description, found[first]),
         f"Liger's ops without an operator of liger-kernel: {_links(description['alone']['ops'])}.",
-        _missing(description, found),
+        _missing(description, found[first]),
+        *(part for card in others for part in (f"On an {card}, the ops that were measured there:", _measured(description, found[card]))),
         "## Shapes",
-        SHAPES.format(copy=COPY),
-        _shapes(found),
-        markdown.reasons(failures(rows, found)),
-        "## Below the bounds",
-        BOUNDS.format(speed=SPEED, copy=COPY),
-        *_below(found),
-        _bounds(description["bounds"], found),
-        "## Runs",
-        _runs(found),
+        SHAPES.format(speed=SPEED, copy=COPY),
     ]
+    for card in CARDS:
+        parts += [
+            f"### On an {card}",
+            _shapes(found[card], places),
+            markdown.reasons(failures(rows[card], found[card])),
+            *_below(found[card]),
+        ]
+    every = [pair for card in CARDS for pair in found[card]]
+    parts += ["## What bounds them", _bounds(description["bounds"], every), "## Runs", _runs(every, places)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -86,8 +100,14 @@ def _overview(description: dict[str, Any], found: Sequence[Pair]) -> str:
     for operator, entry in description["covered"].items():
         lines.append([f"`{operator}`", f"{_links(entry['ops'])}: {entry['how']}", "not compared", *_summary([])])
     lines += [[f"`{operator}`", reason, "none", *_summary([])] for operator, reason in description["none"].items()]
-    head = ("liger-kernel", "Liger", "status", "shapes", "forward", "full", "error", "of copy bandwidth")
-    return markdown.table(head, lines, right=range(3, len(head)))
+    return markdown.table(("liger-kernel", "Liger", "status", *SUMMARY), lines, right=range(3, 3 + len(SUMMARY)))
+
+
+def _measured(description: dict[str, Any], found: Sequence[Pair]) -> str:
+    """The operators that were measured."""
+    owned = {operator: own for operator in description["compared"] if (own := _own(description, operator, found))}
+    lines = [[f"`{operator}`", _links(description["compared"][operator]), *_summary(own)] for operator, own in owned.items()]
+    return markdown.table(("liger-kernel", "Liger", *SUMMARY), lines, right=range(2, 2 + len(SUMMARY)))
 
 
 def _own(description: dict[str, Any], operator: str, found: Sequence[Pair]) -> list[Pair]:
@@ -112,14 +132,14 @@ def _missing(description: dict[str, Any], found: Sequence[Pair]) -> str:
 def _summary(own: Sequence[Pair]) -> list[str]:
     """Number of shapes; from the lowest to the highest speed, largest ratio of errors, shares where the shape is not short."""
     if not own:
-        return [NONE] * 5
+        return [NONE] * len(SUMMARY)
     speeds = [_range([value for pair in own if (value := pair.speed(name)) is not None]) for name in PASSES]
     errors = [value for pair in own for column in ERRORS if (value := pair.error(column, pair.peer)) is not None]
     shares = [value for pair in own for name in PASSES if (value := pair.bandwidth(name)) is not None and not pair.short(name)]
     return [str(len({pair.shape for pair in own})), *speeds, _form(max(errors, default=None)), _range(shares, unit="")]
 
 
-def _shapes(found: Sequence[Pair]) -> str:
+def _shapes(found: Sequence[Pair], places: Sequence[tuple[str, ...]]) -> str:
     lines = []
     for pair in found:
         lines.append([
@@ -128,7 +148,7 @@ def _shapes(found: Sequence[Pair]) -> str:
             " / ".join(_form(pair.error(column, pair.peer)) for column in ERRORS),
             f"{_form(pair.error(ERRORS[0], pair.eager))} / {_form(pair.gradient_error_to_eager())}",
             *(_form(pair.bandwidth(name)) + (f" ({_form(pair.of_copy(name))})" if pair.short(name) else "") for name in PASSES),
-            f"[{_places(found).index(pair.place) + 1}](#runs)",
+            f"[{places.index(pair.place) + 1}](#runs)",
         ])  # fmt: skip
     head = ("op", "shape", "against", "forward", "full", "error ÷ its", "error ÷ eager", "copy, forward", "copy, full", "run")
     return markdown.table(head, markdown.sparse(lines), right=range(3, len(head)))
@@ -169,7 +189,7 @@ def _bounds(reasons: dict[str, str], found: Sequence[Pair]) -> str:
             f"{DESCRIPTION.name}: bounds names {', '.join(stale)}, which no row below {COPY} of copy bandwidth is of; remove it"
         )
     # Reasons may hold links.
-    return "\n".join(["What bounds them, as measured:", "", *(f"* {key}: {reason}" for key, reason in reasons.items())])
+    return "\n".join(f"* {key}: {reason}" for key, reason in reasons.items())
 
 
 def _figures(found: Sequence[Pair], figure: Callable[[Pair, str], float | None]) -> list[tuple[Pair, str, float]]:
@@ -193,13 +213,9 @@ def _list(title: str, lines: Iterable[str]) -> str:
     return f"{title}\n\n{shown}" if shown else f"{title} none."
 
 
-def _places(found: Sequence[Pair]) -> list[tuple[str, ...]]:
-    return list(dict.fromkeys(pair.place for pair in found))
-
-
-def _runs(found: Sequence[Pair]) -> str:
+def _runs(found: Sequence[Pair], places: Sequence[tuple[str, ...]]) -> str:
     lines = []
-    for number, place in enumerate(_places(found), start=1):
+    for number, place in enumerate(places, start=1):
         folder, machine, versions, commit = place
         days = sorted({pair.run[-1][:10] for pair in found if pair.place == place})
         lines.append([
@@ -228,8 +244,8 @@ def _range(values: Sequence[float], unit: str = " ×") -> str:
 
 
 ABOUT = """
-What liger-kernel {version} has as functions of tensors, and what Liger has for it. All figures are from {card}s, in {dtype}, each from one run in
-which both were measured in turns; *not measured* means that no committed run has both, and *not compared* that no single op does the same.
+What liger-kernel {version} has as functions of tensors, and what Liger has for it. All figures are in {dtype}, from an {first} unless they are said to be from
+{others}, each from one run in which both were measured in turns; *not measured* means that no committed run has both, and *not compared* that no single op does the same.
 *Forward* and *full* (forward and backward) are liger-kernel's time ÷ Liger's from the lowest to the highest of the shapes: more than 1 is faster.
 Losses have the pass without gradients as *forward*. *Error* is the largest ratio of Liger's error to liger-kernel's, both relative to float64, among
 outputs and among gradients; errors up to {precision:.1e}, the precision of float32, count as equal. *Of copy bandwidth* is the least traffic of a call ÷ its time, as a fraction of the bandwidth of a plain copy, at shapes at which a
@@ -239,10 +255,9 @@ SHAPES = """
 Each shape in its newest run. Errors are those of outputs / of gradients. In brackets, for shapes so short that a plain copy of as many bytes stays below
 {copy} of copy bandwidth, the time of that copy ÷ Liger's. A `–` was not measured, or has no meaning there. Variants of liger-kernel: `fp32` accumulates
 in float32, as Liger does; `long chunks` has `chunk_mem_const=32`; `soft labels` is `liger_fused_linear_kl_div`.
-""".strip()
-BOUNDS = """
-The bounds: at least {speed:.1f} × the speed, errors no larger, and for memory-bound ops at least {copy} of copy bandwidth. Times are equal within the
-spread if each median is between the other's 20th and 80th percentiles.
+
+Below each table is what is beyond the bounds: at least {speed:.1f} × the speed, errors no larger, and for memory-bound ops at least {copy} of copy bandwidth.
+Times are equal within the spread if each median is between the other's 20th and 80th percentiles.
 """.strip()
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-CARD, DTYPE, OURS, PEER, EAGER = "NVIDIA H200", "bfloat16", "triton", "liger-kernel", "eager"
+# The first one has every op.
+CARDS = ("NVIDIA H200", "NVIDIA H100")
+DTYPE, OURS, PEER, EAGER = "bfloat16", "triton", "liger-kernel", "eager"
 # Rows with the same values here were measured in one run.
 RUN = ("folder", "machine", "versions", "commit", "date")
 # The columns of a pass; losses that may compute gradients in their forward pass are measured without gradients instead.
@@ -28,13 +30,13 @@ Row = dict[str, Any]
 Rows = dict[str, Row]
 
 
-def measured(folder: Path = RESULTS) -> list[Row]:
-    """The rows of ops in this dtype on this card, without series over a size."""
+def measured(card: str, folder: Path = RESULTS) -> list[Row]:
+    """The rows of ops in this dtype on a card, without series over a size."""
     rows: list[Row] = []
     for path in sorted(folder.glob("*/results.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             rows += [_typed(row) | {"folder": path.parent.name} for row in csv.DictReader(file)]
-    rows = [row for row in rows if row["machine"].startswith(CARD) and row["dtype"] == DTYPE]
+    rows = [row for row in rows if row["machine"].startswith(card) and row["dtype"] == DTYPE]
     return [row for row in rows if not row["axis"] and row["pass"] != "dispatch"]
 
 

@@ -50,7 +50,7 @@ def description(generators: SimpleNamespace) -> dict[str, Any]:
 
 def found(generators: SimpleNamespace, folder: Path, *rows: dict[str, Any]) -> list[Any]:
     append_csv([ROW | row for row in rows], folder / "run" / "results.csv", HEADER)
-    return generators.results.pairs(generators.results.measured(folder), ["rms_norm"])
+    return generators.results.pairs(generators.results.measured("NVIDIA H200", folder), ["rms_norm"])
 
 
 def ours(date: str, **columns: Any) -> dict[str, Any]:
@@ -154,6 +154,17 @@ def test_figures_of_two_runs_are_never_compared(generators: SimpleNamespace, tmp
 )
 def test_other_cards_dtypes_and_series_are_left_out(generators: SimpleNamespace, tmp_path: Path, columns: dict[str, str]) -> None:
     assert found(generators, tmp_path, ours(FIRST, **columns), theirs(FIRST, **columns)) == []
+
+
+def test_every_card_has_figures_of_its_own(generators: SimpleNamespace, tmp_path: Path, description: dict[str, Any]) -> None:
+    other = {"machine": "NVIDIA H100; 4 threads"}
+    found(generators, tmp_path, ours(FIRST), theirs(FIRST, median_ms=6.0), ours(SECOND, **other), theirs(SECOND, median_ms=4.0, **other))
+    speeds = {}
+    for card in generators.results.CARDS:
+        (pair,) = generators.results.pairs(generators.results.measured(card, tmp_path), ["rms_norm"])
+        speeds[card] = pair.speed("full")
+        assert f"{speeds[card]:.2f} ×" in generators.page._measured(description, [pair])
+    assert speeds == {"NVIDIA H200": 3.0, "NVIDIA H100": 2.0}
 
 
 def test_what_is_beyond_a_bound_is_listed(generators: SimpleNamespace, tmp_path: Path) -> None:
