@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import pickle
 import pydoc
@@ -331,6 +332,29 @@ def test_a_tensor_among_the_options_moves_with_its_module_and_keeps_its_value(mo
     logits, target = torch.randn(3, 5), torch.arange(3)
     assert torch.equal(moved(logits, target), cross_entropy(logits, target, normalizer=4097.0))
     assert nn.CrossEntropyLoss(normalizer=torch.tensor(2.0)).to("meta").normalizer.device.type == "meta"
+
+
+# Options that have a tensor → how they are made from one, and its name.
+HOLDERS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "averaging": (lambda value: Averaging("token", count=value), "count"),
+    "off_policy": (OffPolicy, "sampling"),
+}
+
+
+@pytest.mark.parametrize(("name", "option"), [(name, o) for name in FUNCTIONS for o in HOLDERS if o in parameters(FUNCTIONS[name])])
+def test_a_tensor_in_an_option_moves_with_its_module_and_keeps_its_value(name: str, option: str) -> None:
+    make, field = HOLDERS[option]
+    module = FUNCTIONS[name](**{option: make(torch.tensor(4097.0))})
+    for moved in (module.bfloat16(), module.to_empty(device="cpu"), copy.deepcopy(module)):
+        value = getattr(moved.options[option], field)
+        assert (value.item(), value.dtype) == (4097.0, torch.float32)
+    assert getattr(module.to("meta").options[option], field).device.type == "meta"
+
+
+def test_every_option_with_a_tensor_is_known() -> None:
+    classes = {value for value in vars(losses).values() if dataclasses.is_dataclass(value)}
+    found = {c for c in classes for field in dataclasses.fields(c) if "Tensor" in str(field.type)}
+    assert found == {type(make(torch.tensor(1.0))) for make, _ in HOLDERS.values()}
 
 
 def test_a_tensor_among_the_options_is_compiled(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -26,8 +27,8 @@ Calls = Callable[[], Iterable[Mapping[str, Any]]]
 class FunctionModule(Module):
     """A function without weights as a module: `module(tensors)` is `function(tensors, **options)`.
 
-    An option that may be a tensor, as normalizer, may also be passed in the call. One that the constructor gets moves with the module, is
-    not in the `state_dict`, and keeps its dtype.
+    An option that may be a tensor, as normalizer, may also be passed in the call. A tensor that the constructor gets, by itself or in an option
+    such as `Averaging(count=tensor)`, moves with the module, is not in the `state_dict`, and keeps its dtype.
     """
 
     function: ClassVar[Callable[..., Any]]
@@ -53,12 +54,21 @@ class FunctionModule(Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.arguments = {name: _moved(value, fn) for name, value in self.arguments.items()}
         for name, value in before.items():
             moved = self._buffers[name]
             if value is not None and moved is not None:
                 # Only where it is: `module.bfloat16()` would round a count of tokens, and `to_empty` lose it.
                 self._buffers[name] = value.to(moved.device)
         return self
+
+
+def _moved(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """An option object with its tensors where fn puts them."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dataclasses.replace(value, **{name: old.to(fn(old).device) for name, old in fields.items() if isinstance(old, Tensor)})
 
 
 def function_module(name: str, function: Any, calls: Calls | None = None) -> type[FunctionModule]:
