@@ -759,8 +759,8 @@ MUTANTS = (
     kernel(
         "triton: the mean of a held group's gradient lacks the weight",
         "_group_held.py",
-        "total *= factor",
-        "total *= 1.0",
+        "total = tl.where(there, total * factor, 0.0)",
+        "total = tl.where(there, total, 0.0)",
         "group_norm and float32 and one_block",
     ),
     kernel(

@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
     along: int
 
 
-def tiles_of(channels: int, space: int, groups: int, like: Tensor) -> Tiles | None:
+def cached_tiles(channels: int, space: int, groups: int, like: Tensor) -> Tiles | None:
     """None where programs do not find so many groups of this size in the cache again."""
     size = channels * space
     if (size > TILE and groups < processors(like.device)) or 2 * size * like.element_size() > CACHED:
@@ -72,9 +72,12 @@ def forward(
     """groups: those of a sample; channels: those of a group."""
     size = channels * space
     tile = max(VECTOR, min(TILE if size > 4 * TILE else TILE // 2, power_of_two(size)))
+    tiles = cdiv(size, tile)
     forward_launch(
         (mean.numel(),), x, weight, bias, y, mean, inverse, groups, channels, space, eps,
-        TILES=cdiv(size, tile), EVEN=size % tile == 0, TOGETHER=together(space, tile), BLOCK=tile, num_warps=warps_of(tile),
+        TILES=tiles, EVEN=size % tile == 0, TOGETHER=together(space, tile), BLOCK=tile, num_warps=warps_of(tile),
+        # Only if a thread adds several squares first: see `fuses`.
+        enable_fp_fusion=tiles > 1,
     )  # fmt: skip
 
 
@@ -121,20 +124,8 @@ def forward_kernel(
     tl.store(inverse + row, scale)
     channel = (row % groups) * channels
     for t in tl.static_range(TILES):
-        write_tile(
-            y,
-            values[t],
-            weight,
-            bias,
-            average,
-            scale,
-            channel,
-            t * BLOCK,
-            space,
-            None if EVEN or t < TILES - 1 else size,
-            TOGETHER,
-            BLOCK,
-        )
+        stop = None if EVEN or t < TILES - 1 else size
+        write_tile(y, values[t], weight, bias, average, scale, channel, t * BLOCK, space, stop, TOGETHER, BLOCK)
 
 
 @triton.jit
@@ -204,8 +195,9 @@ def backward_kernel(
     if grad_x is not None:
         if weight is not None:
             factor = read(weight + first + member, there)
-            product *= factor
-            total *= factor
+            # Selected, so that no thread fuses its product into the sum with another's: see `fuses`.
+            product = tl.where(there, product * factor, 0.0)
+            total = tl.where(there, total * factor, 0.0)
         size = tl.cast(channels * space, tl.float32)
         product_mean = tl.sum(tl.sum(product, 1), 0) / size
         mean_grad = tl.sum(tl.sum(total, 1), 0) / size

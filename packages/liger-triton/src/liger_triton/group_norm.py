@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
-from liger_triton._group_held import NEAR, backward, forward, holds, tiles_of, together, warps_of, write_tile
+from liger_triton._group_held import NEAR, backward, cached_tiles, forward, holds, together, warps_of, write_tile
 from liger_triton._norm_sum import read, zero
 from liger_triton.launch import VECTOR, Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported, wait
 
@@ -101,7 +101,7 @@ def _launch_backward(
     x, grad_y, weight = x.contiguous(), grad_y.contiguous(), contiguous(weight)
     samples, channels = x.shape[:2]
     rows, groups, per_group, space = samples * channels, mean.numel(), channels // num_groups, x.shape[2:].numel()
-    tiles = tiles_of(per_group, space, groups, x)
+    tiles = cached_tiles(per_group, space, groups, x)
     if tiles is not None:
         sums = backward(tiles, grad_y, x, weight, mean, inverse, grad_x, num_groups)
         finish(sums, None, weight, grad_weight, grad_bias, per_group, space)
