@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.cases import Case, arguments_of, differentiable, leaves, shape_of, with_gradients
 from liger_core import Op, use
@@ -33,6 +34,29 @@ def test_gradients_are_the_derivative_of_the_outputs(exact_case: Case) -> None:
         return tuple(t for t in outputs.values() if t.requires_grad)
 
     assert torch.autograd.gradcheck(function, tuple(given[n] for n in names), fast_mode=True)
+
+
+class _Accumulating(TorchDispatchMode):
+    """Counts what several threads of a CPU add to one element, in any order: the gradient of indexing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_):
+            self.found += bool(dict(zip(("self", "indices", "values", "accumulate"), args, strict=False), **kwargs or {}).get("accumulate"))
+        return function(*args, **kwargs or {})
+
+
+def test_gradients_are_added_in_the_same_order_in_every_run(exact_case: Case) -> None:
+    sample = exact_case.sample()
+    arguments = arguments_of(exact_case.op, sample)
+    given = with_gradients(arguments, differentiable(arguments, sample))
+    with _Accumulating() as mode:
+        outputs = [t for t in leaves(exact_case.op.reference(**given)).values() if t.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+    assert mode.found == 0
 
 
 def test_an_implementation_has_the_signature_of_its_reference(implementation: tuple[Op[..., Any], str, Callable[..., Any]]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from liger_core import checks
 from liger_core.dtypes import Dtypes
@@ -279,12 +280,13 @@ def experts(
     rows = x.unsqueeze(1).expand(tokens, k, hidden).reshape(tokens * k, hidden).index_select(0, order)
     joined = adapted_linear(rows, gate_up, gate_up_a, gate_up_b, ends).to(wide)
     if gate_up_bias is not None:
-        joined = joined + gate_up_bias.to(wide)[expert.reshape(-1)[order]]
+        # Not by an index, whose gradient several threads of a CPU add in any order.
+        joined = joined + embedding(expert.reshape(-1)[order], gate_up_bias.to(wide))
     gate, up = joined, None
     if gate_up.shape[1] != inner:
         gate, up = (joined[:, 0::2], joined[:, 1::2]) if interleaved else joined.chunk(2, dim=-1)
     out = adapted_linear(joined_gate(gate, up, activation, limit, alpha, shift).to(x.dtype), down, down_a, down_b, ends)
     parts = out.index_select(0, place).view(tokens, k, hidden).to(wide)
     if down_bias is not None:
-        parts = parts + down_bias.to(wide)[expert]
+        parts = parts + embedding(expert, down_bias.to(wide))
     return (parts * weight.masked_fill(~own, 0.0).to(wide).unsqueeze(-1)).sum(1).to(x.dtype)
