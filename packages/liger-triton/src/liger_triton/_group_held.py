@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups that one program holds, for group_norm: forward in registers; backward it reads them twice, from the cache next to its multiprocessor.
 
-One H100 (bfloat16), copy of as many bytes · forward and · backward, µs, with these kernels and with those that read everything twice:
-16 x 320 x 64 x 64 34 · 34, 40 and 47 · 60, 71; 16 x 640 x 32 x 32 20 · 18, 22 and 26 · 33, 38; without the sums over samples, which take 6.
+One H100 (bfloat16), µs, a copy of as many bytes · these kernels · those that read everything twice: 16 x 320 x 64 x 64 forward 33 · 33 · 40,
+backward 47 · 63 · 75; 16 x 640 x 32 x 32 forward 20 · 18 · 22, backward 26 · 34 · 42. The sum over samples takes 6 µs of the backward pass.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
 from liger_triton._group_held import NEAR, backward, cached_tiles, forward, holds, together, warps_of, write_tile
 from liger_triton._norm_sum import read, zero
-from liger_triton.launch import VECTOR, Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported, wait
+from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported, wait
 
 # Numbers of a group, which are counted in 32 bits, as far as the last tile goes.
 MOST = 2**31 - 2**16
@@ -36,7 +36,8 @@ class Shape(NamedTuple):
     programs: int
 
 
-# Of large groups, of groups that these tiles would fit badly, and of the backward pass.
+# Of large groups, of groups that these tiles would fit badly, and of the backward pass. Forward, a thread has 16 numbers of a tile, and so adds
+# several before threads add theirs: see `fuses`.
 FORWARD, SMALL, BACKWARD = Shape(8192, 16, 4), Shape(2048, 4, 4), Shape(2048, 4, 8)
 
 
@@ -66,15 +67,12 @@ def _launch(
         forward(x, weight, bias, y, mean, inverse, num_groups, channels, space, eps)
         return
     shape = SMALL if size < 4 * FORWARD.tile and size % FORWARD.tile else FORWARD
-    tile = max(VECTOR, min(shape.tile, power_of_two(size)))
-    warps = warps_of(tile, shape.warps)
     few = rows < processors(x.device)
-    part, parts = parts_of(size, tile, rows, shape.programs * processors(x.device)) if few else (size, 1)
+    part, parts = parts_of(size, shape.tile, rows, shape.programs * processors(x.device)) if few else (size, 1)
     found = None if parts == 1 else x.new_empty((3, rows, parts), dtype=torch.float32)
     options = {
-        "PARTS": max(power_of_two(parts), 32 * warps), "TOGETHER": together(space, tile), "BLOCK": tile, "num_warps": warps,
-        # Only if a thread adds several numbers first: see `fuses`.
-        "enable_fp_fusion": tile >= 64 * VECTOR * warps,
+        "PARTS": max(power_of_two(parts), 32 * shape.warps), "TOGETHER": together(space, shape.tile), "BLOCK": shape.tile,
+        "num_warps": shape.warps,
     }  # fmt: skip
     args = (x, weight, bias, y, mean, inverse, found, num_groups, channels, space, part, eps)
     if found is None:
