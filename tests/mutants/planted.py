@@ -871,7 +871,7 @@ MUTANTS = (
     kernel(
         "triton: the gradient of earlier layers lacks that of the norm of the keys",
         "attention_residual.py",
-        " - shrink_k * value[c]",
+        " - shrink * value[c]",
         "",
         f"attention_residual and {SMALL}",
     ),
@@ -881,6 +881,20 @@ MUTANTS = (
         "product_sum(grad, value)",
         "tl.sum(grad[0] * value[0], 0)",
         "attention_residual and float32 and last_chunk",
+    ),
+    kernel(
+        "triton: the score of a layer that registers hold lacks the last chunk of the row",
+        "attention_residual.py",
+        "product_sum(grad, cast(held[early], tl.float32))",
+        "tl.sum(grad[0] * held[early][0].to(tl.float32), 0)",
+        "attention_residual and float32 and last_chunk",
+    ),
+    kernel(
+        "triton: layers that registers hold add nothing to the gradient of the query",
+        "attention_residual.py",
+        "sums = add_layer(sums, grad_layers, place, value, grad, by, picked(numbers, layer, early)",
+        "add_layer(sums, grad_layers, place, value, grad, by, picked(numbers, layer, early)",
+        f"attention_residual and {SMALL}",
     ),
     kernel(
         "triton: query and weight of attention over depth get each other's gradient",

@@ -97,6 +97,15 @@ def write_chunks(row, values, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def cast(values, DTYPE: tl.constexpr):
+    """All chunks in another dtype."""
+    result = no_chunks()
+    for c in tl.static_range(len(values)):
+        result += (values[c].to(DTYPE),)
+    return result
+
+
+@triton.jit
 def no_sums(WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """Sums over no rows."""
     values = no_chunks()

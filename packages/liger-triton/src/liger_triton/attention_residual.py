@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """attention_residual in Triton: one pass over the layers forward, with an online softmax; two backward, since a score's gradient depends on all layers.
 
-The second pass over a row follows the first at once, and finds the layers in the cache.
+The second pass over a row follows the first at once, and finds the layers in registers or in the cache.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +16,7 @@ from torch import Tensor
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
 from liger_triton._chunks import (
+    cast,
     chunks_of,
     multiplied,
     no_chunks,
@@ -33,6 +36,7 @@ from liger_triton.launch import (
     cdiv,
     contiguous,
     dense_like,
+    l2_cache,
     power_of_two,
     processors,
     rows_of,
@@ -44,11 +48,11 @@ from liger_triton.launch import (
 WIDEST, DEEPEST = 16384, 256
 # Columns of a program that adds what the programs have.
 STRIP = 16
-# Chunks of a row, forward and backward. Share of copy bandwidth on one H200 (bfloat16), forward ·
-# backward: .90 · .72 at 2304 columns, .96 · .75 at 4096 (8192 rows of 9 layers), .90 · .62 at 2048 (4096 rows of 25).
-MOST_CHUNKS, MOST_CHUNKS_BACKWARD = 9, 7
-# Layers on their way at once, forward and backward, and backward, warps of a multiprocessor.
-MOST_STAGES, MOST_STAGES_BACKWARD, WALKING = 4, 6, 8
+# Chunks of a row and layers on their way at once, forward. Share of copy bandwidth on one H200 (bfloat16): .90 at 2304 columns, .96 at 4096 (8192 rows
+# of 9 layers), .90 at 2048 (4096 rows of 25).
+MOST_CHUNKS, MOST_STAGES = 9, 4
+# The same backward, the most warps of a multiprocessor, and the share of the L2 cache that their rows may fill.
+MOST_CHUNKS_BACKWARD, MOST_STAGES_BACKWARD, WALKING, KEPT = 5, 10, 8, 0.6
 
 
 def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -94,21 +98,43 @@ def _launch_backward(
         return
     layers, grad_y, query, weight = _stacked(layers), rows_of(grad_y), query.contiguous(), contiguous(weight)
     depth, rows, width = layers.shape
-    warps = warps_for(width, MOST_CHUNKS_BACKWARD)
-    programs = min(rows, max(1, WALKING // warps) * processors(layers.device))
+    shape = backward_shape(depth, width, layers)
+    programs = min(rows, shape.programs * processors(layers.device))
     summed = grad_query is not None or grad_weight is not None
     part = layers.new_empty((programs, width), dtype=torch.float32) if summed else None
     backward_launch(
         (programs,), grad_y, layers, query, weight, statistics, grad_layers, part,
         grad_y.stride(0), layers.stride(0), layers.stride(1), depth, rows, width,
-        DEPTH=power_of_two(depth), STAGES=stages_of(max(1, WALKING // warps) * width * layers.element_size(), layers, MOST_STAGES_BACKWARD),
-        **chunks_of(width, warps),
+        DEPTH=power_of_two(depth), HELD=shape.held, STAGES=shape.stages, **chunks_of(width, shape.warps),
     )  # fmt: skip
     if part is not None:
         sum_launch.after(
             (cdiv(width, STRIP),), part, query, weight, grad_query, grad_weight, programs, width,
             ROWS=min(power_of_two(programs), SUMMED // STRIP), BLOCK=STRIP,
         )  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """Warps of a row, programs of a multiprocessor, layers in registers from the first pass to the second, and layers on their way at once."""
+
+    warps: int
+    programs: int
+    held: int
+    stages: int
+
+
+def backward_shape(depth: int, width: int, layers: Tensor) -> Shape:
+    """So many programs that the L2 cache holds all layers of their rows, but at least four warps. 16 warps leave a thread registers for no layer.
+
+    One H100 (bfloat16), µs, a copy · these shapes · 8 warps and no layer held: 9 x 8192 x 2304 243 · 280 · 298, 9 x 8192 x 4096 428 · 482 · 511,
+    25 x 4096 x 2048 287 · 369 · 418, 5 x 16384 x 1536 187 · 206 · 221.
+    """
+    warps, size = warps_for(width, MOST_CHUNKS_BACKWARD), width * layers.element_size()
+    kept = int(KEPT * l2_cache(layers.device)) // (depth * size * processors(layers.device))
+    programs = max(cdiv(4, warps), min(WALKING // warps, kept))
+    # Few layers fill no long pipeline, unless nothing else runs meanwhile.
+    stages = MOST_STAGES_BACKWARD if programs == 1 else max(MOST_STAGES, min(MOST_STAGES_BACKWARD, depth // 2 - 2))
+    return Shape(warps, programs, 0 if warps == 16 else min(depth, 2 if depth <= 32 else 1), stages_of(programs * size, layers, stages))
 
 
 def _stacked(layers: Tensor) -> Tensor:
@@ -170,11 +196,11 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     grad_y, layers, query, weight, statistics, grad_layers, part, grad_stride, layer_stride, row_stride, depth, rows, WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
+    DEPTH: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program p walks every programs-th row; what it adds up for query and weight goes to row p of part.
 
-    The gradient of layer k is a_k · grad_y + slope_k · (query · weight) - shrink_k · layers_k.
+    The gradient of layer k is a_k · grad_y + slope_k · (query · weight) - shrink_k · layers_k. Registers keep the first HELD layers for it.
     """
     program = tl.program_id(0)
     layer = tl.arange(0, DEPTH)
@@ -187,28 +213,50 @@ def backward_kernel(
         score = tl.load(at, mask=layer < depth, other=float("-inf"))
         inverse = tl.load(at + tl.cast(depth, tl.int64) * rows, mask=layer < depth, other=0.0)
         grad = read_chunks(grad_y + row * grad_stride, WIDTH, CHUNK)
+        held = no_chunks()
+        for early in tl.static_range(HELD):
+            value = read_chunks(layers + tl.cast(early, tl.int64) * layer_stride + row * row_stride, WIDTH, CHUNK)
+            held += (cast(value, layers.dtype.element_ty),)
         product = tl.zeros((DEPTH,), dtype=tl.float32)
-        for k in tl.range(0, depth, num_stages=STAGES):
+        for k in tl.range(HELD, depth, num_stages=STAGES):
             value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, WIDTH, CHUNK)
             # A scalar: each thread keeps the products of a few layers only, not of all.
             product = tl.where(layer == k, product_sum(grad, value), product)
-        share, slope, shrink = slopes(product, score, inverse, layer, depth, WIDTH)
-        for back in tl.range(0, depth, num_stages=STAGES):
+        for early in tl.static_range(HELD):
+            product = tl.where(layer == early, product_sum(grad, cast(held[early], tl.float32)), product)
+        numbers = slopes(product, score, inverse, layer, depth, WIDTH)
+        for back in tl.range(0, depth - HELD, num_stages=STAGES):
             # The last layer comes first: it was read last, and is the surest to be in the cache.
             k = depth - 1 - back
             value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, WIDTH, CHUNK)
-            slope_k = tl.sum(tl.where(layer == k, slope, 0.0))
-            if grad_layers is not None:
-                share_k = tl.sum(tl.where(layer == k, share, 0.0))
-                shrink_k = tl.sum(tl.where(layer == k, shrink, 0.0))
-                to = grad_layers + (tl.cast(k, tl.int64) * rows + row) * WIDTH
-                for c in tl.static_range(len(value)):
-                    result = share_k * grad[c] + slope_k * by[c] - shrink_k * value[c]
-                    # It is not read again soon: the cache keeps the layers.
-                    write_chunk(to, result, c, WIDTH, CHUNK, ".cs")
-            sums = plus_scaled(sums, value, slope_k)
+            place = (tl.cast(k, tl.int64) * rows + row) * WIDTH
+            sums = add_layer(sums, grad_layers, place, value, grad, by, picked(numbers, layer, k), WIDTH, CHUNK)
+        for early in tl.static_range(HELD):
+            place = (tl.cast(early, tl.int64) * rows + row) * WIDTH
+            value = cast(held[early], tl.float32)
+            sums = add_layer(sums, grad_layers, place, value, grad, by, picked(numbers, layer, early), WIDTH, CHUNK)
     if part is not None:
         write_chunks(part + program.to(tl.int64) * WIDTH, sums, WIDTH, CHUNK)
+
+
+@triton.jit
+def picked(numbers, layer, k):
+    """The three numbers of layer k."""
+    found = no_chunks()
+    for i in tl.static_range(len(numbers)):
+        found += (tl.sum(tl.where(layer == k, numbers[i], 0.0)),)
+    return found
+
+
+@triton.jit
+def add_layer(sums, grad_layers, place, value, grad, by, numbers, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """The sums for query · weight with what one layer of a row adds; its gradient is written."""
+    share, slope, shrink = numbers
+    if grad_layers is not None:
+        for c in tl.static_range(len(value)):
+            # It is not read again soon: the cache keeps the layers.
+            write_chunk(grad_layers + place, share * grad[c] + slope * by[c] - shrink * value[c], c, WIDTH, CHUNK, ".cs")
+    return plus_scaled(sums, value, slope)
 
 
 @triton.jit

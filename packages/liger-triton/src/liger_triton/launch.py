@@ -272,3 +272,11 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+
+
+@cache
+def l2_cache(device: torch.device) -> int:
+    """Bytes of the cache that all multiprocessors share."""
+    if device.type != "cuda":
+        return 2**20
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
