@@ -33,10 +33,10 @@ from liger_triton._norm_sum import read, sum_columns, zero
 from liger_triton.launch import Launcher, cdiv, contiguous, power_of_two, processors, registers, rows_of, strided_rows, wait
 
 WIDEST = 16384
-# Chunks of a row forward and backward, and forward, warps of a multiprocessor; backward 12 fit. Share of copy bandwidth on one H200 (bfloat16),
-# forward · backward: .86 · .86 at 1152 columns (centered .85 · .86), .88 · .91 at 3072 (.89 · .90). A program for every row of 3072 columns, as the
-# norms have: .80 (.72).
-MOST_CHUNKS, MOST_CHUNKS_BACKWARD, WARPS = 4, 3, 16
+# Chunks of a row forward and backward, and forward, warps of all programs of a multiprocessor, of which some 12 run at once: those that start later even
+# out the others' times. Share of copy bandwidth on one H200 (bfloat16) backward: .86 at 1152 columns, .91 at 3072 (centered .90). Forward, µs on one H100,
+# a copy · as it is · 4 chunks, 16 warps, 3 rows on their way: 256 x 256 x 1152 105 · 111 · 114, 8 x 4096 x 3072 138 · 141 · 147.
+MOST_CHUNKS, MOST_CHUNKS_BACKWARD, WARPS, RUNNING = 6, 3, 48, 12
 # Numbers that a program which adds what the programs of a sample have reads at once, at most so many rows of them.
 STRIP, STRIP_ROWS = 1024, 32
 
@@ -66,7 +66,7 @@ def forward(
     forward_launch(
         (programs * samples,), x, scale, shift, contiguous(weight), y, mean, inverse,
         x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, programs, eps,
-        STAGES=stages_of(max(1, WARPS // warps) * width * x.element_size(), x, 4 if warps <= 2 else 3), **chunks_of(width, warps, mean is not None),
+        STAGES=stages_of(max(1, RUNNING // warps) * width * x.element_size(), x, 6), **chunks_of(width, warps, mean is not None),
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def backward(
     part = x.new_empty((2, samples * programs, width), dtype=torch.float32) if products or grad_shift is not None else None
     backward_launch(
         (programs * samples,), grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale.stride(0), tokens, width, programs,
-        STAGES=stages_of(several * 2 * width * x.element_size(), x),
+        STAGES=stages_of(several * 2 * width * x.element_size(), x, 4 if several == 1 else 3),
         **chunks_of(width, warps, mean is not None), **registers(registers_for(max(12, warps)), x),
     )  # fmt: skip
     if part is None:

@@ -37,7 +37,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield Sample("one_block", (n(2, 3, 64), n(2, 64), n(2, 64)), why="the width is a power of two")
     yield Sample("odd_width", (n(3, 5, 100), n(3, 100), n(3, 100)), why="masked lanes must not enter the statistics")
-    yield Sample("many_tokens", (n(1, 420, 2100), n(1, 2100), n(1, 2100)), why="programs walk several rows of one sample, on a GPU too")
+    yield Sample("many_tokens", (n(1, 420, 12300), n(1, 12300), n(1, 12300)), why="programs walk several rows of one sample, on a GPU too")
     yield Sample("many_samples", (n(70, 2, 24), n(70, 24), n(70, 24)), why="more samples than programs")
     yield Sample("one_sample", (n(9, 40), n(40), n(40)), why="no sample dimension")
     yield Sample("two_dimensions", (n(2, 3, 4, 40), n(2, 3, 40), n(2, 3, 40)), why="samples have two dimensions")
