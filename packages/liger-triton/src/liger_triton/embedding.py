@@ -15,9 +15,9 @@ from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows
 SPAN = 16
 # Columns and warps of a program that adds up, and rows of its that are on their way at once.
 SUM_TILE, SUM_WARPS, STAGES = 1024, 2, 4
-# Rows and columns of a program that copies. Share of copy bandwidth on one H100 (bfloat16), 16384 rows of 4096 columns, some of them frequent: .85, where
-# all columns of a row after the other reach .70.
-COPIED, COPIED_TILE = 4, 1024
+# Rows, columns and warps of a program that copies. Share of copy bandwidth on one H100 (bfloat16), 16384 rows of 4096 columns, some of them frequent: .85,
+# where all columns of a row after the other reach .70.
+COPIED, COPIED_TILE, COPY_WARPS = 8, 256, 2
 # As many indices are sorted by comparing each with all others, in one kernel instead of ten: indices of a program, and others at once.
 COMPARED, RANKED, OTHERS = 8192, 16, 128
 # Zeros that a program writes. Beside them as many pairs of indices are compared for nothing: 16384 indices into a table of 262144 x 2560 (bfloat16)
@@ -41,7 +41,7 @@ def _launch(y: Tensor, /, index: Tensor, weight: Tensor, padding: int) -> None:
     tiles, block = _tiles(width, COPIED_TILE)
     if count * width:
         grid = (cdiv(count, COPIED) * tiles,)
-        rows_launch(grid, index, weight, y, weight.stride(0), count, rows, width, ROWS=COPIED, BLOCK=block)
+        rows_launch(grid, index, weight, y, weight.stride(0), count, rows, width, ROWS=COPIED, BLOCK=block, num_warps=COPY_WARPS)
 
 
 def _allocate_backward(grad_y: Tensor, index: Tensor, weight: Tensor, padding: int, needs: list[bool]) -> Outputs:
