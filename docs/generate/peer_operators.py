@@ -166,7 +166,13 @@ def _below(found: Sequence[Pair]) -> list[str]:
     short = [(pair, name, value) for pair, name, value in _figures(found, Pair.of_copy) if value < COPY and pair.short(name)]
     return [
         _list(f"Slower than {PEER}, its time ÷ Liger's:", slow),
-        _list(f"Below {COPY} of copy bandwidth:", [f"{pair.op} {pair.shape}, {name}: {value:.3f}" for pair, name, value in low]),
+        _list(
+            f"Below {COPY} of copy bandwidth: the share; that of a CUDA graph of the call, whose results always lie in the same memory; time of a copy ÷ Liger's:",
+            [
+                f"{pair.op} {pair.shape}, {name}: {'; '.join(_form(part, digits=3) for part in (value, pair.replayed(name), pair.of_copy(name)))}"
+                for pair, name, value in low
+            ],
+        ),
         _list(
             f"At shapes so short that the copy itself is below {COPY}, time of the copy ÷ Liger's:",
             [f"{pair.op} {pair.shape}, {name}: {value:.3f}" for pair, name, value in short],
@@ -232,8 +238,8 @@ def _links(ops: Iterable[str]) -> str:
     return ", ".join(f"[{op}](../reference/ops/{op}.md)" for op in ops)
 
 
-def _form(value: float | None, unit: str = "") -> str:
-    return NONE if value is None else f"{value:.2f}{unit}"
+def _form(value: float | None, unit: str = "", digits: int = 2) -> str:
+    return NONE if value is None else f"{value:.{digits}f}{unit}"
 
 
 def _range(values: Sequence[float], unit: str = " ×") -> str:

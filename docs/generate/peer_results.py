@@ -42,7 +42,7 @@ def measured(card: str, folder: Path = RESULTS) -> list[Row]:
 
 def _typed(row: dict[str, str]) -> Row:
     """Figures as numbers; empty ones as None, and columns that older files lack, too."""
-    figures = ("median_ms", "low_ms", "high_ms", "limit_ms", "copy_ms", "share", "error_eager_ratio", *ERRORS)
+    figures = ("median_ms", "low_ms", "high_ms", "graph_ms", "limit_ms", "copy_ms", "share", "error_eager_ratio", *ERRORS)
     return {**row, **{name: float(row[name]) if row.get(name) else None for name in figures}}
 
 
@@ -107,6 +107,10 @@ class Pair:
     def of_copy(self, name: str) -> float | None:
         """The time of a plain copy of as many bytes ÷ ours."""
         return _ratio(self._figure(self.ours, name, "copy_ms"), self._figure(self.ours, name, "median_ms"))
+
+    def replayed(self, name: str) -> float | None:
+        """Least bytes ÷ the time of a CUDA graph of the call, whose results are always in the same memory, as a fraction of copy bandwidth."""
+        return _ratio(self._figure(self.ours, name, "limit_ms"), self._figure(self.ours, name, "graph_ms"))
 
     def short(self, name: str) -> bool:
         """Whether that copy itself does not reach the bound of a long one's bandwidth."""

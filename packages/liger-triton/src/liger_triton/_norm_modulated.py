@@ -35,7 +35,7 @@ from liger_triton.launch import Launcher, cdiv, contiguous, power_of_two, proces
 WIDEST = 16384
 # Chunks of a row forward and backward, and forward, warps of all programs of a multiprocessor, of which some 12 run at once: those that start later even
 # out the others' times. Share of copy bandwidth on one H200 (bfloat16) backward: .86 at 1152 columns, .91 at 3072 (centered .90). Forward, µs on one H100,
-# a copy · as it is · 4 chunks, 16 warps, 3 rows on their way: 256 x 256 x 1152 105 · 111 · 114, 8 x 4096 x 3072 138 · 141 · 147.
+# a copy · as it is · 4 chunks, 16 warps, 3 rows on their way: 256 x 256 x 1152 105 · 111 · 114, 8 x 4096 x 3072 138 · 143 · 146.
 MOST_CHUNKS, MOST_CHUNKS_BACKWARD, WARPS, RUNNING = 6, 3, 48, 12
 # Numbers that a program which adds what the programs of a sample have reads at once, at most so many rows of them.
 STRIP, STRIP_ROWS = 1024, 32

@@ -126,8 +126,8 @@ class Shape(NamedTuple):
 def backward_shape(depth: int, width: int, layers: Tensor) -> Shape:
     """So many programs that the L2 cache holds all layers of their rows, but at least four warps. 16 warps leave a thread registers for no layer.
 
-    One H100 (bfloat16), µs, a copy · these shapes · 8 warps and no layer held: 9 x 8192 x 2304 243 · 280 · 298, 9 x 8192 x 4096 428 · 482 · 511,
-    25 x 4096 x 2048 287 · 369 · 418, 5 x 16384 x 1536 187 · 206 · 221.
+    One H100 (bfloat16), µs, a copy · these shapes · 8 warps and no layer held: 9 x 8192 x 2304 242 · 283 · 297, 9 x 8192 x 4096 428 · 481 · 509,
+    25 x 4096 x 2048 286 · 368 · 415, 5 x 16384 x 1536 187 · 206 · 220.
     """
     warps, size = warps_for(width, MOST_CHUNKS_BACKWARD), width * layers.element_size()
     kept = int(KEPT * l2_cache(layers.device)) // (depth * size * processors(layers.device))
