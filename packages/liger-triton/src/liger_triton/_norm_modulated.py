@@ -108,7 +108,7 @@ def backward(
 
 
 def programs_of_sample(programs: int, x: Tensor, samples: int) -> int:
-    """So many that all of them run at once, `programs` on a multiprocessor, if there are not more samples than that."""
+    """So many that a multiprocessor has about `programs` of all samples, if there are not more samples than that."""
     return max(1, programs * processors(x.device) // samples)
 
 
