@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of attention_residual."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from liger_triton._chunks import cast, multiplied, no_chunks, no_sums, plus_scaled, product_sum, read_chunks, write_chunk, write_chunks
+from liger_triton._norm_sum import read
+from liger_triton.launch import Launcher, wait
+
+
+@triton.jit
+def weighted_query(query, weight, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """query · weight, in float32."""
+    values = read_chunks(query, WIDTH, CHUNK)
+    return values if weight is None else multiplied(values, read_chunks(weight, WIDTH, CHUNK))
+
+
+@triton.jit
+def forward_kernel(
+    layers, query, weight, y, statistics, layer_stride, row_stride, depth, rows, WIDTH: tl.constexpr, eps,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program computes a row: each layer is read once, and what was summed is scaled where the highest score rises."""
+    row = tl.program_id(0).to(tl.int64)
+    by = weighted_query(query, weight, WIDTH, CHUNK)
+    top = tl.full((), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((), dtype=tl.float32)
+    result = no_sums(WIDTH, CHUNK)
+    inverses = tl.cast(depth, tl.int64) * rows
+    for k in tl.range(0, depth, num_stages=STAGES):
+        value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, WIDTH, CHUNK)
+        inverse = tl.rsqrt(product_sum(value, value) / WIDTH + eps)
+        score = product_sum(value, by) * inverse
+        at = statistics + row * depth + k
+        tl.store(at, score)
+        tl.store(at + inverses, inverse)
+        higher = tl.maximum(top, score)
+        scale = tl.exp(top - higher)
+        power = tl.exp(score - higher)
+        scaled = no_chunks()
+        for c in tl.static_range(len(value)):
+            scaled += (result[c] * scale + power * value[c],)
+        result = scaled
+        total = total * scale + power
+        top = higher
+    for c in tl.static_range(len(result)):
+        write_chunk(y + row * WIDTH, result[c] / total, c, WIDTH, CHUNK)
+
+
+@triton.jit
+def backward_kernel(
+    grad_y, layers, query, weight, statistics, grad_layers, part, grad_stride, layer_stride, row_stride, depth, rows, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program p walks every programs-th row; what it adds up for query and weight goes to row p of part.
+
+    The gradient of layer k is a_k · grad_y + slope_k · (query · weight) - shrink_k · layers_k. Registers keep the first HELD layers for it.
+    """
+    program = tl.program_id(0)
+    layer = tl.arange(0, DEPTH)
+    by = weighted_query(query, weight, WIDTH, CHUNK)
+    sums = no_sums(WIDTH, CHUNK)
+    for start in range(program, rows, tl.num_programs(0)):
+        row = tl.cast(start, tl.int64)
+        at = statistics + row * depth + layer
+        # Before the layers, behind which they would wait.
+        score = tl.load(at, mask=layer < depth, other=float("-inf"))
+        inverse = tl.load(at + tl.cast(depth, tl.int64) * rows, mask=layer < depth, other=0.0)
+        grad = read_chunks(grad_y + row * grad_stride, WIDTH, CHUNK)
+        held = no_chunks()
+        for early in tl.static_range(HELD):
+            value = read_chunks(layers + tl.cast(early, tl.int64) * layer_stride + row * row_stride, WIDTH, CHUNK)
+            held += (cast(value, layers.dtype.element_ty),)
+        product = tl.zeros((DEPTH,), dtype=tl.float32)
+        for k in tl.range(HELD, depth, num_stages=STAGES):
+            value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, WIDTH, CHUNK)
+            # A scalar: each thread keeps the products of a few layers only, not of all.
+            product = tl.where(layer == k, product_sum(grad, value), product)
+        for early in tl.static_range(HELD):
+            product = tl.where(layer == early, product_sum(grad, cast(held[early], tl.float32)), product)
+        numbers = slopes(product, score, inverse, layer, depth, WIDTH)
+        for back in tl.range(0, depth - HELD, num_stages=STAGES):
+            # The last layer comes first: it was read last, and is the surest to be in the cache.
+            k = depth - 1 - back
+            value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, WIDTH, CHUNK)
+            place = (tl.cast(k, tl.int64) * rows + row) * WIDTH
+            sums = add_layer(sums, grad_layers, place, value, grad, by, picked(numbers, layer, k), WIDTH, CHUNK)
+        for early in tl.static_range(HELD):
+            place = (tl.cast(early, tl.int64) * rows + row) * WIDTH
+            value = cast(held[early], tl.float32)
+            sums = add_layer(sums, grad_layers, place, value, grad, by, picked(numbers, layer, early), WIDTH, CHUNK)
+    if part is not None:
+        write_chunks(part + program.to(tl.int64) * WIDTH, sums, WIDTH, CHUNK)
+
+
+@triton.jit
+def picked(numbers, layer, k):
+    """The three numbers of layer k."""
+    found = no_chunks()
+    for i in tl.static_range(len(numbers)):
+        found += (tl.sum(tl.where(layer == k, numbers[i], 0.0)),)
+    return found
+
+
+@triton.jit
+def add_layer(sums, grad_layers, place, value, grad, by, numbers, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """The sums for query · weight with what one layer of a row adds; its gradient is written."""
+    share, slope, shrink = numbers
+    if grad_layers is not None:
+        for c in tl.static_range(len(value)):
+            # It is not read again soon: the cache keeps the layers.
+            write_chunk(grad_layers + place, share * grad[c] + slope * by[c] - shrink * value[c], c, WIDTH, CHUNK, ".cs")
+    return plus_scaled(sums, value, slope)
+
+
+@triton.jit
+def slopes(product, score, inverse, layer, depth, width):
+    """Three numbers for each layer of a row: its share a_k, the gradient of its score times inverse, and how much of it the norm of its key
+    takes away.
+
+    With g = grad_y and product_k = Σ g · layers_k the gradient of score k is a_k · (product_k - Σ_l a_l product_l).
+    """
+    top = tl.max(score, 0)
+    share = tl.exp(score - top)
+    # Only differences from the product of the layer with the highest score: that layer's own would be what is left of two equal numbers.
+    highest = (score == top).to(tl.float32)
+    product = product - tl.sum(product * highest, 0) / tl.sum(highest, 0)
+    share = share / tl.sum(share, 0)
+    slope = share * (product - tl.sum(share * product, 0)) * inverse
+    return share, slope, slope * tl.where(layer < depth, score, 0.0) * inverse / width
+
+
+@triton.jit
+def sum_kernel(part, query, weight, grad_query, grad_weight, programs, width, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program adds one strip of what the programs have, and multiplies it by the other factor of query · weight."""
+    wait(EARLY)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)
+        sums += tl.load(part + row[:, None] * width + column[None, :], mask=(row < programs)[:, None] & inside[None, :], other=0.0)
+    total = tl.sum(sums, 0)
+    if grad_weight is not None:
+        tl.store(grad_weight + column, (total * read(query + column, inside)).to(grad_weight.dtype.element_ty), mask=inside)
+    if grad_query is not None:
+        if weight is not None:
+            total = total * read(weight + column, inside)
+        tl.store(grad_query + column, total.to(grad_query.dtype.element_ty), mask=inside)
+
+
+forward_launch = Launcher(forward_kernel)
+backward_launch = Launcher(backward_kernel)
+sum_launch = Launcher(sum_kernel)
