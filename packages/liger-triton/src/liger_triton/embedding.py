@@ -15,8 +15,8 @@ from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows
 SPAN = 16
 # Columns and warps of a program that adds up, and rows of its that are on their way at once.
 SUM_TILE, SUM_WARPS, STAGES = 1024, 2, 4
-# Rows, columns and warps of a program that copies. Share of copy bandwidth on one H100 (bfloat16), 16384 rows of 4096 columns, some of them frequent: .85,
-# where all columns of a row after the other reach .70.
+# Rows, columns and warps of a program that copies. Share of copy bandwidth on one H100 (bfloat16), 16384 rows of 4096 columns, some of them frequent: .75
+# to .85, depending on where the memory lies; all columns of a row after the other reach .70.
 COPIED, COPIED_TILE, COPY_WARPS = 8, 256, 2
 # As many indices are sorted by comparing each with all others, in one kernel instead of ten: indices of a program, and others at once.
 COMPARED, RANKED, OTHERS = 8192, 16, 128
