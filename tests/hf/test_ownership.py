@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+import forks
 import liger_hf
 from hf.tiny_models import twin
 from liger_hf.rules.gated_mlp import ownership
@@ -209,3 +210,61 @@ def test_what_holds_a_tensor_under_one_dispatch_mode_is_not_expected_under_anoth
         assert not unshared((held,))
     x = torch.ones(3, requires_grad=True)
     assert unshared((x * 2,))
+
+
+# Each state changes what holds the variables and arguments of Python code that runs meanwhile. The last one never ends.
+WATCHED = """
+import sys
+from contextlib import contextmanager, nullcontext
+
+import torch
+from liger_hf.rules.gated_mlp import ownership
+
+def debugger(frame, event, argument):
+    frame.f_locals
+    return debugger
+
+@contextmanager
+def traced():
+    sys.settrace(debugger)
+    yield
+    sys.settrace(None)
+
+@contextmanager
+def profiled():
+    sys.setprofile(debugger)
+    yield
+    sys.setprofile(None)
+
+def fails(x):
+    raise ValueError
+
+@contextmanager
+def after_a_failed_compilation():
+    try:
+        torch.compile(fails, backend="eager", fullgraph=True)(torch.ones(1))
+    except torch._dynamo.exc.Unsupported:
+        pass
+    yield
+
+states = {"plain": nullcontext, "traced": traced, "profiled": profiled, "failed compilation": after_a_failed_compilation}
+
+x = torch.ones(3, requires_grad=True)
+for first, enter in states.items():
+    ownership._fresh.clear()
+    with enter():
+        ownership.unshared((x * 2,))
+    for then, enter in states.items():
+        with enter():
+            fresh = ownership.unshared((x * 2,))
+            held = x * 2
+            shared = ownership.unshared((held,))
+        if not fresh or shared:
+            print(f"{first}, then {then}: fresh {fresh}, held {shared}")
+"""
+
+
+def test_what_runs_the_code_does_not_change_who_holds_a_tensor() -> None:
+    """A failed compilation leaves a frame evaluator behind, under which callers hold the arguments of a call, too."""
+    found = forks.run(WATCHED)
+    assert (found.returncode, found.stdout) == (0, ""), found.stderr

@@ -478,10 +478,18 @@ MUTANTS = (
     Mutant(
         "gated MLP: gate and up are overwritten although other code reads them",
         f"{HF}/rules/gated_mlp/ownership.py",
-        "if _holders(tensor) not in known:",
+        "if _holders(tensors, place) not in known:",
         "if not known:",
         ("tests/hf/test_ownership.py", "-k", "overwritten_only_where"),
         "test_gradients_are_right_and_gate_and_up_are_overwritten_only_where_nothing_reads_them",
+    ),
+    Mutant(
+        "gated MLP: a debugger or a frame evaluator counts as a holder of gate and up",
+        f"{HF}/rules/gated_mlp/ownership.py",
+        "sys.getrefcount(tensors[place]),",
+        "(lambda tensor: sys.getrefcount(tensor))(tensors[place]),",
+        ("tests/hf/test_ownership.py", "-k", "what_runs_the_code"),
+        "test_what_runs_the_code_does_not_change_who_holds_a_tensor",
     ),
     Mutant(
         "gated MLP: a factor after a norm is taken for one before it",

@@ -25,27 +25,35 @@ def unshared(tensors: tuple[Tensor, ...]) -> bool:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not COUNTED:
         return False
-    for tensor in tensors:
-        known = _fresh.get(type(tensor))
+    for place in range(len(tensors)):
+        kind = type(tensors[place])
+        known = _fresh.get(kind)
         if known is None:
-            known = _fresh[type(tensor)] = _of_a_fresh_one(tensor)
-        if _holders(tensor) not in known:
+            known = _fresh[kind] = _of_a_fresh_one(tensors[place])
+        if _holders(tensors, place) not in known:
             return False
     return True
 
 
-def _holders(tensor: Any) -> Holders:
-    """The references to the Python object, to the tensor behind it and to its memory; for a view the first two of its base, too."""
-    base = tensor._base
-    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    if base is None:
-        return sys.getrefcount(tensor), tensor._use_count(), memory
-    return sys.getrefcount(tensor), tensor._use_count(), memory, sys.getrefcount(base), base._use_count()
+def _holders(tensors: tuple[Any, ...], place: int) -> Holders:
+    """The references to the Python object, to the tensor behind it and to its memory; for a view the first two of its base, too.
+
+    The tensor has no name here and is no argument of Python code: a debugger holds variables, and a frame evaluator, which a failed
+    torch.compile leaves behind, arguments.
+    """
+    counts = (
+        sys.getrefcount(tensors[place]),
+        tensors[place]._use_count(),
+        torch._C._storage_Use_Count(tensors[place].untyped_storage()._cdata),
+    )
+    if tensors[place]._base is None:
+        return counts
+    return *counts, sys.getrefcount(tensors[place]._base), tensors[place]._base._use_count()
 
 
 def _of_a_fresh_one(like: Tensor) -> frozenset[Holders]:
     """The counts of a new tensor that only a tuple holds, and of a view of one; they depend on the version of Python."""
     # A dispatch mode may hold what is made under it, as that of make_fx does, or expect it again, as that of checkpointing does.
     with _disable_current_modes(), getattr(like, "fake_mode", nullcontext()):
-        new = ((like.new_empty(1),), (like.new_empty(1).view(1),))
-    return frozenset(_holders(tensor) for tensors in new for tensor in tensors)
+        new = (like.new_empty(1), like.new_empty(1).view(1))
+    return frozenset(_holders(new, place) for place in range(len(new)))
