@@ -36,8 +36,8 @@ PROCESSORS, SHARED = 132, 232_448
 OPS = [op for op in CATALOGUE if op in TABLE]
 # Kernels that no sample launches here, and options that samples never set or always set → why.
 ONE_WAY = {
-    "softmax.split_forward_kernel": "its programs wait for others, which only a GPU runs at once",
-    "softmax.split_backward_kernel": "its programs wait for others, which only a GPU runs at once",
+    "_softmax.split_forward_kernel": "its programs wait for others, which only a GPU runs at once",
+    "_softmax.split_backward_kernel": "its programs wait for others, which only a GPU runs at once",
     "_divergence.sums_kernel": "a vocabulary over several ranks",
     "_divergence.divergence_kernel PARTIAL": "a vocabulary over several ranks",
     "_divergence.gradient_kernel PARTIAL": "a vocabulary over several ranks",

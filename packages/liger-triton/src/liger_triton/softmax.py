@@ -10,23 +10,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
-from liger_triton.launch import (
-    Launcher,
-    TritonKernel,
-    cdiv,
-    dense_like,
-    fuses,
-    power_of_two,
-    processors,
-    shared_memory,
-    strided_rows,
-    supported,
+from liger_triton._softmax import (
+    backward_launch,
+    forward_launch,
+    split_backward_launch,
+    split_forward_launch,
+    wide_backward_launch,
+    wide_forward_launch,
 )
+from liger_triton.launch import TritonKernel, cdiv, dense_like, fuses, power_of_two, processors, shared_memory, strided_rows, supported
 
 
 class Shape(NamedTuple):
@@ -160,168 +155,3 @@ _softmax = differentiable(
     TritonKernel("softmax", _allocate, _launch),
     TritonKernel("softmax_backward", _allocate_backward, _launch_backward),
 )
-
-
-@triton.jit
-def power(x, EXACT: tl.constexpr):
-    """e^x for x ≤ 0. EXACT: to the last digits also of a large x, whose product with log₂ e is rounded otherwise."""
-    if EXACT:
-        # Below, e^x is 0 in float32; this way NaN stays NaN.
-        x = tl.where(x < -200.0, -200.0, x)
-        whole = tl.floor(x * 1.4426950408889634 + 0.5)
-        # The product with the first of both parts of log 2 is exact.
-        rest = (x - whole * 0.693359375) + whole * 2.12194440e-4
-        return tl.exp2(whole) * tl.exp2(rest * 1.4426950408889634)
-    else:
-        return tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
-def forward_kernel(x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Program p takes every programs-th group of ROWS rows, from the p-th on, each row in one block."""
-    column = tl.arange(0, BLOCK)
-    inside = (column < width)[None, :]
-    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        # The last row again for the lanes behind it: rows of nothing but minus infinity would make them NaN.
-        source = tl.minimum(row, rows - 1)
-        value = tl.load(x + source[:, None] * x_stride + column[None, :], mask=inside, other=float("-inf")).to(tl.float32)
-        share = power(value - tl.max(value, 1)[:, None], x.dtype.element_ty == tl.float32)
-        share = share * (1.0 / tl.sum(share, 1))[:, None] if y.dtype.element_ty != tl.float32 else share / tl.sum(share, 1)[:, None]
-        tl.store(y + row[:, None] * width + column[None, :], share.to(y.dtype.element_ty), mask=(row < rows)[:, None] & inside)
-
-
-@triton.jit
-def backward_kernel(grad_y, y, grad_x, grad_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """grad_x = y · (grad_y - Σ grad_y · y) of every programs-th group of ROWS rows."""
-    column = tl.arange(0, BLOCK)
-    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        mask = (row < rows)[:, None] & (column < width)[None, :]
-        grad = tl.load(grad_y + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(y + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        result = value * (grad - tl.sum(grad * value, 1)[:, None])
-        tl.store(grad_x + row[:, None] * width + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def wait_for(done, PARTS: tl.constexpr):
-    """Report that this program has stored what it found, and wait for the other programs of its row.
-
-    Programs take rows in the order in which they start, so all those of a row but the last one have started: each wait ends.
-    """
-    tl.debug_barrier()
-    tl.atomic_add(done, 1, sem="acq_rel", scope="gpu")
-    while tl.atomic_add(done, 0, sem="acq_rel", scope="gpu") < PARTS:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
-def split_forward_kernel(x, y, started, moments, x_stride, rows, width, PARTS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr):
-    """One program computes one block of a row, and waits for the maxima and sums of the others."""
-    turn = tl.atomic_add(started, 1, sem="relaxed", scope="gpu")
-    row = (turn // PARTS).to(tl.int64)
-    part = turn % PARTS
-    column = part * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
-    EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
-    value = tl.load(x + row * x_stride + column, mask=mask, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-    top = tl.max(value, 0)
-    value = power(value - tl.where(top == float("-inf"), 0.0, top), EXACT)
-    found = moments + row * (2 * PARTS)
-    tl.store(found + part, top)
-    tl.store(found + PARTS + part, tl.sum(value, 0))
-    wait_for(started + 1 + row, PARTS)
-    place = tl.arange(0, PLACES)
-    tops = tl.load(found + place, mask=place < PARTS, other=float("-inf"), volatile=True)
-    totals = tl.load(found + PARTS + place, mask=place < PARTS, other=0.0, volatile=True)
-    highest = tl.max(tops, 0)
-    # NaN for a row of nothing but minus infinity, as in one block.
-    total = tl.sum(totals * power(tops - highest, EXACT), 0)
-    value = value * (power(top - highest, EXACT) / total)
-    tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-
-
-@triton.jit
-def split_backward_kernel(
-    grad_y, y, grad_x, started, moments, grad_stride, rows, width, PARTS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The gradient of one block of a row, whose sum the programs of the row add up in one order."""
-    turn = tl.atomic_add(started, 1, sem="relaxed", scope="gpu")
-    row = (turn // PARTS).to(tl.int64)
-    part = turn % PARTS
-    column = part * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
-    grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    value = tl.load(y + row * width + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    found = moments + row * PARTS
-    tl.store(found + part, tl.sum(grad * value, 0))
-    wait_for(started + 1 + row, PARTS)
-    place = tl.arange(0, PLACES)
-    product = tl.sum(tl.load(found + place, mask=place < PARTS, other=0.0, volatile=True), 0)
-    tl.store(
-        grad_x + row * width + column, (value * (grad - product)).to(grad_x.dtype.element_ty), mask=mask, eviction_policy="evict_first"
-    )
-
-
-@triton.jit
-def wide_forward_kernel(x, y, x_stride, rows, width, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Program p computes every programs-th row: every lane keeps the maximum and the sum of what it reads, then all are merged."""
-    lane = tl.arange(0, BLOCK)
-    EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
-    tiles = tl.cdiv(width, BLOCK)
-    for number in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = tl.cast(number, tl.int64)
-        source = x + row * x_stride
-        top = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for start in range(0, width, BLOCK):
-            column = start + lane
-            mask = None if EVEN else column < width
-            value = tl.load(source + column, mask=mask, other=None if EVEN else float("-inf"), eviction_policy="evict_last").to(tl.float32)
-            higher = tl.maximum(top, value)
-            # Without a finite maximum there is nothing to scale yet, and nothing to add.
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * power(top - base, EXACT) + power(value - base, EXACT)
-            top = higher
-        highest = tl.max(top, 0)
-        total = tl.sum(total * power(tl.where(top == float("-inf"), float("-inf"), top - highest), EXACT), 0)
-        for tile in range(0, tiles):
-            column = (tiles - 1 - tile) * BLOCK + lane
-            mask = None if EVEN else column < width
-            value = tl.load(source + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_first").to(tl.float32)
-            value = power(value - highest, EXACT) / total
-            tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-
-
-@triton.jit
-def wide_backward_kernel(grad_y, y, grad_x, grad_stride, rows, width, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of every programs-th row in two passes over its tiles, the second backward."""
-    lane = tl.arange(0, BLOCK)
-    tiles = tl.cdiv(width, BLOCK)
-    for number in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = tl.cast(number, tl.int64)
-        products = tl.zeros((BLOCK,), dtype=tl.float32)
-        for start in range(0, width, BLOCK):
-            column = start + lane
-            mask = None if EVEN else column < width
-            grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_last")
-            value = tl.load(y + row * width + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_last")
-            products += grad.to(tl.float32) * value.to(tl.float32)
-        product = tl.sum(products, 0)
-        for tile in range(0, tiles):
-            column = (tiles - 1 - tile) * BLOCK + lane
-            mask = None if EVEN else column < width
-            grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_first")
-            value = tl.load(y + row * width + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_first").to(tl.float32)
-            result = (value * (grad.to(tl.float32) - product)).to(grad_x.dtype.element_ty)
-            tl.store(grad_x + row * width + column, result, mask=mask, eviction_policy="evict_first")
-
-
-forward_launch = Launcher(forward_kernel)
-backward_launch = Launcher(backward_kernel)
-split_forward_launch = Launcher(split_forward_kernel)
-split_backward_launch = Launcher(split_backward_kernel)
-wide_forward_launch = Launcher(wide_forward_kernel)
-wide_backward_launch = Launcher(wide_backward_kernel)
