@@ -18,6 +18,7 @@ from liger_bench.bench.implementations import backend
 from liger_bench.bench.limits import Limits
 from liger_bench.bench.measure import Bench
 from liger_bench.bench.rows import HEADER, Row
+from liger_bench.machine import PLACE
 from liger_bench.measurements import Files
 from liger_core import Backend, OptionError, Unsupported, Workload, rms_norm, rope, selection, swiglu
 from liger_core.plugins import registry
@@ -132,10 +133,11 @@ def test_resuming_measures_only_what_is_missing(liger: InProcess, tmp_path: Path
     assert [(row["op"], row["implementation"]) for row in added] == [("swiglu", "eager"), ("geglu", "reference"), ("geglu", "eager")]
 
 
-def test_resuming_at_another_commit_measures_all_again(liger: InProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PLACE)
+def test_resuming_elsewhere_measures_all_again(name: str, liger: InProcess, tmp_path: Path) -> None:
     liger("bench", "swiglu", *QUICK, "--out", str(tmp_path))
     (row,) = rows_in(tmp_path)
-    (tmp_path / "results.json").write_text(json.dumps([row | {"commit": "another"}]))
+    (tmp_path / "results.json").write_text(json.dumps([row | {name: "another"}]))
     liger("bench", "swiglu", *QUICK, "--out", str(tmp_path), "--resume")
     assert len(rows_in(tmp_path)) == 2
 

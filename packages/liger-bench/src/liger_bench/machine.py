@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -17,6 +18,8 @@ from liger_core.plugins import PROJECT
 
 PACKAGES = (*PROJECT, "torch", "triton", "transformers")
 PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
+# What a row says of where and with what it was measured; a run resumes only where all of it is the same.
+PLACE = ("machine", "versions", "commit")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -87,16 +90,19 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of these sources, marked if they were changed since; outside a checkout LIGER_COMMIT, else "installed"."""
+    """The commit of these sources and a digest of what was changed in the packages since; outside a checkout LIGER_COMMIT, else "installed"."""
     source = Path(__file__).resolve()
 
-    def git(*arguments: str) -> str:
+    def git(*arguments: str) -> bytes:
         command = ["git", "-C", str(source.parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout.strip()
 
     try:
         # An environment may be inside the checkout of another project, whose commit would then be reported.
         git("ls-files", "--error-unmatch", source.name)
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+        commit = git("rev-parse", "--short=12", "HEAD").decode()
+        packages = str(source.parents[3])
+        changes = git("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD", "--", packages)
+        return f"{commit}+changes-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("LIGER_COMMIT", "installed")

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
+from liger_bench.machine import PLACE
 from liger_bench.progress import progress_bar
 from liger_bench.results import Columns, append_csv, append_json, check_csv, read_json
 from liger_bench.row import Measured
@@ -96,8 +97,8 @@ def completed(
 
     case  the dataclass of the fields that a job and its row share, which identify a measurement on the same machine, versions and commit
     """
-    asked, place = attrgetter(*(field.name for field in fields(case))), attrgetter("machine", "versions", "commit")
-    known = {asked(row): row for row in before if place(row) == (where["machine"], where["versions"], where["commit"])}
+    asked, place = attrgetter(*(field.name for field in fields(case))), attrgetter(*PLACE)
+    known = {asked(row): row for row in before if place(row) == tuple(where[name] for name in PLACE)}
     todo = [job for job in jobs if asked(job) not in known]
     kept = [known[asked(job)] for job in jobs if asked(job) in known]
     found = _measured(len(todo), lambda show: measure(todo, kept, show), files)

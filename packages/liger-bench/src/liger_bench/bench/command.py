@@ -45,7 +45,9 @@ Csv = Annotated[Path | None, typer.Option(help="File to append the rows to.")]
 Out = Annotated[Path | None, typer.Option(help="Folder whose results.csv and results.json the rows are appended to.")]
 Resume = Annotated[
     bool,
-    typer.Option("--resume", help="Skip what --out already has of this commit, machine and dtype, for instance after an interruption."),
+    typer.Option(
+        "--resume", help="Skip what --out already has of this commit, machine, versions and dtype, for instance after an interruption."
+    ),
 ]
 # Enough for stable medians on a GPU; all ops and other libraries then take minutes.
 SECONDS = 0.1

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from liger_bench.machine import PLACE
 from liger_bench.results import Columns
 
 
@@ -76,7 +77,7 @@ HEADER = [column.name.rstrip("_") for column in fields(Row)]
 
 
 def measured(found: Sequence[Columns], where: dict[str, str], device: str, dtype: str) -> set[tuple[str, str, str, str]]:
-    """(op, workload, implementation, pass) of the rows of a file that this commit took on this machine in this dtype."""
-    same = {"machine": where["machine"], "commit": where["commit"], "device": device, "dtype": dtype}
+    """(op, workload, implementation, pass) of the rows of a file that were taken in this dtype by the same versions and commit here."""
+    same = {**{name: where[name] for name in PLACE}, "device": device, "dtype": dtype}
     rows = [row for row in found if all(row.get(name) == value for name, value in same.items())]
     return {(row["op"], row["workload"], row["implementation"], row["pass"]) for row in rows}
