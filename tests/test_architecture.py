@@ -317,6 +317,24 @@ def test_no_other_file_than_the_page_says_writes_an_autograd_function() -> None:
     assert "No op writes one of its own, except `liger_triton/rope.py`" in page("ARCHITECTURE.md")
 
 
+# Autograd functions of measurements and plans, whose gradients nothing differentiates.
+MEASURED = ("Kept", "_Copy", "_Gather", "_FlashAttention", "_Matmul", "_Gathered")
+
+
+def test_every_autograd_function_checks_its_backward_pass() -> None:
+    """Its gradients are made by kernels or in tiles: differentiated again, they would count as constants."""
+    found = {}
+    for package in PACKAGES:
+        for path in sources(package):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "torch.autograd.Function" for base in node.bases):
+                    found[node.name] = ast.unparse(node)
+    assert set(MEASURED) <= set(found)
+    # That of `differentiable` is `derive`.
+    wrong = [name for name, code in found.items() if name not in MEASURED and "check_backward(" not in code]
+    assert wrong == ["Function"]
+
+
 def test_the_page_names_every_hook() -> None:
     from liger_core import hookspecs
 

@@ -221,15 +221,17 @@ def different_bits(first: Mapping[str, Tensor | None], second: Mapping[str, Tens
     return [name for name, value in first.items() if not same(value, second[name])]
 
 
-def penalty(call: Call, arguments: Mapping[str, Any], names: list[str]) -> dict[str, Tensor] | None:
-    """Gradients of the summed squares of the gradients, or None where that is refused."""
+def penalty(
+    call: Call, arguments: Mapping[str, Any], names: list[str], total: Callable[[Tensor], Tensor] = torch.square
+) -> dict[str, Tensor] | None:
+    """Gradients of a loss and of the summed squares of its gradients, or None where that is refused. The loss sums `total` of each output."""
     given = with_gradients(arguments, names)
-    total = sum(t.square().sum() for t in leaves(call(given)).values() if t.requires_grad)
+    loss = sum(total(t).sum() for t in leaves(call(given)).values() if t.requires_grad)
     inputs = [given[n] for n in names]
     try:
-        first = torch.autograd.grad(total, inputs, create_graph=True)
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
         # Unlike autograd.grad, it also runs what leads to no input, where torch puts its refusals.
-        torch.autograd.backward(sum(g.square().sum() for g in first))
+        torch.autograd.backward(loss + sum(g.square().sum() for g in first))
     except GradientError:
         return None
     except RuntimeError as error:

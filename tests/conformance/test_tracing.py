@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -86,6 +86,27 @@ def test_compiling_breaks_no_graph_and_changes_no_result(form_case: Case) -> Non
     with use(form_case.backend, only=[form_case.op]):
         compiled = torch.compile(lambda given: form_case.op(**given), fullgraph=True, backend="aot_eager")
         got = run(compiled, trial.arguments, trial.names, trial.cotangents)
+    trial.expect(trial.complaints(got))
+
+
+class Called(nn.Module):
+    """A call of an op with these options; its tensors come by name."""
+
+    def __init__(self, op: Op[..., Any], options: dict[str, Any]) -> None:
+        super().__init__()
+        self.op, self.options = op, options
+
+    def forward(self, **tensors: Tensor) -> Any:
+        return self.op(**self.options, **tensors)
+
+
+def test_an_exported_call_gives_gradients_to_what_was_frozen_when_it_was_exported(pattern_case: Case) -> None:
+    trial = Trial(pattern_case)
+    frozen = {name: value.detach() for name, value in trial.arguments.items() if isinstance(value, Tensor)}
+    options = {name: value for name, value in trial.arguments.items() if name not in frozen}
+    with use(pattern_case.backend, only=[pattern_case.op]):
+        exported = torch.export.export(Called(pattern_case.op, options), (), frozen).module()
+        got = run(lambda given: exported(**{name: given[name] for name in frozen}), trial.arguments, trial.names, trial.cotangents)
     trial.expect(trial.complaints(got))
 
 

@@ -91,3 +91,30 @@ def test_vmap_is_right_or_refused(form_case: Case) -> None:
     got = _or_refused(lambda: mapped(form_case.call))
     if got is not None:
         torch.testing.assert_close(got, mapped(trial.define))
+
+
+def test_a_batch_of_upstream_gradients_is_right_or_refused(form_case: Case) -> None:
+    trial = Trial(form_case)
+    given = with_gradients(trial.arguments, trial.names)
+    outputs = {n: t for n, t in leaves(form_case.call(given)).items() if t.requires_grad}
+    if not trial.names or not outputs:
+        return
+    inputs, results = [given[n] for n in trial.names], [*outputs.values()]
+    upstream = [torch.stack([torch.randn_like(t) for _ in range(2)]) for t in results]
+
+    def gradients(grads: list[Tensor], batched: bool) -> Any:
+        found = torch.autograd.grad(results, inputs, grads, retain_graph=True, is_grads_batched=batched, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+
+    try:
+        got = gradients(upstream, True)
+    except GradientError:
+        return
+    except RuntimeError as error:
+        # torch lacks some operations of references.
+        if "Batching rule not implemented" in str(error):
+            return
+        raise
+    for index in range(2):
+        one = [g[index] if g.dim() > x.dim() else g for g, x in zip(got, inputs, strict=True)]
+        torch.testing.assert_close(one, gradients([u[index] for u in upstream], False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf import tiny_models
 from hf.tiny_models import LAYERS, LargestResult, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
 from hf.two_ranks import WAYS, batch, on_two_ranks, two_processes
 from liger_bench import checkpointing
-from liger_core import OptionError
+from liger_core import GradientError, OptionError
 from liger_core.accuracy import judge
 from liger_hf.tiling import _Run
 
@@ -117,6 +118,32 @@ def test_each_weight_gets_its_gradient_once() -> None:
     step(model, **tokens())
     assert set(arrived.values()) == {1}
     assert sum(".mlp." in name for name in arrived) == 3 * LAYERS
+
+
+def test_a_hook_on_a_weight_runs_once_with_the_whole_gradient() -> None:
+    model, calls = tiled(make().train()), Counter[str]()
+    expected = step(model, **tokens())
+
+    def doubled(name: str, gradient: torch.Tensor) -> torch.Tensor:
+        calls.update([name])
+        return gradient * 2
+
+    names = [name for name, _ in model.named_parameters() if ".mlp." in name]
+    for name in names:
+        model.get_parameter(name).register_hook(partial(doubled, name))
+    found = step(model, **tokens())
+    assert dict(calls) == dict.fromkeys(names, 1)
+    for name in names:
+        torch.testing.assert_close(found[name], 2 * expected[name])
+
+
+def test_a_second_derivative_is_refused() -> None:
+    mlp = tiled(make().train()).model.layers[0].mlp
+    x = normal(1, 22, next(mlp.parameters()).shape[1]).requires_grad_()
+    (gradient,) = torch.autograd.grad(mlp(x).sum(), x)
+    assert gradient is not None
+    with pytest.raises(GradientError, match="a tiled MLP: the gradient must not be differentiated again"):
+        torch.autograd.grad(mlp(x).sum(), x, create_graph=True)
 
 
 class Dropped(nn.Module):

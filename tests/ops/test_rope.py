@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from liger_core import rope
+from liger_core import BackendError, GradientError, rope, use
 from liger_core.ops._rotary import angles
 from ops.agreement import disagreements, leaf
 
@@ -228,3 +231,32 @@ def test_packed_tokens_are_one_sequence_whose_positions_begin_again(device: torc
     for got, x in zip(packed, (q, k), strict=True):
         alone = [rope(*2 * (part.transpose(0, 1)[None],), cos[: len(part)], sin[: len(part)])[0] for part in x.split(lengths)]
         torch.testing.assert_close(got, torch.cat(alone, dim=2))
+
+
+@pytest.mark.parametrize("total", [torch.positive, torch.square], ids=["sum", "squares"])
+def test_a_second_derivative_in_place_is_right_or_refused(total: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    cos, sin = angles(device, torch.float32, 7, 16)
+
+    def penalized(inplace: bool) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        q, k = heads(device)
+        loss = sum(total(x).sum() for x in rope(q**3, k**3, cos, sin, inplace=inplace))
+        first = torch.autograd.grad(loss, (q, k), create_graph=True)
+        torch.autograd.backward(loss + sum(g.square().sum() for g in first))
+        assert q.grad is not None
+        assert k.grad is not None
+        return q.grad, k.grad
+
+    with use("reference"):
+        expected = penalized(inplace=False)
+    with suppress(GradientError):
+        torch.testing.assert_close(penalized(inplace=True), expected)
+
+
+def test_transforms_take_a_call_in_place(device: torch.device) -> None:
+    cos, sin = angles(device, torch.float32, 7, 16)
+    q, k = (x.detach() for x in heads(device))
+    # A backend that is selected by name declines.
+    with suppress(BackendError):
+        batched = torch.func.vmap(lambda q, k: rope(q[None] * 1, k[None] * 1, cos, sin, inplace=True))(q, k)
+        torch.testing.assert_close(tuple(x[:, 0] for x in batched), rope(q, k, cos, sin))

@@ -25,6 +25,7 @@ KERNELS: dict[Any, Kernel] = {}
 # Whether the running backward pass keeps its graph (retain_graph=True), so that another one may need what was saved.
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _transform = torch._C._functorch.peek_interpreter_stack
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, list, tuple})
 # The annotations that parameters of `launch` may have, and the schema type of each.
 _TYPES: dict[Any, str] = {
@@ -284,22 +285,22 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
     # With keep_first, an empty tensor comes before the inputs, whose node has saved what is kept.
     extra = int(keep_first)
 
+    def needed(ctx: Any) -> list[bool]:
+        given = ctx.needs_input_grad[extra:]
+        return [given[first] or given[last] for first, last in targets]
+
     def keep(ctx: Any, args: tuple[Any, ...], results: Outputs) -> None:
         values = (*args, *results)
-        given = ctx.needs_input_grad[extra:]
         if ctx.before is None:
             ctx.save_for_backward(*[values[i] for i in kept])
         ctx.options = [args[i] for i in options]
-        ctx.needs = [given[first] or given[last] for first, last in targets]
+        ctx.needs = needed(ctx)
         ctx.set_materialize_grads(False)
         if constants:
             ctx.mark_non_differentiable(*[results[i] for i in constants if results[i] is not None])
 
     def derive(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise GradientError(
-                f"{title}: the gradient must not be differentiated again, got create_graph=True; write that part in plain PyTorch"
-            )
+        check_backward(title, *grads)
         for i in gradients:
             if grads[i] is not None:
                 break
@@ -321,6 +322,9 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
         def forward(ctx: Any, *args: Any) -> Any:
             # None too if nothing that is kept requires a gradient: the bias does, for instance.
             ctx.before, args = (args[0].grad_fn, args[1:]) if keep_first else (None, args)
+            if early:
+                # Those of this run: an exported program may have been traced with others.
+                args = (*args[:-1], needed(ctx))
             results = forward(*args)
             keep(ctx, args, results)
             return results[0] if public == 1 else tuple(results[:public])
@@ -345,6 +349,10 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
                 if args[i] is not None and args[i].requires_grad:
                     asked = True
                     break
+            else:
+                # Later inputs of an exported program may require gradients. The flag, since torch 2.11 answers is_exporting() with True in every
+                # compiled region.
+                asked = torch.compiler._is_exporting_flag
         if early:
             args = (*args, [_asks(args[first]) or _asks(args[last]) for first, last in targets] if asked else no)
         if asked:
@@ -354,6 +362,24 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+def check_backward(title: str, *grads: Tensor | None) -> None:
+    """For a backward pass that PyTorch does not see into: raises GradientError where its results would be differentiated again, or batched.
+
+    torch.autograd.function.once_differentiable marks results only if an upstream gradient requires a gradient: those of y.sum() would be
+    constants. Batches of upstream gradients (is_grads_batched=True) are tensors without memory.
+    """
+    if torch.is_grad_enabled():
+        raise GradientError(
+            f"{title}: the gradient must not be differentiated again, got create_graph=True; write that part in plain PyTorch"
+        )
+    for grad in grads:
+        if grad is not None and _is_batched(grad):
+            raise GradientError(
+                f"{title}: upstream gradients must be plain tensors, got a batch of them (is_grads_batched=True, vectorize=True); "
+                "take one at a time"
+            )
 
 
 class Kept(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from liger_core.kernels import Kept
+from liger_core.kernels import Kept, check_backward
 from liger_hf.patch import Patch, replacement, slot
 from liger_hf.rules.gated_mlp.rule import look
 from liger_hf.verification import decide
@@ -110,7 +110,7 @@ class _Run:
         sums: list[Tensor | None] = [None] * len(weights)
         of_x = torch.empty_like(x) if needs[0] else None
         upstream = _rows(grad)
-        with _inside(), torch.enable_grad(), self._autocast(cache=True), self._redrawn():
+        with _inside(), _unhooked(weights), torch.enable_grad(), self._autocast(cache=True), self._redrawn():
             for place, tile in self._tiles(x):
                 given = tile.detach().requires_grad_(needs[0])
                 part = self.inner(self.module, given)
@@ -157,6 +157,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        check_backward("liger_hf.apply: a tiled MLP", *grads)
         # A weight that was updated since fails here.
         x, *_ = ctx.before.saved_tensors
         found = ctx.run.backward(x, grads[0], list(ctx.needs_input_grad[2:]))
@@ -174,6 +175,19 @@ def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
             continue
         total = sums[index]
         sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) if total is None else total.add_(gradient)
+
+
+@contextmanager
+def _unhooked(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks on weights are for the whole gradient, which autograd gets in the end, not for that of each tile."""
+    every = [(weight._backward_hooks, dict(weight._backward_hooks)) for weight in weights if weight._backward_hooks]
+    for hooks, _ in every:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in every:
+            hooks.update(before)
 
 
 @contextmanager

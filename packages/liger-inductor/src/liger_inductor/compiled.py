@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_core import Op
+from liger_core.kernels import check_backward
 from liger_core.op import OVERWRITING
 
 # Programs that torch.compile may make of a function: one for each dtype, number of dimensions, pattern of gradients and value of an option,
@@ -22,8 +23,13 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class Programs(NamedTuple):
-    """(tensors, options) → outputs; (tensors, options, names, upstream gradients) → the gradients of the tensors with these names."""
+    """What is compiled of an op.
 
+    forward   (tensors, options) → outputs
+    backward  (tensors, options, names, upstream gradients) → the gradients of the tensors with these names
+    """
+
+    op: str
     forward: Callable[..., Any]
     backward: Callable[..., tuple[Tensor, ...]]
 
@@ -31,7 +37,7 @@ class Programs(NamedTuple):
 def compiled(op: Op[..., Any]) -> Callable[..., Any]:
     """The reference of an op, compiled for tensors of any size."""
     reference, names = op.reference, tuple(op.signature.parameters)
-    programs = functools.cache(lambda: _programs(reference))
+    programs = functools.cache(lambda: _programs(str(op.name), reference))
 
     @functools.wraps(reference)
     def implementation(*args: Any, **options: Any) -> Any:
@@ -84,8 +90,8 @@ class _Derived(torch.autograd.Function):
         return made
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward(ctx.programs.op, *upstream)
         tensors = {name: tensor.detach() for name, tensor in zip(ctx.names, ctx.saved_tensors, strict=True)}
         asked = tuple(name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed)
         laid = tuple(_laid(gradient, strides) for gradient, strides in zip(upstream, ctx.strides, strict=True))
@@ -100,7 +106,7 @@ def _laid(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
-def _programs(reference: Callable[..., Any]) -> Programs:
+def _programs(op: str, reference: Callable[..., Any]) -> Programs:
     def forward(tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> Any:
         return reference(**tensors, **options)
 
@@ -116,7 +122,7 @@ def _programs(reference: Callable[..., Any]) -> Programs:
 
     # torch 2.11 has one limit for the whole process, 8 by default.
     limit: Any = {"recompile_limit": PROGRAMS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
-    return Programs(*(torch.compile(_own(each), dynamic=True, **limit) for each in (forward, backward)))
+    return Programs(op, *(torch.compile(_own(each), dynamic=True, **limit) for each in (forward, backward)))
 
 
 def _own(function: Any) -> FunctionType:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_core.kernels import check_backward
 from liger_hf.patch import replacement
 
 PATCH = "_liger_tied_patch"
@@ -64,6 +65,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        check_backward("liger train: the tied embedding", *grads)
         (index,) = ctx.saved_tensors
         with torch.no_grad():
             if ctx.weight.grad is None:

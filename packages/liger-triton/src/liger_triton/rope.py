@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.kernels import Outputs, differentiable
+from liger_core.kernels import Outputs, check_backward, differentiable
 from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, processors, supported
 
 # Pairs of columns that one program turns, tokens × heads × rotary/2: more than the fewest once every multiprocessor has a program.
@@ -30,6 +30,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
         # Tracing turns in-place writes into copies anyway.
         turned = _rope(q, k, cos, sin, interleaved)
         return q.copy_(turned[0]), k.copy_(turned[1])
+    _forward.check_plain((q, k, cos, sin), "rope")
     if torch.is_grad_enabled() and (q._is_view() or k._is_view()) and (q.requires_grad or k.requires_grad):
         # Autograd lets a function overwrite a view only if that is its first input and all that it returns.
         return _InPlace.apply(q, None, cos, sin, interleaved), _InPlace.apply(k, None, cos, sin, interleaved)
@@ -54,6 +55,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None = None) -> Any:
+        check_backward("rope", grad_q, grad_k)
         cos, sin = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:2])
         return (*_backward(grad_q, grad_k, cos, sin, ctx.interleaved, needs), None, None, None)
@@ -214,4 +216,5 @@ def rope_kernel(
 
 rope_launch = Launcher(rope_kernel)
 _backward = TritonKernel("rope_backward", _allocate_backward, _launch_backward)
-_rope = differentiable(TritonKernel("rope", _allocate, _launch), _backward, public=2)
+_forward = TritonKernel("rope", _allocate, _launch)
+_rope = differentiable(_forward, _backward, public=2)

@@ -38,7 +38,7 @@ def unshared(tensors: tuple[Tensor, ...]) -> bool:
 def _holders(tensors: tuple[Any, ...], place: int) -> Holders:
     """The references to the Python object, to the tensor behind it and to its memory; for a view the first two of its base, too.
 
-    The tensor has no name here and is no argument of Python code: a debugger holds variables, and a frame evaluator, which a failed
+    The tensor has no name here and is not passed to Python code: a debugger holds variables, and a frame evaluator, which a failed
     torch.compile leaves behind, arguments.
     """
     counts = (
