@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,41 @@ def test_a_hook_sees_what_it_does_in_the_unpatched_model(plain: Any, patched: An
 @pytest.mark.parametrize("watch", CHANGING.values(), ids=CHANGING.keys())
 def test_a_hook_changes_what_it_does_in_the_unpatched_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
     assert_like_plain(plain, patched, path, watch, True, first)
+
+
+@pytest.mark.parametrize("write", [operator.imul, operator.itruediv, operator.iadd, operator.isub])
+@pytest.mark.parametrize("enabled", [True, False], ids=["with_gradients", "without_gradients"])
+def test_a_hook_on_the_head_writes_to_what_it_does_in_the_unpatched_model(
+    plain: Any, patched: Any, write: Callable[[Any, Tensor], Any], enabled: bool
+) -> None:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        with torch.set_grad_enabled(enabled):
+            write(output, 1 + torch.arange(output.shape[-1]) / 100)
+
+    results = []
+    for model in map(twin, (plain, patched)):
+        model.lm_head.register_forward_hook(hook)
+        results.append(step(model, **tokens()))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_logits_that_a_hook_makes_and_keeps_are_those_of_the_forward_pass(plain: Any, patched: Any) -> None:
+    """The logit lens: the head is called on the hidden states of a layer."""
+    plain, patched = twin(plain), twin(patched)
+    kept: list[Any] = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        kept.append(model.lm_head(model.model.norm(output)))
+
+    for model in (plain, patched):
+        model.model.layers[0].register_forward_hook(hook)
+        step(model, **tokens())
+    torch.testing.assert_close(kept[1] + 0, kept[0])
+    del kept[:]
+    step(patched, **tokens())
+    torch.optim.SGD(patched.parameters(), lr=0.1).step()
+    with pytest.raises(liger_hf.LogitsError, match="has been updated since the forward pass"):
+        kept[0].argmax(-1)
 
 
 @EACH_MODULE

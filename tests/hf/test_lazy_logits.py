@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -292,6 +293,7 @@ def test_outputs_can_be_stored(pair: tuple[Any, Any], way: str) -> None:
 WRITES: dict[str, Callable[[Any], Any]] = {
     "assignment": lambda z: z.__setitem__((0, 0), 0.0),
     "method": lambda z: z.add_(1.0),
+    "operator": lambda z: operator.itruediv(z, 2.0),
     "mask": lambda z: z.masked_fill_(torch.ones(2, 11, 1, dtype=torch.bool), 0.0),
     "slice": lambda z: z[:, -1].zero_(),
 }
@@ -321,6 +323,22 @@ def test_reading_after_the_optimizer_step_is_an_error(pair: tuple[Any, Any]) -> 
     with pytest.raises(
         liger_hf.LogitsError, match=r"has been updated since the forward pass; read outputs\.logits before optimizer\.step\(\)"
     ):
+        outputs.logits.argmax(-1)
+
+
+def test_logits_are_computed_without_the_autocast_of_where_they_are_read(pair: tuple[Any, Any]) -> None:
+    plain, patched = pair
+    outputs = patched(**tokens())
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = outputs.logits + 0
+    assert torch.equal(logits, plain(**tokens()).logits)
+
+
+def test_reading_after_a_cast_of_the_model_is_an_error(pair: tuple[Any, Any]) -> None:
+    patched = pair[1]
+    outputs = patched(**tokens())
+    patched.to(torch.bfloat16)
+    with pytest.raises(liger_hf.LogitsError, match="has been cast or moved since the forward pass"):
         outputs.logits.argmax(-1)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import forks
 import liger_hf
@@ -210,6 +211,36 @@ def test_what_holds_a_tensor_under_one_dispatch_mode_is_not_expected_under_anoth
         assert not unshared((held,))
     x = torch.ones(3, requires_grad=True)
     assert unshared((x * 2,))
+
+
+def test_what_a_function_mode_holds_is_not_expected_of_a_fresh_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "_fresh", {})
+
+    class Keeps(TorchFunctionMode):
+        kept: ClassVar[list[Any]] = []
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.kept.append(function(*args, **(kwargs or {})))
+            return self.kept[-1]
+
+    x = torch.ones(3, requires_grad=True)
+    with Keeps():
+        assert not unshared((x * 2,))
+    assert unshared((x * 2,))
+    held = x * 2
+    assert not unshared((held,))
+
+
+def test_nothing_is_unshared_under_a_transform() -> None:
+    seen = []
+
+    def total(x: Tensor) -> Tensor:
+        seen.append(unshared((x * 2,)))
+        return x.sum()
+
+    torch.func.grad(total)(torch.ones(3))
+    torch.func.vmap(total)(torch.ones(2, 3))
+    assert seen == [False, False]
 
 
 # Each state changes what holds the variables and arguments of Python code that runs meanwhile. The last one never ends.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_core.kernels import Kept, check_backward
 from liger_hf.patch import Patch, replacement, slot
+from liger_hf.repeated import Numbers, Settings, draws
 from liger_hf.rules.gated_mlp.rule import look
 from liger_hf.verification import decide
 
@@ -79,15 +80,14 @@ def _tiled(inner: Callable[..., Tensor], rows: int) -> Callable[..., Tensor]:
 
 
 class _Run:
-    """One call of a module in tiles, which can be repeated: under the same autocast, with the same random numbers."""
+    """One call of a module in tiles, which can be repeated: under the same autocast, with the same settings and random numbers."""
 
     def __init__(self, inner: Callable[..., Tensor], module: nn.Module, rows: int, x: Tensor) -> None:
         self.inner, self.module, self.rows, self.device = inner, module, rows, x.device
         kind = x.device.type
         self.autocast = (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self.draws = any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
-        if self.draws:
-            self.states = torch.get_rng_state(), None if kind == "cpu" else torch.get_device_module(kind).get_rng_state(x.device)
+        self.settings = Settings(module)
+        self.numbers = Numbers(x.device) if draws(module) else None
 
     def weights(self) -> list[nn.Parameter]:
         """FSDP2 puts the gathered ones into the module for both passes."""
@@ -110,7 +110,8 @@ class _Run:
         sums: list[Tensor | None] = [None] * len(weights)
         of_x = torch.empty_like(x) if needs[0] else None
         upstream = _rows(grad)
-        with _inside(), _unhooked(weights), torch.enable_grad(), self._autocast(cache=True), self._redrawn():
+        again = nullcontext() if self.numbers is None else self.numbers.again()
+        with _inside(), _unhooked(weights), torch.enable_grad(), self._autocast(cache=True), again:
             for place, tile in self._tiles(x):
                 given = tile.detach().requires_grad_(needs[0])
                 part = self.inner(self.module, given)
@@ -135,19 +136,6 @@ class _Run:
         dtype, enabled = self.autocast
         return torch.autocast(self.device.type, dtype, enabled, cache_enabled=cache)
 
-    @contextmanager
-    def _redrawn(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self.draws:
-                kind = self.device.type
-                stack.enter_context(
-                    torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type="cuda" if kind == "cpu" else kind)
-                )
-                torch.set_rng_state(self.states[0])
-                if self.states[1] is not None:
-                    torch.get_device_module(kind).set_rng_state(self.states[1], self.device)
-            yield
-
 
 class _Node(torch.autograd.Function):
     @staticmethod
@@ -160,7 +148,8 @@ class _Node(torch.autograd.Function):
         check_backward("liger_hf.apply: a tiled MLP", *grads)
         # A weight that was updated since fails here.
         x, *_ = ctx.before.saved_tensors
-        found = ctx.run.backward(x, grads[0], list(ctx.needs_input_grad[2:]))
+        with ctx.run.settings.again():
+            found = ctx.run.backward(x, grads[0], list(ctx.needs_input_grad[2:]))
         return grads[0].new_empty(0), None, *found
 
 

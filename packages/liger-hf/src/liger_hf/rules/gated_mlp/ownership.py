@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 Holders = tuple[int, ...]
 # Private to torch; without it nothing is known to be unshared.
+TRANSFORM = torch._C._functorch.peek_interpreter_stack
 COUNTED = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 _fresh: dict[Any, frozenset[Holders]] = {}
 
@@ -21,9 +22,10 @@ def unshared(tensors: tuple[Tensor, ...]) -> bool:
     """Only this tuple holds these tensors and their memory: no other Python object, no autograd node, no view.
 
     Autograd nodes hold what their derivative needs: tanh, relu and exp their output, a square its input. False where it does not
-    matter: without gradients there is no backward pass, and in compiled code the compiler decides what is written to.
+    matter: without gradients there is no backward pass, and in compiled code the compiler decides what is written to. Nor under a transform
+    of torch.func, whose tensors have no memory of their own.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not COUNTED:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not COUNTED or TRANSFORM() is not None:
         return False
     for place in range(len(tensors)):
         kind = type(tensors[place])
@@ -53,7 +55,7 @@ def _holders(tensors: tuple[Any, ...], place: int) -> Holders:
 
 def _of_a_fresh_one(like: Tensor) -> frozenset[Holders]:
     """The counts of a new tensor that only a tuple holds, and of a view of one; they depend on the version of Python."""
-    # A dispatch mode may hold what is made under it, as that of make_fx does, or expect it again, as that of checkpointing does.
-    with _disable_current_modes(), getattr(like, "fake_mode", nullcontext()):
+    # A mode may hold what is made under it, as that of make_fx does, or expect it again, as that of checkpointing does.
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), getattr(like, "fake_mode", nullcontext()):
         new = (like.new_empty(1), like.new_empty(1).view(1))
     return frozenset(_holders(new, place) for place in range(len(new)))

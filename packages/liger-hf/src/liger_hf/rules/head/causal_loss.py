@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from liger_core import cross_entropy, linear_cross_entropy
 from liger_hf.errors import LogitsError
+from liger_hf.repeated import checkpointed
 from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits, not_in_a_function, still_valid
 from liger_hf.rules.head.projection import compute, eager_logits, gathers_itself, in_one_call, replay, scale_and_cap
 from liger_hf.rules.head.tensor_parallel import over_classes
@@ -209,10 +209,11 @@ def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, i
             real = replay(compute(logits.head, x, logits.cell.weights, logits.cell.autocast), logits.steps)
         return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum")
 
-    with eager_logits():
+    cell = logits.cell
+    with eager_logits(), cell.again(), cell.drawing(logits.head, hidden.device):
         for start in range(0, hidden.shape[0], rows):
             x, y = hidden[start : start + rows], labels[start : start + rows]
-            total = total + checkpoint(part, x, y, use_reentrant=False)
+            total = total + checkpointed(part, x, y, settings=cell.settings)
     if items is None:
         return total / (labels != ignore_index).sum().clamp(min=1)
     return total / (items.to(total.device) if isinstance(items, Tensor) else items)

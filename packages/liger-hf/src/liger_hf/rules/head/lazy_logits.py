@@ -9,6 +9,8 @@ takes it as it is; anything else that touches it gets the logits that the unpatc
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from functools import partialmethod
 from types import FrameType
 from typing import Any
 
@@ -17,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_hf.errors import LogitsError
+from liger_hf.repeated import Numbers, draws, settings_of
 from liger_hf.rules.head.projection import Step, compute, replay
-from liger_hf.rules.head.weights import Weights
+from liger_hf.rules.head.weights import weights_of
 
 
 class Cell:
@@ -29,15 +32,33 @@ class Cell:
     changed  somebody wrote into the logits
     weights  those of the head; None if only its hooks know them
     version  the version counter of the head's input; None in compiled code
+    settings  those of a head that has some; None of a linear layer, and in compiled code
+    numbers  the random numbers that the head drew when logits or a loss were first computed
     """
 
-    def __init__(self, hidden: Tensor, weights: Weights | None, autocast: tuple[str, torch.dtype] | None) -> None:
+    def __init__(self, hidden: Tensor, head: nn.Module, autocast: tuple[str, torch.dtype] | None) -> None:
+        weights = weights_of(head)
         self.used = False
         self.open = True
         self.changed = False
         self.weights = weights
         self.version = None if torch.compiler.is_compiling() or hidden.is_inference() else hidden._version
         self.autocast = autocast
+        self.settings = settings_of(head)
+        self.numbers: Numbers | None = None
+
+    def again(self) -> AbstractContextManager[None]:
+        """The head as it was in its call."""
+        return nullcontext() if self.settings is None else self.settings.again()
+
+    def drawing(self, head: nn.Module, device: torch.device) -> AbstractContextManager[None]:
+        """Whatever is computed first draws random numbers, as the head would have; everything else draws the same ones."""
+        if self.settings is None or not draws(head):
+            return nullcontext()
+        if self.numbers is not None:
+            return self.numbers.again()
+        self.numbers = Numbers(device)
+        return nullcontext()
 
 
 # Functions that take lazy logits as they are; the module of the losses fills it.
@@ -98,7 +119,12 @@ class LazyLogits:
             # Tensors made in inference mode could not be used outside it.
             with torch.inference_mode(False), torch.no_grad():
                 return self._computed()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.constant):
+        cell = self.cell
+        with (
+            torch.set_grad_enabled(torch.is_grad_enabled() and not self.constant),
+            cell.again(),
+            cell.drawing(self.head, self.hidden.device),
+        ):
             return replay(compute(self.head, self.hidden, self.cell.weights, self.cell.autocast), self.steps)
 
     def _then(self, dtype: torch.dtype, *step: Any, same: bool = False) -> Any:
@@ -193,7 +219,9 @@ class LazyLogits:
         return LazyLogits(hidden, self.head, self.classes, self.dtype, self.cell, self.steps, view=True, constant=constant)
 
     def __getitem__(self, index: Any) -> Any:
-        rows = _rows(index, self.ndim) if self.available() is None else None
+        # The random numbers of a row depend on the rows before it.
+        whole = self.available() is not None or self.cell.numbers is not None
+        rows = None if whole else _rows(index, self.ndim)
         if rows is None:
             return self.materialize()[_plain(index)]
         return self._rows(self.hidden[rows])
@@ -270,6 +298,11 @@ class LazyLogits:
         self._writable("an assignment to elements")
         self.materialize()[_plain(index)] = _plain(value)
 
+    def _write(self, name: str, other: Any) -> LazyLogits:
+        self._writable(f"__{name}__")
+        getattr(self.materialize(), f"__{name}__")(_plain(other))
+        return self
+
     def _writable(self, what: str) -> None:
         """Inside the model's forward the logits may be written to; later nobody would see it."""
         if self.view_of_another or not self.cell.open:
@@ -324,6 +357,9 @@ OPERATORS = (
 )
 for _name in OPERATORS.split():
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
+# Without them, Python would bind the name to other logits, and nobody else would see what was written.
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+    setattr(LazyLogits, f"__{_name}__", partialmethod(LazyLogits._write, _name))
 
 
 def _plain(value: Any) -> Any:

@@ -58,10 +58,17 @@ def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None, Tensor 
 
 
 class Lazy(threading.local):
-    """The head that this thread's forward of a model wants lazy logits from."""
+    """The head that this thread's forward of a model wants lazy logits from, and what its calls have made."""
 
     def __init__(self) -> None:
         self.head: nn.Module | None = None
+        self.cells: list[Any] = []
+
+    def close(self, first: int) -> None:
+        """The forward that made the cells from this one on has ended."""
+        for cell in self.cells[first:]:
+            cell.open = False
+        del self.cells[first:]
 
 
 LAZY = Lazy()
@@ -83,9 +90,10 @@ def compute(head: nn.Module, hidden: Tensor, weights: Weights | None, autocast: 
     if LAZY.head is head:
         with eager_logits():
             return compute(head, hidden, weights, autocast)
-    if autocast is None:
+    kind = hidden.device.type
+    if autocast is None and not torch.is_autocast_enabled(kind):
         return _project(head, hidden, weights)
-    with torch.autocast(autocast[0], dtype=autocast[1]):
+    with torch.autocast(kind, enabled=False) if autocast is None else torch.autocast(autocast[0], dtype=autocast[1]):
         return _project(head, hidden, weights)
 
 

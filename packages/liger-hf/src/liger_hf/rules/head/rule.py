@@ -26,7 +26,7 @@ from liger_hf.rules.head.deferred_logits import DeferredLogits
 from liger_hf.rules.head.lazy_logits import Cell, LazyLogits
 from liger_hf.rules.head.projection import LAZY
 from liger_hf.rules.head.tensor_parallel import AROUND, Gathering, gathering, mark
-from liger_hf.rules.head.weights import brought, gathered, weights_of
+from liger_hf.rules.head.weights import brought, gathered
 from liger_hf.stand_in import device_of
 
 NOTHING = "no module is a model with an output head"
@@ -132,7 +132,10 @@ def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., A
             return original(self, x)
         autocast = (x.device.type, torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else None
         dtype = x.dtype if autocast is None else autocast[1]
-        return LazyLogits(x, self, classes, dtype, Cell(x, weights_of(self), autocast), constant=not torch.is_grad_enabled())
+        cell = Cell(x, self, autocast)
+        if not torch.compiler.is_compiling():
+            LAZY.cells.append(cell)
+        return LazyLogits(x, self, classes, dtype, cell, constant=not torch.is_grad_enabled())
 
     return forward
 
@@ -157,12 +160,18 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         # An exported program returns tensors. The flag, since torch 2.11 answers is_exporting() with True in every compiled region.
         lazy = (torch.is_grad_enabled() or defer or keep_logits is not None) and not torch.compiler._is_exporting_flag
         before, LAZY.head = LAZY.head, head if lazy else None
+        first = 0 if torch.compiler.is_compiling() else len(LAZY.cells)
         try:
-            outputs = original(self, *args, **options)
+            try:
+                outputs = original(self, *args, **options)
+            finally:
+                LAZY.head = before
+            keep = not (self.training and torch.is_grad_enabled()) if keep_logits is None else keep_logits
+            return _settled(outputs, keep, defer)
         finally:
-            LAZY.head = before
-        keep = not (self.training and torch.is_grad_enabled()) if keep_logits is None else keep_logits
-        return _settled(outputs, keep, defer)
+            # Logits that are not returned are closed, too: hooks may have kept them.
+            if not torch.compiler.is_compiling():
+                LAZY.close(first)
 
     return forward
 

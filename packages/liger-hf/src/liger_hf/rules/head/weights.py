@@ -85,6 +85,7 @@ class Weights:
 
     def __init__(self, head: nn.Module) -> None:
         self.tensors = _tensors(head)
+        self.forms = self._forms()
         self.versions: list[int] | None = None
         self.stepped = False
         if not torch.compiler.is_compiling():
@@ -93,6 +94,9 @@ class Weights:
 
     def _versions(self) -> list[int]:
         return [0 if p.is_inference() else p._version for p in self.tensors.values()]
+
+    def _forms(self) -> list[tuple[torch.dtype, torch.device]]:
+        return [(t.dtype, t.device) for t in self.tensors.values()]
 
     def are_in(self, head: nn.Module) -> bool:
         """Whether the head still has exactly these tensors."""
@@ -105,6 +109,8 @@ class Weights:
             state = "has been sharded"
         elif self.stepped or (self.versions is not None and self.versions != self._versions()):
             state = "has been updated"
+        elif self.forms != self._forms():
+            state = "has been cast or moved"
         else:
             return
         raise LogitsError(

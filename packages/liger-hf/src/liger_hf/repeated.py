@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a module is like in one call, for code that repeats the call: a backward pass that recomputes it, logits that are read later."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+# Attributes of every module that torch manages; a mode is a setting.
+MANAGED = frozenset(vars(nn.Module())) - {"training"}
+SCALARS = (bool, int, float, str, type(None))
+
+
+class Settings:
+    """A module and its parts in one call: their children, which parameters require gradients, and attributes that are flags, numbers, names or
+    collections of these, such as the active adapters of PEFT and their scales."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parts = [(part, {**_attributes(part), "_modules": dict(part._modules)}) for part in module.modules()]
+        self.trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within this context they are as they were in the call."""
+        with ExitStack() as stack:
+            for part, before in self.parts:
+                stack.callback(_put, vars(part), _put(vars(part), {n: v for n, v in before.items() if vars(part).get(n, _put) != v}))
+            for parameter, trained in self.trained:
+                if parameter.requires_grad != trained:
+                    stack.callback(parameter.requires_grad_, parameter.requires_grad)
+                    parameter.requires_grad_(trained)
+            yield
+
+
+def settings_of(module: nn.Module) -> Settings | None:
+    """None of a linear layer, which has none that matter, and in compiled code."""
+    return None if type(module) is nn.Linear or torch.compiler.is_compiling() else Settings(module)
+
+
+def checkpointed(function: Callable[..., Any], *args: Any, settings: Settings | None) -> Any:
+    """function(*args), which the backward pass computes again, with these settings."""
+    options: dict[str, Any] = {} if settings is None else {"context_fn": lambda: (nullcontext(), settings.again())}
+    return checkpoint(function, *args, use_reentrant=False, **options)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: copy.deepcopy(value) for name, value in vars(module).items() if name not in MANAGED and _is_setting(value)}
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_setting, [*value, *value.values()]))
+    return all(map(_is_setting, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, SCALARS)
+
+
+def _put(attributes: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Set the values; returns those that were there."""
+    before = {name: attributes.get(name, _put) for name in values}
+    for name, value in values.items():
+        if value is _put:
+            del attributes[name]
+        else:
+            attributes[name] = value
+    return before
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a call of the module draws random numbers."""
+    return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
+
+
+class Numbers:
+    """The random numbers that a call draws from now on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.states = torch.get_rng_state(), None if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within this context they are drawn again; afterwards the random state is that of before."""
+        kind = self.device.type
+        devices = [] if kind == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind):
+            torch.set_rng_state(self.states[0])
+            if self.states[1] is not None:
+                torch.get_device_module(kind).set_rng_state(self.states[1], self.device)
+            yield
