@@ -346,6 +346,14 @@ def test_a_module_from_the_meta_device_begins_as_any_other(name: str) -> None:
     torch.testing.assert_close(tensors(module), expected, rtol=0, atol=0)
 
 
+def test_a_module_from_the_meta_device_gets_memory_for_its_options() -> None:
+    with torch.device("meta"):
+        loss = nn.LinearCrossEntropyLoss(normalizer=torch.tensor(7.0))
+        mean = nn.DFTLoss(averaging=losses.Averaging(count=torch.tensor(7.0)))
+    assert loss.to_empty(device="cpu").normalizer.device.type == "cpu"
+    assert mean.to_empty(device="cpu").arguments["averaging"].count.device.type == "cpu"
+
+
 @pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: str(op.name))
 def test_an_op_is_pickled_and_copied_as_itself(op: Op[..., Any]) -> None:
     assert pickle.loads(pickle.dumps(op)) is op

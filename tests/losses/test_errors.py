@@ -55,6 +55,39 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
         ShapeError,
         "losses.kto: reference must be (sequences, tokens) or (sequences,) like policy (4, 3), got (3,)",
     ),
+    "baseline_shape": (
+        lambda: kto(X, X, GOOD, mask=MASK, baseline=torch.zeros(4, 1)),
+        ShapeError,
+        "losses.kto: baseline must be one number for the whole batch, got a tensor of shape (4, 1)",
+    ),
+    "baseline_nan": (
+        lambda: kto(X, X, GOOD, mask=MASK, baseline=float("nan")),
+        OptionError,
+        "losses.kto: baseline must be a finite number, got nan",
+    ),
+    "variant_shape": (
+        lambda: dpo(X, X, mask=MASK, variant=lambda chosen, rejected, beta: (chosen - rejected)[:, None]),
+        ShapeError,
+        "losses.dpo: variant must return a loss of each pair, shape (2,), got shape (2, 1)",
+    ),
+    "variant_number": (
+        lambda: dpo(X, X, mask=MASK, variant=lambda chosen, rejected, beta: 1.0),
+        ShapeError,
+        "losses.dpo: variant must return a loss of each pair, shape (2,), got float",
+    ),
+    "count_shape": (
+        lambda: Averaging(count=torch.tensor([2.0, 3.0])),
+        ShapeError,
+        "losses.Averaging: count must be one number, got a tensor of shape (2,)",
+    ),
+    "negative_count": (lambda: Averaging(count=-3), OptionError, "losses.Averaging: count must be a finite number ≥ 0, got -3"),
+    "nan_count": (lambda: Averaging(count=float("nan")), OptionError, "losses.Averaging: count must be a finite number ≥ 0, got nan"),
+    "statistics": (
+        lambda: Head(torch.randn(3, 2, 4), torch.randn(9, 4), torch.zeros(3, 2, dtype=torch.int64), return_statistics=True),
+        OptionError,
+        "losses.Head: return_statistics must be False, since losses take log-probabilities and entropies, got True; "
+        "call linear_log_prob for the rest",
+    ),
     "averaging": (
         lambda: grpo(X, X, X, mask=MASK, averaging="token"),
         OptionError,

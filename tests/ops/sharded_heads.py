@@ -232,3 +232,18 @@ def leaves_padding_alone() -> None:
     assert w.grad[: mine.shape[0]].any()
     linear_log_prob(hidden, w, target, vocab=VocabShard(dist.group.WORLD, start, CLASSES), main_grad=given).sum().backward()
     same(given, w.grad)
+
+
+def holds_a_budget_of_an_even_share() -> None:
+    """36 classes on one rank and 1 on the other: 100 bytes are more than a row of half of them, and less than one of the first."""
+    hidden, weight, target, _ = call()
+    expected = linear_cross_entropy(hidden, weight, target, reduction="none").detach()
+    shard = VocabShard.of(part := weight.detach()[:36] if dist.get_rank() == 0 else weight.detach()[36:])
+    same(linear_cross_entropy(hidden, part, target, reduction="none", vocab=shard, budget=100), expected)
+    named = shard._replace(group=shard.group.group_name)
+    compiled = torch.compile(
+        lambda: linear_cross_entropy(hidden, part, target, reduction="none", vocab=named, budget=100), fullgraph=True, backend="eager"
+    )
+    same(compiled(), expected)
+    with pytest.raises(LigerError, match="budget must hold at least one row of logits, 76 bytes, got 70"):
+        linear_cross_entropy(hidden, part, target, vocab=shard, budget=70)

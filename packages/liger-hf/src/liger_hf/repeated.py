@@ -44,7 +44,7 @@ def settings_of(module: nn.Module) -> Settings | None:
 
 
 def checkpointed(function: Callable[..., Any], *args: Any, settings: Settings | None) -> Any:
-    """function(*args), which the backward pass computes again, with these settings."""
+    """function(*args), which the backward pass recomputes with these settings."""
     options: dict[str, Any] = {} if settings is None else {"context_fn": lambda: (nullcontext(), settings.again())}
     return checkpoint(function, *args, use_reentrant=False, **options)
 

@@ -50,6 +50,11 @@ class Averaging:
             if value is not None:
                 checks.integer(name, option, value)
                 checks.positive(name, option, value)
+        if isinstance(self.count, Tensor):
+            if self.count.dim():
+                checks.fail(ShapeError, name, f"count must be one number, got a tensor of shape {checks.shape(self.count)}")
+        elif self.count is not None:
+            checks.not_negative(name, "count", self.count)
 
     def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
         x = masked(x, mask)
@@ -64,7 +69,7 @@ class Averaging:
         if self.count is None:
             return own
         # An empty sum is 0, and so must be the mean.
-        return torch.where(self.count > 0, self.count, 1) if isinstance(self.count, Tensor) else self.count or 1
+        return torch.where(self.count == 0, 1, self.count) if isinstance(self.count, Tensor) else self.count or 1
 
     def _groups(self, x: Tensor) -> Tensor:
         (sequences, tokens), size = x.shape, self.group_size or 1

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from liger_core import checks
+from liger_core.errors import OptionError
 from liger_core.ops.linear_log_prob import linear_log_prob
 
 
@@ -17,10 +19,18 @@ class Head:
     hidden     (sequences, tokens, H)
     weight     (V, H)
     target     (sequences, tokens)   the token after each position, ignore_index for prompt and padding
-    options    those of linear_log_prob: bias, temperature, softcap, logit_scale, ignore_index, return_entropy, budget, …
+    options    those of linear_log_prob but return_statistics: bias, temperature, softcap, logit_scale, ignore_index, return_entropy, budget, …
+
+    Raises OptionError for return_statistics=True.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> None:
+        if options.get("return_statistics"):
+            checks.fail(
+                OptionError,
+                "losses.Head",
+                "return_statistics must be False, since losses take log-probabilities and entropies, got True; call linear_log_prob for the rest",
+            )
         self.hidden, self.weight, self.target, self.options = hidden, weight, target, options
 
     @property

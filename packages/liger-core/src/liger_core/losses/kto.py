@@ -68,6 +68,13 @@ def kto(
     tokens = tokens_of(name, policy, mask)
     _check_desirable(name, desirable, tokens.log_prob)
     ratio = log_ratio(name, tokens, reference)
+    if isinstance(baseline, Tensor):
+        if baseline.dim():
+            checks.fail(
+                ShapeError, name, f"baseline must be one number for the whole batch, got a tensor of shape {checks.shape(baseline)}"
+            )
+    else:
+        checks.finite(name, "baseline", baseline)
     z = (baseline.detach().to(ratio) if isinstance(baseline, Tensor) else ratio.new_full((), baseline)).clamp(min=0.0)
     # 1 − σ(x) = σ(−x)
     gains = desirable_weight * torch.sigmoid(beta * (z - ratio))

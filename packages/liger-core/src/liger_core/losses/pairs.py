@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import OptionError
+from liger_core.errors import OptionError, ShapeError
 
 PairLoss = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -113,7 +113,13 @@ def pair_losses(name: str, variant: str | PairLoss, chosen: Tensor, rejected: Te
     if label_smoothing:
         smoothed = ", ".join(SMOOTHED)
         checks.fail(OptionError, name, f"label_smoothing must be 0 with variant={variant!r}, got {label_smoothing}; {smoothed} have it")
-    return (VARIANTS[variant] if isinstance(variant, str) else variant)(chosen, rejected, beta)
+    if isinstance(variant, str):
+        return VARIANTS[variant](chosen, rejected, beta)
+    losses = variant(chosen, rejected, beta)
+    if not isinstance(losses, Tensor) or losses.shape != chosen.shape:
+        got = f"shape {checks.shape(losses)}" if isinstance(losses, Tensor) else type(losses).__name__
+        checks.fail(ShapeError, name, f"variant must return a loss of each pair, shape {checks.shape(chosen)}, got {got}")
+    return losses
 
 
 def _smoothed(share: float, flipped: float, x: Tensor) -> Tensor:

@@ -58,8 +58,7 @@ class FunctionModule(Module):
         for name, value in before.items():
             moved = self._buffers[name]
             if value is not None and moved is not None:
-                # Only where it is: `module.bfloat16()` would round a count of tokens, and `to_empty` lose it.
-                self._buffers[name] = value.to(moved.device)
+                self._buffers[name] = _placed(value, moved)
         return self
 
 
@@ -68,7 +67,12 @@ def _moved(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return dataclasses.replace(value, **{name: old.to(fn(old).device) for name, old in fields.items() if isinstance(old, Tensor)})
+    return dataclasses.replace(value, **{name: _placed(old, fn(old)) for name, old in fields.items() if isinstance(old, Tensor)})
+
+
+def _placed(value: Tensor, moved: Tensor) -> Tensor:
+    """The value where it was moved to, and nothing else: `module.bfloat16()` would round a count of tokens, and `to_empty` lose it."""
+    return moved if value.is_meta else value.to(moved.device)
 
 
 def function_module(name: str, function: Any, calls: Calls | None = None) -> type[FunctionModule]:

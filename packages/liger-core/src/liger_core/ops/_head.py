@@ -16,6 +16,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, 
 from liger_core.op import Misuse, Product, Work, Workload
 from liger_core.ops._chunked_loss import Chunk, Head
 from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, workload
+from liger_core.ops._sharding import VocabShard, held_classes
 
 
 def check_head(name: str, head: Head, several: bool = False, classes: int = 1) -> None:
@@ -41,6 +42,7 @@ def check_head(name: str, head: Head, several: bool = False, classes: int = 1) -
 def check_chunks(
     name: str,
     head: Head,
+    vocab: VocabShard | None,
     accumulate_dtype: torch.dtype | None = None,
     chunk: Chunk = None,
     budget: int | None = None,
@@ -56,7 +58,7 @@ def check_chunks(
     if chunk is not None and chunk != "report" and not (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0):
         checks.fail(OptionError, name, f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}")
     if budget is not None:
-        row = weight.shape[0] * hidden.element_size()
+        row = held_classes(weight, vocab) * hidden.element_size()
         if chunk is not None:
             checks.fail(
                 OptionError, name, f"budget and chunk both say how many rows to hold, got budget={budget} and chunk={chunk!r}; give one"

@@ -60,6 +60,11 @@ def vocabulary(weight: Tensor, vocab: VocabShard | None) -> Vocabulary:
     return Vocabulary(group if isinstance(group, str) else group.group_name, vocab.start, vocab.classes, vocab.scattered)
 
 
+def held_classes(weight: Tensor, vocab: VocabShard | None) -> int:
+    """Classes of a row of logits that a rank holds, alike on all ranks, so that none raises an error alone while the others wait for it."""
+    return vocabulary(weight, vocab).usual()
+
+
 def check_vocab(op: str, weight: Tensor, vocab: VocabShard | None) -> int:
     """How many classes there are in all."""
     if vocab is None:

@@ -51,7 +51,6 @@ def check(
     name = "linear_cross_entropy"
     head = Head(hidden, weight, target, bias)
     check_head(name, head, classes=vocab is None)
-    check_chunks(name, head, **options)
     if token_weight is not None:
         checks.floating(name, token_weight=token_weight)
         check_rows(name, "token_weight", token_weight, hidden)
@@ -59,6 +58,7 @@ def check(
     row = RowOptions.among(options)
     checks.same_device(name, "hidden", hidden, class_weight=row.class_weight, token_weight=token_weight)
     classes = check_vocab(name, weight, vocab)
+    check_chunks(name, head, vocab, **options)
     check_row_options(name, row, classes)
     check_reduction(name, target, reduction, normalizer)
     check_target(name, target, classes, row.ignore_index)

@@ -21,7 +21,7 @@ from liger_core.ops._divergence_loop import HeadPair, divergence_loop
 from liger_core.ops._head import check_chunks, check_head
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, workload
 from liger_core.ops._loss_options import Reduction, check_reduction, check_target, targets_with_ignored
-from liger_core.ops._sharding import VocabShard, check_vocab, takes_dtensors, vocabulary
+from liger_core.ops._sharding import VocabShard, check_vocab, held_classes, takes_dtensors, vocabulary
 from liger_core.ops._softmax_loss import denominator
 
 
@@ -54,11 +54,12 @@ def check(
     head = Head(hidden, weight, labels, bias)
     check_head(name, head, classes=vocab is None)
     _check_teacher(name, head, Head(teacher_hidden, teacher_weight, labels, teacher_bias))
-    check_chunks(name, head, **options)
     classes = check_vocab(name, weight, vocab)
-    row, budget = weight.shape[0] * (hidden.element_size() + teacher_hidden.element_size()), options.get("budget")
-    if budget is not None and budget < row:
-        checks.fail(OptionError, name, f"budget must hold one row of logits of both sides, {row} bytes, got {budget!r}")
+    check_chunks(name, head, vocab, **options)
+    if (budget := options.get("budget")) is not None:
+        row = held_classes(weight, vocab) * (hidden.element_size() + teacher_hidden.element_size())
+        if budget < row:
+            checks.fail(OptionError, name, f"budget must hold one row of logits of both sides, {row} bytes, got {budget!r}")
     checks.choice(name, "kind", kind, KINDS)
     if kind in MIXED:
         check_mixture(name, "beta", beta)

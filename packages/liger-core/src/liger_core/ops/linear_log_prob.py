@@ -48,10 +48,10 @@ def check(
     name = "linear_log_prob"
     head = Head(hidden, weight, target, bias)
     check_head(name, head, several=True, classes=vocab is None)
-    check_chunks(name, head, **options)
     _check_temperature(name, temperature, hidden)
     row = RowOptions.among(options)
     classes = check_vocab(name, weight, vocab)
+    check_chunks(name, head, vocab, **options)
     check_row_options(name, row, classes)
     check_target(name, target, classes, row.ignore_index)
     if return_entropy and return_statistics:
