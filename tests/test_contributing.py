@@ -16,8 +16,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-# What a copy needs: sources, tests, and the files that tests of the architecture read.
-COPIED = ("packages", "tests", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "pyproject.toml", "noxfile.py")
+# What a copy needs: sources, tests, and the files that tests of the architecture and of the site read.
+COPIED = (
+    "packages", "tests", "docs", "benchmarks", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "constraints.txt",
+    "mkdocs.yml", "pyproject.toml", "noxfile.py",
+)  # fmt: skip
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 
 pytestmark = pytest.mark.cpu
@@ -98,6 +101,11 @@ def test_the_op_of_the_page_passes_the_suite_and_needs_nothing_else(copy: Path) 
     rest = "an_op_is_found or public or file or eager or sentence or columns or absent or without_a_head"
     where = ("tests/conformance", "tests/fuzz", "tests/test_architecture.py", "tests/bench/test_peers.py", "tests/hf/test_sweep.py")
     assert passes(*where, "--backend", "reference", "-k", f"({cubed}) or {rest}", inside=copy) > 60
+
+
+def test_the_op_of_the_page_gets_its_page_on_the_site(copy: Path) -> None:
+    generators = ("tests/docs/test_site.py", "tests/docs/test_peer_operators.py")
+    assert passes(*generators, "-k", "every_op_has_a_page or committed_results or mistakes", inside=copy) == 3
 
 
 def test_the_op_of_the_page_passes_the_suite_by_triton(copy: Path) -> None:

@@ -39,10 +39,6 @@ def mistakes(found: dict[str, Any], ops: Sequence[str]) -> list[str]:
     """What is wrong with a description, given the names of all ops."""
     named = [(operator, op) for operator, names in _operators(found).items() for op in names]
     wrong = [f"{operator} names the op {op}, which does not exist" for operator, op in named if op not in ops]
-    wrong += [f"alone names the op {op}, which does not exist" for op in found["alone"]["ops"] if op not in ops]
-    taken = {op for _, op in named}
-    wrong += [f"{op} has an operator and is alone" for op in found["alone"]["ops"] if op in taken]
-    wrong += [f"{op} has no operator and is not alone" for op in ops if op not in taken and op not in found["alone"]["ops"]]
     tables = [set(found[name]) for name in ("compared", "covered", "none")]
     twice = sorted((tables[0] & tables[1]) | (tables[0] & tables[2]) | (tables[1] & tables[2]))
     wrong += [f"variants names {operator}, which is not compared" for operator in found["variants"] if operator not in found["compared"]]
@@ -74,7 +70,7 @@ def page() -> str:
         ),
         "## Operators",
         _overview(description, found[first]),
-        f"Liger's ops without an operator of liger-kernel: {_links(description['alone']['ops'])}.",
+        "Ops of Liger that the table does not name have no operator in liger-kernel.",
         _missing(description, found[first]),
         *(part for card in others for part in (f"On an {card}, the ops that were measured there:", _measured(description, found[card]))),
         "## Shapes",

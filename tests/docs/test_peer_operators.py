@@ -66,27 +66,22 @@ def test_the_page_is_that_of_the_committed_results(generators: SimpleNamespace) 
     assert page.PAGE.read_text() == page.page(), "run python docs/generate/peer_operators.py"
 
 
-def test_every_op_has_an_operator_or_is_alone(generators: SimpleNamespace, description: dict[str, Any]) -> None:
+def test_the_description_has_no_mistakes(generators: SimpleNamespace, description: dict[str, Any]) -> None:
     assert generators.page.mistakes(description, OPS) == []
 
 
 def test_an_operator_of_an_op_that_does_not_exist_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
     description["compared"]["liger_rms_norm"] = ["rms_norm", "rms_nrom"]
-    description["alone"]["ops"] += ["layer_nrom"]
-    assert generators.page.mistakes(description, OPS) == [
-        "liger_rms_norm names the op rms_nrom, which does not exist",
-        "alone names the op layer_nrom, which does not exist",
-    ]
+    assert generators.page.mistakes(description, OPS) == ["liger_rms_norm names the op rms_nrom, which does not exist"]
 
 
-def test_an_op_that_is_not_mentioned_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
-    assert generators.page.mistakes(description, [*OPS, "new_norm"]) == ["new_norm has no operator and is not alone"]
+def test_an_op_without_an_operator_needs_no_entry(generators: SimpleNamespace, description: dict[str, Any]) -> None:
+    assert generators.page.mistakes(description, [*OPS, "new_norm"]) == []
 
 
-def test_an_op_or_an_operator_in_two_places_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
-    description["alone"]["ops"] += ["dyt"]
+def test_an_operator_in_two_tables_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
     description["none"]["liger_softmax"] = "unknown"
-    assert generators.page.mistakes(description, OPS) == ["dyt has an operator and is alone", "liger_softmax is in two tables"]
+    assert generators.page.mistakes(description, OPS) == ["liger_softmax is in two tables"]
 
 
 def test_a_variant_of_an_operator_that_is_not_compared_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
