@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +42,13 @@ def run(
         del os.environ[variable]
 
 
+# What docs/start/install.md installs at least: Liger's packages and what they require.
+LIGER = ("liger-core", "liger-triton", "liger-hf")
+WITH_LIGER = {
+    re.split(r"[^\w-]", line)[0].replace("-", "_")
+    for package in LIGER
+    for line in tomllib.loads((pages.ROOT / "packages" / package / "pyproject.toml").read_text())["project"]["dependencies"]
+}
 WITH_CODE = [path for path in pages.pages() if any(block.runs for block in pages.blocks(path))]
 
 
@@ -58,3 +69,26 @@ def test_every_block_has_a_language(path: Path) -> None:
 @pytest.mark.parametrize("path", WITH_CODE, ids=name)
 def test_every_block_that_does_not_run_says_why(path: Path) -> None:
     assert [block.line for block in pages.blocks(path) if block.marks.get("not run") == ""] == []
+
+
+def shown(path: Path) -> str:
+    """What a reader sees of a page."""
+    return re.sub(r"<!--.*?-->", "", path.read_text(), flags=re.DOTALL)
+
+
+def imported(path: Path) -> set[str]:
+    """The libraries that the code of a page imports, other than Python's own and the page's files."""
+    blocks = [block for block in pages.blocks(path) if block.language == "python" and "not run" not in block.marks]
+    nodes = [node for block in blocks for node in ast.walk(ast.parse(block.source))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {block.title.removesuffix(".py") for block in blocks}
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=name)
+def test_a_page_shows_how_to_install_what_it_needs_besides_liger(path: Path) -> None:
+    text = path.read_text()
+    needed = {each for names in re.findall(r"^<!-- needs: (.*) -->$", text, re.MULTILINE) for each in names.split(", ")} | imported(path)
+    needed = {each for each in needed - WITH_LIGER if not each.startswith("liger")}
+    installed = {word for words in re.findall(r"pip install ([\w -]+)", shown(path)) for word in words.split()}
+    assert needed - installed == set()
