@@ -92,3 +92,8 @@ def test_a_page_shows_how_to_install_what_it_needs_besides_liger(path: Path) -> 
     needed = {each for each in needed - WITH_LIGER if not each.startswith("liger")}
     installed = {word for words in re.findall(r"pip install ([\w -]+)", shown(path)) for word in words.split()}
     assert needed - installed == set()
+
+
+@pytest.mark.parametrize("path", [path for path in WITH_CODE if "setup: float32_on_the_cpu" in path.read_text()], ids=name)
+def test_a_page_with_a_trainer_of_trl_says_what_to_pass_without_a_gpu(path: Path) -> None:
+    assert "`use_cpu=True, bf16=False`" in shown(path)
