@@ -133,3 +133,14 @@ def test_every_error_of_troubleshooting_has_the_words_of_the_code() -> None:
         assert f"class {kind}" in sources
         words = max(re.split(r"…|'[^']*'|torch\.\w+|[\[\d(]+|: |, got |; ", sentence), key=len).strip()
         assert words in sources, f"{kind}: {words}"
+
+
+def test_the_page_on_planning_states_the_accuracy_that_its_table_has() -> None:
+    table = (ROOT / "docs" / "plan-accuracy.md").read_text()
+    errors = [float(error) for error in re.findall(r"\| ([+-][\d.]+)% \|", table)]
+    page = " ".join((ROOT / "docs" / "planning.md").read_text().split())
+    peaks, exact, bound = re.findall(r"Of (\d+) peaks, (\d+) are predicted within ([\d.]+) %", page)[0]
+    assert (len(errors), sum(abs(error) <= float(bound) for error in errors)) == (int(peaks), int(exact))
+    fits = re.findall(r"correct for (\d+) of (\d+) setups", table)[0]
+    assert re.findall(r"Whether a run fits is correct for all (\d+)", page) == [fits[0]]
+    assert fits[0] == fits[1]
