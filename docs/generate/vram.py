@@ -83,8 +83,9 @@ the smallest card of {", ".join(map(str, CARDS))} GB that it fits on.
 
 * *full*: weights, gradients and moments in float32, matmuls in bfloat16 (`--precision bf16`). *bf16 weights*: all of them in bfloat16
   (`--precision bf16-pure`).
-* *LoRA* has rank 16; *QLoRA* also stores the weights in 4 bits. Experts (Mixtral, Qwen3-30B-A3B) are not linear layers in Transformers: bitsandbytes leaves
-  them in 16 bits and peft prepares them in float32, so QLoRA needs more than LoRA.
+* *LoRA* has rank 16; *QLoRA* also stores the weights of linear layers in 4 bits. bitsandbytes leaves the others in 16 bits and peft prepares them in
+  float32, which makes the hidden states float32, too. So QLoRA needs more than LoRA for the smallest models, and for mixtures (Mixtral, Qwen3-30B-A3B),
+  whose experts are not linear layers in Transformers.
 * More sequences need more. For your batch, sequence length, sharding and offloading, run `liger plan`, which also finds a setup that fits:
 
 ```bash
