@@ -40,7 +40,7 @@ BUGS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "label smoothing over the classes of a rank": (
         steps.Head(bug="smoothing"),
         {"ranks": 2, "sizes": {"tp": 2}},
-        ["the loss is ", "going back from the loss, gradients part at head.weight in head"],
+        ["the loss is ", "going back from the loss, gradients first diverge at head.weight in head"],
     ),
     "logits gathered twice": (
         steps.Head(bug="gathered"),
@@ -50,24 +50,26 @@ BUGS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "mean of the means of shards": (
         steps.MeanOfMeans(cp=2, ranks=4),
         {},
-        ["the loss is ", "gradients part at lm_head.weight", "of which no factor explains more than"],
+        ["the loss is ", "gradients first diverge at lm_head.weight", "of which no factor explains more than"],
     ),
     "labels shifted inside a part of a sequence": (
         steps.ShiftedInside(cp=2),
         {},
-        ["the loss is ", "gradients part at lm_head.weight"],
+        ["the loss is ", "gradients first diverge at lm_head.weight"],
     ),
     "gradients averaged": (
         steps.Averaged(shard="none", ranks=4),
         {},
         [
-            "gradients part at lm_head.weight in lm_head: it is 0.25 times the right one, which is 1 / dp or dp × cp (4) (21 of 21 gradients differ)"
+            "gradients first diverge at lm_head.weight in lm_head: it is 0.25 times the right one, which is 1 / dp or dp × cp (4) (21 of 21 gradients differ)"
         ],
     ),
     "a norm's gradient that is not summed": (
         steps.Head(bug="norm"),
         {"ranks": 2, "sizes": {"tp": 2}},
-        ["gradients part at norm.weight in norm: every rank has only a part of it: it was not summed over tp (1 of 3 gradients differ)"],
+        [
+            "gradients first diverge at norm.weight in norm: every rank has only a part of it: it was not summed over tp (1 of 3 gradients differ)"
+        ],
     ),
 }
 
@@ -102,7 +104,7 @@ def test_a_mean_over_no_tokens_is_named() -> None:
 
 def test_a_missing_gradient_is_named() -> None:
     report = compare(steps.without_a_gradient, ranks=2)
-    assert "gradients part at a.c.weight in a: it has no gradient (1 of 2 gradients differ)" in str(report)
+    assert "gradients first diverge at a.c.weight in a: it has no gradient (1 of 2 gradients differ)" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +118,12 @@ def test_a_missing_gradient_is_named() -> None:
 )
 def test_a_gradient_that_one_rank_has_not_is_named_and_no_rank_waits_for_it(value: Any, sentence: str) -> None:
     report = compare(steps.OnRankOne(value), ranks=2, patience=20)
-    assert f"gradients part at a.b.weight in a: {sentence} (1 of 2 gradients differ)" in str(report)
+    assert f"gradients first diverge at a.b.weight in a: {sentence} (1 of 2 gradients differ)" in str(report)
 
 
 def test_the_ranks_that_are_wrong_are_named() -> None:
     report = compare(steps.parts, ranks=2)
-    assert "gradients part at a.b.weight in a: it is zero on rank 1 (1 of 2 gradients differ)" in str(report)
+    assert "gradients first diverge at a.b.weight in a: it is zero on rank 1 (1 of 2 gradients differ)" in str(report)
 
 
 @pytest.mark.parametrize(

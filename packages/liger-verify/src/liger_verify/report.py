@@ -167,7 +167,7 @@ class Report:
 
     def _of_first(self, first: Difference, count: int) -> str:
         right = len(self.differences) - count
-        text = f"going back from the loss, gradients part at {first.name} in {first.layer}: {self._explained(first)}"
+        text = f"going back from the loss, gradients first diverge at {first.name} in {first.layer}: {self._explained(first)}"
         return f"{text} ({count} of {count + right} gradients differ)"
 
     def _explained(self, d: Difference) -> str:
