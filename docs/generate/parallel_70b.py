@@ -200,7 +200,7 @@ that of a group of `tp` GPUs. Of 80 GB, {limit} GiB can be allocated. Each cell:
 
 {memory}
 
-Under FSDP2 the logits are the same for every number of GPUs, while all else shrinks with it. What decides the peak, beside weights and optimizer state:
+Under FSDP2 the logits are the same for every number of GPUs, while all else shrinks with it. What decides the peak, besides weights and optimizer state:
 
 {limits}
 

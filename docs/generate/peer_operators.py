@@ -247,7 +247,7 @@ def _range(values: Sequence[float], unit: str = " ×") -> str:
 
 ABOUT = """
 What liger-kernel {version} has as functions of tensors, and what Liger has for it. All figures are in {dtype}, from an {first} unless they are said to be from
-{others}, each from one run in which both were measured in turns; *not measured* means that no committed run has both, and *not compared* that no single op does the same.
+{others}, each from one interleaved run of both; *not measured* means that no committed run has both, and *not compared* that no single op does the same.
 *Forward* and *full* (forward and backward) are liger-kernel's time ÷ Liger's from the lowest to the highest of the shapes: more than 1 is faster.
 Losses have the pass without gradients as *forward*. *Error* is the largest ratio of Liger's error to liger-kernel's, both relative to float64, among
 outputs and among gradients; errors up to {precision:.1e}, the precision of float32, count as equal. *Of copy bandwidth* is the least traffic of a call ÷ its time, as a fraction of the bandwidth of a plain copy, at shapes at which a
