@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 # A command line in a block; `…` stands for more options, and is not parsed.
 COMMAND = re.compile(r"^ {0,4}(?:torchrun .* -m liger_core|liger) ([a-z][^#\n…]*)(?:#.*)?$", re.MULTILINE)
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 RECIPES = ("add-an-op", "add-a-backend", "add-a-rule")
 
 pytestmark = pytest.mark.cpu
@@ -144,3 +146,10 @@ def test_the_page_on_planning_states_the_accuracy_that_its_table_has() -> None:
     fits = re.findall(r"correct for (\d+) of (\d+) setups", table)[0]
     assert re.findall(r"Whether a run fits is correct for all (\d+)", page) == [fits[0]]
     assert fits[0] == fits[1]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/install.md"])
+def test_the_build_of_torch_for_the_cpu_is_one_that_liger_allows(page: str) -> None:
+    project = tomllib.loads((ROOT / "packages" / "liger-core" / "pyproject.toml").read_text())["project"]
+    (required,) = [line for line in project["dependencies"] if line.startswith("torch")]
+    assert f"`pip install '{required}' --index-url {CPU_TORCH}`" in (ROOT / page).read_text()
