@@ -155,7 +155,7 @@ def test_the_backend_of_the_page_passes_the_suite(tmp_path: Path) -> None:
     site = installed("liger-compiled", tmp_path)
     assert "compiled" in run("-c", "from liger_core.commands import main; main()", "doctor", site=site)
     (command,) = re.findall(r"^python (-m pytest tests/conformance .*--backend compiled)$", PAGE, re.MULTILINE)
-    chosen = "geglu and ((float32 and one_block and accurate) or signature)"
+    chosen = "geglu and ((float32 and one_block and accurate) or test_transforms or signature)"
     assert passes(*command.split()[2:], "-k", chosen, site=site) >= 2
 
 
