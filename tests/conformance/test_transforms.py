@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -113,8 +114,8 @@ def test_a_batch_of_upstream_gradients_is_right_or_refused(form_case: Case) -> N
     except GradientError:
         return
     except RuntimeError as error:
-        # torch lacks some operations of references.
-        if "Batching rule not implemented" in str(error):
+        # torch lacks some operations of references, and a function that torch.compile returns reads data pointers.
+        if re.search("Batching rule not implemented|Cannot access data pointer", str(error)):
             return
         raise
     for index in range(2):
