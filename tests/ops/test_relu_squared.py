@@ -41,7 +41,8 @@ def test_nothing_but_the_input_is_kept(device: torch.device) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         relu_squared(x)
     fresh = {t.data_ptr() for t in kept} - {x.data_ptr()}
-    assert len(fresh) <= (1 if explain(relu_squared, x).backend == "reference" else 0)
+    # The reference keeps relu(x), and so may a backend of another package.
+    assert len(fresh) <= (0 if explain(relu_squared, x).backend in ("triton", "inductor") else 1)
 
 
 def test_the_gradient_does_not_overflow_before_the_upstream_gradient_is_met(device: torch.device) -> None:
