@@ -31,10 +31,12 @@ FROM_ROOT = {
 }
 # Sections of CONTRIBUTING.md that are recipes of their own on the site.
 RECIPES = {"Add an op": "how-to/add-an-op.md", "Add a backend": "how-to/add-a-backend.md", "Add a rule": "how-to/add-a-rule.md"}
-# Where a link in the repository leads on the site.
+# Where a link in the repository leads on the site. An op is described in its file, a list of all ops is in the README of liger-core.
 MOVED = {
     "examples/README.md": "how-to/index.md",
     **FROM_ROOT,
+    "packages/liger-core/README.md#ops": "reference/ops/index.md",
+    **{f"packages/liger-core/src/liger_core/ops/{op.name}.py": f"reference/ops/{op.name}.md" for op in ops.ops()},
     **{f"CONTRIBUTING.md#{title.lower().replace(' ', '-')}": page for title, page in RECIPES.items()},
 }
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\[\]]*)\]\(<?(?P<target>[^()\s<>#]+)(?P<anchor>#[^()\s<>]*)?>?\)")

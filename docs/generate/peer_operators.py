@@ -231,7 +231,7 @@ def _libraries(versions: str) -> str:
 
 
 def _links(ops: Iterable[str]) -> str:
-    return ", ".join(f"[{op}](../reference/ops/{op}.md)" for op in ops)
+    return ", ".join(f"[{op}](../../packages/liger-core/src/liger_core/ops/{op}.py)" for op in ops)
 
 
 def _form(value: float | None, unit: str = "", digits: int = 2) -> str:

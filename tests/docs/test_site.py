@@ -91,6 +91,16 @@ def test_a_link_between_pages_of_the_repository_leads_to_their_pages_on_the_site
     assert "[architecture](project/architecture.md)" in home
     assert "(../CONTRIBUTING.md" not in (site / "concepts.md").read_text()
     assert "[ops](how-to/add-an-op.md)" in (site / "concepts.md").read_text()
+    assert "[op](reference/ops/linear_divergence.md)" in (site / "losses.md").read_text()
+    assert "[Ops](../reference/ops/index.md)" in (site / "start" / "loop.md").read_text()
+    assert "[a rule](add-a-rule.md)" in (site / "how-to" / "index.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_of_a_page_leads_somewhere_in_the_repository(page: Path) -> None:
+    text = re.sub(r"<!--.*?-->|^ *```.*?^ *```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = re.findall(r"\]\(<?([^()\s<>#]+)", text)
+    assert [target for target in targets if not re.match(r"[a-z]+:", target) and not (page.parent / target).exists()] == []
 
 
 def test_the_tables_of_versions_are_those_of_the_metadata() -> None:
