@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -340,6 +341,43 @@ def test_reading_after_a_cast_of_the_model_is_an_error(pair: tuple[Any, Any]) ->
     patched.to(torch.bfloat16)
     with pytest.raises(liger_hf.LogitsError, match="has been cast or moved since the forward pass"):
         outputs.logits.argmax(-1)
+
+
+@pytest.mark.parametrize("loss", ["smoothed", "plain"])
+@pytest.mark.parametrize("read", [False, True], ids=["alone", "read_too"])
+def test_a_loss_function_may_be_checkpointed(pair: tuple[Any, Any], loss: str, read: bool) -> None:
+    smoothing = 0.1 if loss == "smoothed" else 0.0
+
+    def of_logits(logits: Any, labels: Tensor) -> Tensor:
+        rows = logits[:, :-1].reshape(-1, VOCABULARY).float()
+        return F.cross_entropy(rows, labels[:, 1:].reshape(-1), label_smoothing=smoothing)
+
+    results = []
+    for model in pair:
+        model.loss_function = lambda logits, labels, *rest, **options: checkpoint(of_logits, logits, labels, use_reentrant=False)
+        outputs = model(**tokens())
+        if read:
+            outputs.logits.argmax(-1)
+            (outputs.loss + outputs.logits.square().mean()).backward()
+        else:
+            outputs.loss.backward()
+        results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_may_write_to_the_logits(pair: tuple[Any, Any]) -> None:
+    def of_logits(logits: Any) -> Any:
+        logits *= 0.5
+        return logits.log_softmax(-1)
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        return checkpoint(of_logits, output, use_reentrant=False)
+
+    found = []
+    for model in pair:
+        model.lm_head.register_forward_hook(hook)
+        found.append(model(**tokens()).loss.detach())
+    torch.testing.assert_close(*found)
 
 
 def test_reading_between_backward_and_optimizer_step_works(pair: tuple[Any, Any]) -> None:

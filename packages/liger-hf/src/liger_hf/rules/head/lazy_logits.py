@@ -34,6 +34,7 @@ class Cell:
     version  the version counter of the head's input; None in compiled code
     settings  those of a head that has some; None of a linear layer, and in compiled code
     numbers  the random numbers that the head drew when logits or a loss were first computed
+    repeats  they were missing within a checkpoint, whose recomputation must not find them
     """
 
     def __init__(self, hidden: Tensor, head: nn.Module, autocast: tuple[str, torch.dtype] | None) -> None:
@@ -46,6 +47,7 @@ class Cell:
         self.autocast = autocast
         self.settings = settings_of(head)
         self.numbers: Numbers | None = None
+        self.repeats = False
 
     def again(self) -> AbstractContextManager[None]:
         """The head as it was in its call."""
@@ -97,13 +99,15 @@ class LazyLogits:
         self.real: Tensor | None = None
         self.values: Tensor | None = None
 
-    def materialize(self) -> Tensor:
-        """The logits themselves; where gradients are off, their values."""
+    def materialize(self, keep: bool = False) -> Tensor:
+        """The logits themselves; where gradients are off, their values. keep: also within a checkpoint."""
         not_in_a_function(self)
         found = self.available()
         if found is not None:
             return found
         still_valid(self)
+        if self.cell.repeats and not keep and _saves_elsewhere():
+            return self._computed()
         if not self.constant and not torch.is_grad_enabled():
             self.values = self._computed()
             return self.values
@@ -112,7 +116,11 @@ class LazyLogits:
 
     def available(self) -> Tensor | None:
         """What `materialize` returns if that needs no computing."""
-        return self.values if self.real is None and not torch.is_grad_enabled() else self.real
+        found = self.values if self.real is None and not torch.is_grad_enabled() else self.real
+        if (found is None or self.cell.repeats) and _saves_elsewhere():
+            self.cell.repeats = True
+            return None
+        return found
 
     def _computed(self) -> Tensor:
         if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
@@ -313,7 +321,8 @@ class LazyLogits:
         self.cell.changed = True
         # What is written to has its gradient, also where that is off for the writing.
         with torch.set_grad_enabled(not self.constant):
-            self.materialize()
+            self.materialize(keep=True)
+            self.cell.repeats = False
 
     def _unwatched(self, what: str) -> None:
         if self.cell.used:
@@ -360,6 +369,11 @@ for _name in OPERATORS.split():
 # Without them, Python would bind the name to other logits, and nobody else would see what was written.
 for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
     setattr(LazyLogits, f"__{_name}__", partialmethod(LazyLogits._write, _name))
+
+
+def _saves_elsewhere() -> bool:
+    """Whether hooks get what autograd saves: those of activation checkpointing drop it, and recompute it in the backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _plain(value: Any) -> Any:
