@@ -970,8 +970,8 @@ MUTANTS = (
     Mutant(
         "nn: tensors among the options are cast with the module",
         f"{CORE}/nn/functions.py",
-        "self._buffers[name] = value.to(moved.device)",
-        "self._buffers[name] = moved",
+        "return moved if value.is_meta else value.to(moved.device)",
+        "return moved",
         ("tests/test_nn_constructors.py", "-k", "moves_with_its_module"),
         "test_a_tensor_among_the_options_moves_with_its_module_and_keeps_its_value",
     ),
@@ -1896,7 +1896,7 @@ MUTANTS = (
     ),
     Mutant(
         "tiles: the backward pass draws other random numbers",
-        f"{HF}/tiling.py",
+        f"{HF}/repeated.py",
         "torch.set_rng_state(self.states[0])",
         "pass",
         (TILING, "-k", "dropout"),
