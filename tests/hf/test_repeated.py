@@ -78,12 +78,12 @@ def test_the_backward_pass_is_that_of_the_forward_pass(targets: list[str], optio
 @EACH_CHANGE
 def test_log_probabilities_of_a_head_get_the_gradients_of_the_forward_pass(change: Callable[[Any], Any]) -> None:
     plain = adapted(["lm_head"])
-    hidden, target = torch.randn(7, 64), torch.randint(300, (7,))
+    hidden, target = torch.randn(7, plain.base_model.model.lm_head.in_features), torch.randint(300, (7,))
     results = []
     for ours in (True, False):
         model = twin(plain)
         head = model.base_model.model.lm_head
-        rows = hidden[:, : head.in_features].clone().requires_grad_()
+        rows = hidden.clone().requires_grad_()
         total = (head_log_prob(head, rows, target) if ours else head(rows).log_softmax(-1).gather(1, target[:, None])).sum()
         change(model)
         total.backward()

@@ -494,7 +494,7 @@ MUTANTS = (
     Mutant(
         "an exported program has the gradients that were asked for when it was traced",
         f"{CORE}/kernels.py",
-        "args = (*args[:-1], needed(ctx))",
+        "args = (*args[:-1], ctx.needs)",
         "pass",
         ("tests/conformance/test_tracing.py", "-k", "exported and linear_cross_entropy"),
         "test_an_exported_call_gives_gradients_to_what_was_frozen_when_it_was_exported",
@@ -509,9 +509,9 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits that a hook kept stay open",
-        f"{HF}/rules/head/projection.py",
-        "            cell.open = False",
-        "            pass",
+        f"{HF}/rules/head/rule.py",
+        "running.runs = False",
+        "pass",
         ("tests/hf/test_hooks.py", "-k", "hook_makes_and_keeps"),
         "test_logits_that_a_hook_makes_and_keeps_are_those_of_the_forward_pass",
     ),

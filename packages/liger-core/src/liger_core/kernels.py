@@ -285,16 +285,11 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
     # With keep_first, an empty tensor comes before the inputs, whose node has saved what is kept.
     extra = int(keep_first)
 
-    def needed(ctx: Any) -> list[bool]:
-        given = ctx.needs_input_grad[extra:]
-        return [given[first] or given[last] for first, last in targets]
-
     def keep(ctx: Any, args: tuple[Any, ...], results: Outputs) -> None:
         values = (*args, *results)
         if ctx.before is None:
             ctx.save_for_backward(*[values[i] for i in kept])
         ctx.options = [args[i] for i in options]
-        ctx.needs = needed(ctx)
         ctx.set_materialize_grads(False)
         if constants:
             ctx.mark_non_differentiable(*[results[i] for i in constants if results[i] is not None])
@@ -322,9 +317,11 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
         def forward(ctx: Any, *args: Any) -> Any:
             # None too if nothing that is kept requires a gradient: the bias does, for instance.
             ctx.before, args = (args[0].grad_fn, args[1:]) if keep_first else (None, args)
+            given = ctx.needs_input_grad[extra:]
+            ctx.needs = [given[first] or given[last] for first, last in targets]
             if early:
                 # Those of this run: an exported program may have been traced with others.
-                args = (*args[:-1], needed(ctx))
+                args = (*args[:-1], ctx.needs)
             results = forward(*args)
             keep(ctx, args, results)
             return results[0] if public == 1 else tuple(results[:public])

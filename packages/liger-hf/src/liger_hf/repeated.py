@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 # Attributes of every module that torch manages; a mode is a setting.
 MANAGED = frozenset(vars(nn.Module())) - {"training"}
 SCALARS = (bool, int, float, str, type(None))
+# The value of an attribute that is not there.
+ABSENT = object()
 
 
 class Settings:
@@ -30,7 +32,10 @@ class Settings:
         """Within this context they are as they were in the call."""
         with ExitStack() as stack:
             for part, before in self.parts:
-                stack.callback(_put, vars(part), _put(vars(part), {n: v for n, v in before.items() if vars(part).get(n, _put) != v}))
+                now = vars(part)
+                changed = {name: value for name, value in before.items() if now.get(name, ABSENT) != value}
+                stack.callback(_put, now, {name: now.get(name, ABSENT) for name in changed})
+                _put(now, changed)
             for parameter, trained in self.trained:
                 if parameter.requires_grad != trained:
                     stack.callback(parameter.requires_grad_, parameter.requires_grad)
@@ -59,15 +64,12 @@ def _is_setting(value: Any) -> bool:
     return all(map(_is_setting, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, SCALARS)
 
 
-def _put(attributes: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Set the values; returns those that were there."""
-    before = {name: attributes.get(name, _put) for name in values}
+def _put(attributes: dict[str, Any], values: dict[str, Any]) -> None:
     for name, value in values.items():
-        if value is _put:
+        if value is ABSENT:
             del attributes[name]
         else:
             attributes[name] = value
-    return before
 
 
 def draws(module: nn.Module) -> bool:

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 Holders = tuple[int, ...]
 # Private to torch; without it nothing is known to be unshared.
-TRANSFORM = torch._C._functorch.peek_interpreter_stack
 COUNTED = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 _fresh: dict[Any, frozenset[Holders]] = {}
 
@@ -25,7 +24,9 @@ def unshared(tensors: tuple[Tensor, ...]) -> bool:
     matter: without gradients there is no backward pass, and in compiled code the compiler decides what is written to. Nor under a transform
     of torch.func, whose tensors have no memory of their own.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not COUNTED or TRANSFORM() is not None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not COUNTED:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     for place in range(len(tensors)):
         kind = type(tensors[place])

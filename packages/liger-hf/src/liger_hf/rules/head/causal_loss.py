@@ -209,11 +209,10 @@ def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, i
             real = replay(compute(logits.head, x, logits.cell.weights, logits.cell.autocast), logits.steps)
         return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum")
 
-    cell = logits.cell
-    with eager_logits(), cell.again(), cell.drawing(logits.head, hidden.device):
+    with eager_logits(), logits.cell.again(logits.head, hidden.device):
         for start in range(0, hidden.shape[0], rows):
             x, y = hidden[start : start + rows], labels[start : start + rows]
-            total = total + checkpointed(part, x, y, settings=cell.settings)
+            total = total + checkpointed(part, x, y, settings=logits.cell.settings)
     if items is None:
         return total / (labels != ignore_index).sum().clamp(min=1)
     return total / (items.to(total.device) if isinstance(items, Tensor) else items)

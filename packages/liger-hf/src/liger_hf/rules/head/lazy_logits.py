@@ -9,7 +9,8 @@ takes it as it is; anything else that touches it gets the logits that the unpatc
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partialmethod
 from types import FrameType
 from typing import Any
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from liger_hf.errors import LogitsError
-from liger_hf.repeated import Numbers, draws, settings_of
-from liger_hf.rules.head.projection import Step, compute, replay
+from liger_hf.repeated import Numbers, Settings, draws, settings_of
+from liger_hf.rules.head.projection import LAZY, Step, compute, replay
 from liger_hf.rules.head.weights import weights_of
 
 
@@ -28,7 +29,8 @@ class Cell:
     """What all objects derived from one call of the head share.
 
     used     a loss was computed from them, so that nobody has to see the logits themselves
-    open     the model's forward still runs
+    forward  the model's forward that called the head; None in compiled code
+    closed   the model has returned them
     changed  somebody wrote into the logits
     weights  those of the head; None if only its hooks know them
     version  the version counter of the head's input; None in compiled code
@@ -38,29 +40,34 @@ class Cell:
     """
 
     def __init__(self, hidden: Tensor, head: nn.Module, autocast: tuple[str, torch.dtype] | None) -> None:
-        weights = weights_of(head)
         self.used = False
-        self.open = True
+        self.forward = None if torch.compiler.is_compiling() else LAZY.forward
+        self.closed = False
         self.changed = False
-        self.weights = weights
+        self.weights = weights_of(head)
         self.version = None if torch.compiler.is_compiling() or hidden.is_inference() else hidden._version
         self.autocast = autocast
         self.settings = settings_of(head)
         self.numbers: Numbers | None = None
         self.repeats = False
 
-    def again(self) -> AbstractContextManager[None]:
-        """The head as it was in its call."""
-        return nullcontext() if self.settings is None else self.settings.again()
+    @property
+    def open(self) -> bool:
+        """The model's forward still runs."""
+        return not self.closed and (self.forward is None or self.forward.runs)
 
-    def drawing(self, head: nn.Module, device: torch.device) -> AbstractContextManager[None]:
-        """Whatever is computed first draws random numbers, as the head would have; everything else draws the same ones."""
-        if self.settings is None or not draws(head):
-            return nullcontext()
-        if self.numbers is not None:
-            return self.numbers.again()
-        self.numbers = Numbers(device)
-        return nullcontext()
+    def again(self, head: nn.Module, device: torch.device) -> AbstractContextManager[None]:
+        """The head as it was in its call. Whatever is computed first draws random numbers, as the head would have; everything else the same ones."""
+        return nullcontext() if self.settings is None else self._again(self.settings, head, device)
+
+    @contextmanager
+    def _again(self, settings: Settings, head: nn.Module, device: torch.device) -> Iterator[None]:
+        with settings.again():
+            drawn = self.numbers
+            if drawn is None and draws(head):
+                self.numbers = Numbers(device)
+            with nullcontext() if drawn is None else drawn.again():
+                yield
 
 
 # Functions that take lazy logits as they are; the module of the losses fills it.
@@ -106,7 +113,7 @@ class LazyLogits:
         if found is not None:
             return found
         still_valid(self)
-        if self.cell.repeats and not keep and _saves_elsewhere():
+        if not keep and _saves_elsewhere():
             return self._computed()
         if not self.constant and not torch.is_grad_enabled():
             self.values = self._computed()
@@ -127,12 +134,8 @@ class LazyLogits:
             # Tensors made in inference mode could not be used outside it.
             with torch.inference_mode(False), torch.no_grad():
                 return self._computed()
-        cell = self.cell
-        with (
-            torch.set_grad_enabled(torch.is_grad_enabled() and not self.constant),
-            cell.again(),
-            cell.drawing(self.head, self.hidden.device),
-        ):
+        enabled = torch.is_grad_enabled() and not self.constant
+        with torch.set_grad_enabled(enabled), self.cell.again(self.head, self.hidden.device):
             return replay(compute(self.head, self.hidden, self.cell.weights, self.cell.autocast), self.steps)
 
     def _then(self, dtype: torch.dtype, *step: Any, same: bool = False) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import linear_log_prob
-from liger_hf.repeated import checkpointed, settings_of
+from liger_hf.repeated import Settings, checkpointed, settings_of
 from liger_hf.rules.head.causal_loss import chunk_rows, plain_linear
 from liger_hf.rules.head.projection import eager_logits, gathers_itself, in_one_call
 from liger_hf.rules.head.weights import held
@@ -58,15 +58,15 @@ def head_log_prob(
         classes: int = head.out_features  # type: ignore[assignment]
         weight = rows.detach().new_zeros(()).expand(classes, rows.shape[-1])
         linear_log_prob.check(rows, weight, target, temperature=temperature, **options)
-        return _in_chunks(head, forward, rows, target, temperature, options)
+        return _in_chunks(forward, rows, target, temperature, chunk_rows(rows.device, classes), options, settings_of(head))
 
     return in_one_call(head, compute, hidden) if itself else compute(hidden)
 
 
 def _in_chunks(
-    head: nn.Module, forward: Callable[[Tensor], Any], hidden: Tensor, target: Tensor, temperature: Tensor | float, options: dict[str, Any]
-) -> LogProb:
-    settings, size = settings_of(head), chunk_rows(hidden.device, head.out_features)  # type: ignore[arg-type]
+    forward: Callable[[Tensor], Any], hidden: Tensor, target: Tensor, temperature: Tensor | float, size: int, options: dict[str, Any],
+    settings: Settings | None,
+) -> LogProb:  # fmt: skip
     rows, shape = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[:-1]
     index = target.reshape(rows.shape[0], -1)
     divide = temperature.reshape(-1, 1) if isinstance(temperature, Tensor) else torch.full((rows.shape[0], 1), temperature).to(rows.device)

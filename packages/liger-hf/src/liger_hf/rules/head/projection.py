@@ -57,18 +57,19 @@ def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None, Tensor 
     return (before[0] * after[0]) / (before[1] * after[1]), abs(cap), bias
 
 
+class Forward:
+    """A forward of a model, which runs or has ended."""
+
+    def __init__(self) -> None:
+        self.runs = True
+
+
 class Lazy(threading.local):
-    """The head that this thread's forward of a model wants lazy logits from, and what its calls have made."""
+    """The head that this thread's forward of a model wants lazy logits from, and that forward; None in compiled code."""
 
     def __init__(self) -> None:
         self.head: nn.Module | None = None
-        self.cells: list[Any] = []
-
-    def close(self, first: int) -> None:
-        """The forward that made the cells from this one on has ended."""
-        for cell in self.cells[first:]:
-            cell.open = False
-        del self.cells[first:]
+        self.forward: Forward | None = None
 
 
 LAZY = Lazy()

@@ -24,7 +24,7 @@ from liger_hf.rules.head.causal_loss import MODEL_LOSSES
 from liger_hf.rules.head.check import cases
 from liger_hf.rules.head.deferred_logits import DeferredLogits
 from liger_hf.rules.head.lazy_logits import Cell, LazyLogits
-from liger_hf.rules.head.projection import LAZY
+from liger_hf.rules.head.projection import LAZY, Forward
 from liger_hf.rules.head.tensor_parallel import AROUND, Gathering, gathering, mark
 from liger_hf.rules.head.weights import brought, gathered
 from liger_hf.stand_in import device_of
@@ -132,10 +132,7 @@ def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., A
             return original(self, x)
         autocast = (x.device.type, torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else None
         dtype = x.dtype if autocast is None else autocast[1]
-        cell = Cell(x, self, autocast)
-        if not torch.compiler.is_compiling():
-            LAZY.cells.append(cell)
-        return LazyLogits(x, self, classes, dtype, cell, constant=not torch.is_grad_enabled())
+        return LazyLogits(x, self, classes, dtype, Cell(x, self, autocast), constant=not torch.is_grad_enabled())
 
     return forward
 
@@ -159,19 +156,20 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         # An exported program returns tensors. The flag, since torch 2.11 answers is_exporting() with True in every compiled region.
         lazy = (torch.is_grad_enabled() or defer or keep_logits is not None) and not torch.compiler._is_exporting_flag
-        before, LAZY.head = LAZY.head, head if lazy else None
-        first = 0 if torch.compiler.is_compiling() else len(LAZY.cells)
+        running = None if torch.compiler.is_compiling() else Forward()
+        before = LAZY.head, LAZY.forward
+        LAZY.head, LAZY.forward = head if lazy else None, running
         try:
             try:
                 outputs = original(self, *args, **options)
             finally:
-                LAZY.head = before
+                LAZY.head, LAZY.forward = before
             keep = not (self.training and torch.is_grad_enabled()) if keep_logits is None else keep_logits
             return _settled(outputs, keep, defer)
         finally:
-            # Logits that are not returned are closed, too: hooks may have kept them.
-            if not torch.compiler.is_compiling():
-                LAZY.close(first)
+            # Also for logits that are not returned: hooks may have kept them.
+            if running is not None:
+                running.runs = False
 
     return forward
 
@@ -218,11 +216,11 @@ def _settled(outputs: Any, keep: bool, defer: bool) -> Any:
 
 def _real(logits: LazyLogits, keep: bool, defer: bool) -> Any:
     if defer and logits.cell.used and logits.real is None:
-        logits.cell.open = False
+        logits.cell.closed = True
         return DeferredLogits(logits)
     if keep or not logits.cell.used:
         return logits.materialize()
-    logits.cell.open = False
+    logits.cell.closed = True
     return logits
 
 
