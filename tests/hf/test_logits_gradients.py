@@ -231,7 +231,7 @@ def test_an_autograd_function_that_would_get_no_gradient_is_refused(
     models: tuple[Any, Any, Any], function: Callable[[Any], Tensor]
 ) -> None:
     with pytest.raises(
-        liger_hf.LogitsError, match=r"an autograd function, must be given a tensor, .* call the model with keep_logits=True"
+        liger_hf.LogitsError, match=r"a custom autograd function, .* must be given a tensor, .* call the model with keep_logits=True"
     ):
         function(models[0](**tokens()).logits)
 
@@ -250,6 +250,30 @@ def test_an_autograd_function_whose_logits_need_no_gradient_is_served(models: tu
     with torch.no_grad():
         constant = logits[:, 1:]
     assert torch.equal(SquaredMean.apply(constant), SquaredMean.apply(constant.detach()))
+
+
+def test_a_model_that_runs_inside_an_autograd_function_is_served(models: tuple[Any, Any, Any]) -> None:
+    class Tiled(torch.autograd.Function):
+        """Differentiates a whole model in its forward pass, as tiled training steps do."""
+
+        @staticmethod
+        def forward(ctx: Any, factor: Tensor, model: Any) -> Tensor:
+            with torch.enable_grad():
+                outputs = model(**tokens())
+                loss = outputs.loss + outputs.logits.float().logsumexp(-1).square().mean()
+            loss.backward()
+            return loss.detach() * factor
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+            return None, None
+
+    patched, plain, exact = models
+    gradients = []
+    for model in (patched, plain, exact):
+        Tiled.apply(torch.ones((), requires_grad=True), model)
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    assert disagreements(*gradients) == {}
 
 
 def test_a_look_under_autocast_changes_no_gradient(models: tuple[Any, Any, Any]) -> None:

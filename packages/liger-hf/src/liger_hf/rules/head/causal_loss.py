@@ -22,6 +22,7 @@ from liger_hf.rules.head.weights import HELD, gathered, held
 # Elements of the logits that the module-call path holds at a time: enough for large matmuls on a GPU, a cache's worth on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 CHUNK_ELEMENTS_DEVICE = 1 << 28
+ATTENTION = F.scaled_dot_product_attention
 # The types of a weight that consists of nothing but its memory.
 PLAIN_WEIGHTS: tuple[type, ...] = (nn.Parameter, Tensor)
 
@@ -154,8 +155,10 @@ def _whole_sequences(logits: Any, labels: Tensor) -> None:
     hidden: Any = logits.hidden if isinstance(logits, LazyLogits) else logits
     sequence = hidden.dim() - 2
     reason = None
-    # torch's context_parallel, which accelerate and the Trainer use, replaces this function for as long as sequences are sharded.
-    if str(getattr(F.scaled_dot_product_attention, "__module__", "")).startswith("torch.distributed.tensor.experimental"):
+    # torch's context_parallel, which accelerate and the Trainer use, replaces this function for as long as sequences are sharded. The identity
+    # comes first: a compiler reads no attribute of a builtin function.
+    attention: Any = F.scaled_dot_product_attention
+    if attention is not ATTENTION and attention.__module__.startswith("torch.distributed.tensor.experimental"):
         reason = "torch's context_parallel is active"
     elif any(p.is_shard(sequence) for p in getattr(hidden, "placements", ())) and labels.shape[-1] != hidden.shape[sequence]:
         reason = f"hidden states are sharded: {hidden.placements}"

@@ -8,11 +8,9 @@ takes it as it is; anything else that touches it gets the logits that the unpatc
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partialmethod
-from types import FrameType
 from typing import Any
 
 import torch
@@ -37,6 +35,7 @@ class Cell:
     settings  those of a head that has some; None of a linear layer, and in compiled code
     numbers  the random numbers that the head drew when logits or a loss were first computed
     repeats  they were missing within a checkpoint, whose recomputation must not find them
+    in_a_function  the head was called within a custom autograd function, which then differentiates the logits itself
     """
 
     def __init__(self, hidden: Tensor, head: nn.Module, autocast: tuple[str, torch.dtype] | None) -> None:
@@ -50,6 +49,7 @@ class Cell:
         self.settings = settings_of(head)
         self.numbers: Numbers | None = None
         self.repeats = False
+        self.in_a_function = not torch.compiler.is_compiling() and in_a_function()
 
     @property
     def open(self) -> bool:
@@ -72,6 +72,8 @@ class Cell:
 
 # Functions that take lazy logits as they are; the module of the losses fills it.
 LOSSES: dict[Any, Any] = {}
+# Without this private name of torch, autograd functions are not recognized.
+_forward_mode_enabled = getattr(torch._C, "_is_fwd_grad_enabled", lambda: True)
 # What sees the gradient of a tensor.
 GRADIENTS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
@@ -140,6 +142,7 @@ class LazyLogits:
 
     def _then(self, dtype: torch.dtype, *step: Any, same: bool = False) -> Any:
         """same: plain logits would be returned as they are."""
+        not_in_a_function(self)
         constant = self.constant or not (same or torch.is_grad_enabled())
         return LazyLogits(self.hidden, self.head, self.classes, dtype, self.cell, (*self.steps, step), constant=constant)
 
@@ -226,6 +229,7 @@ class LazyLogits:
         return self.materialize().flatten(start_dim, end_dim)
 
     def _rows(self, hidden: Tensor) -> Any:
+        not_in_a_function(self)
         constant = self.constant or not torch.is_grad_enabled()
         return LazyLogits(hidden, self.head, self.classes, self.dtype, self.cell, self.steps, view=True, constant=constant)
 
@@ -416,23 +420,20 @@ def _rows(index: Any, dimensions: int) -> tuple[Any, ...] | None:
     return parts
 
 
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+def in_a_function() -> bool:
+    """Whether a custom autograd function runs its forward pass: torch switches forward-mode AD off there, and otherwise only in inference mode."""
+    return not (_forward_mode_enabled() or torch.is_inference_mode_enabled())
 
 
 def not_in_a_function(logits: LazyLogits) -> None:
-    """Raises LogitsError within a custom autograd function that got these logits: it would give them no gradient, since they are not a tensor."""
-    if torch.compiler.is_compiling():
+    """Raise LogitsError within a custom autograd function that was called with these logits, to which it would give no gradient."""
+    if torch.compiler.is_compiling() or logits.cell.in_a_function or not in_a_function():
         return
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is APPLY:
-            for given in frame.f_locals["args"]:
-                if isinstance(given, LazyLogits) and given.cell is logits.cell and given.requires_grad and not given.constant:
-                    raise LogitsError(
-                        f"logits: {frame.f_locals['cls'].__name__}, an autograd function, must be given a tensor, since it gets no gradient of "
-                        "anything else, got logits that are computed on demand; call the model with keep_logits=True"
-                    )
-        frame = frame.f_back
+    if logits.requires_grad and not logits.constant:
+        raise LogitsError(
+            "logits: a custom autograd function, or reentrant checkpointing, must be given a tensor, since it gives no gradient to anything else, "
+            "got logits that are computed on demand; call the model with keep_logits=True"
+        )
 
 
 def still_valid(logits: LazyLogits) -> None:
