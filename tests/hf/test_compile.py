@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from transformers import DynamicCache
 
 import liger_hf
 from hf.sweep import build
@@ -217,6 +219,32 @@ def test_a_patched_model_needs_no_causal_mask_in_a_cuda_graph(monkeypatch: pytes
         torch.testing.assert_close(model(**inputs).loss, expected)
     layers = model.config.num_hidden_layers
     assert flags == [False] * layers + [True] * layers
+
+
+# What a later version or another model may call a cache, a mask or a position is not known here.
+@pytest.mark.parametrize("argument", ["cu_seq_lens_q", "block_ids", "an_argument_of_tomorrow"])
+def test_an_unknown_argument_leaves_the_mask_to_the_model(argument: str) -> None:
+    model = make("llama").train()
+    liger_hf.apply(model)
+    assert attention_flags(model, **tokens()) == {True}
+    torch._dynamo.reset()
+    assert attention_flags(model, **tokens(), **{argument: torch.arange(4)}) == {False}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+def test_a_compiled_patched_model_reads_its_cache_in_the_second_chunk_of_a_prefill(architecture: str) -> None:
+    model = make(architecture).eval()
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    ids = tokens()["input_ids"]
+    half = ids.shape[1] // 2
+    with torch.no_grad():
+        whole = model(ids).logits[:, half:]
+        liger_hf.apply(model)
+        compiled = torch.compile(model, backend="eager")
+        cache = DynamicCache(config=model.config)
+        compiled(ids[:, :half], **{name: cache}, use_cache=True)
+        second = compiled(ids[:, half:], **{name: cache}, use_cache=True).logits
+    torch.testing.assert_close(second, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("given", ["attention_mask", "position_ids"])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention without a mask in compiled models.
 
-Without padding, Transformers leaves the mask of sdpa attention away and says is_causal=True, so that the kernel skips the upper
-half. Whether there is padding or packing it reads from the values of the masks, which a compiler cannot, so a compiled model
-always gets a whole mask, as does a model that is captured in a CUDA graph: on one H200 attention over 1024 tokens (Llama 1B, bf16) takes 2.4 times as long with it. Where neither a mask nor positions
-nor a cache were given there is nothing to read, and a patched model leaves the mask away there, too.
+Without padding, Transformers passes is_causal=True to sdpa attention instead of a mask, so that the kernel skips the upper half. It reads
+from the values of the masks whether there is padding or packing. A compiler and a CUDA graph cannot, so there the model always gets a whole
+mask: on one H200, attention over 1024 tokens (Llama 1B, bf16) takes 2.4 times as long with it. A patched model leaves the mask out there,
+too, if it was called with nothing but arguments that cannot ask for another mask (PLAIN).
 """
 
 from __future__ import annotations
@@ -22,13 +22,25 @@ from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rebinding import called, rebound
 
 NOTE = (
-    "If the model is compiled and called without attention_mask, position_ids and past_key_values, "
+    "If the model is compiled and called without a mask, positions, a cache, or any argument that could change its mask, "
     "its attention gets is_causal=True instead of a mask."
 )
 NAME = create_causal_mask.__name__
-# Arguments whose values could require more than a causal mask.
-READ = ("attention_mask", "position_ids", "past_key_values")
-FORMS = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+# The arguments of a model that never change its mask. With any other one, the model makes its own: names differ between versions and models.
+PLAIN = {
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "use_cache",
+}
+# The arguments of `create_causal_mask` from which a model called with those of PLAIN asks for a causal mask and nothing else.
+PLAIN_MASK = {"config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "cache_position", "position_ids", "allow_is_causal_skip"}
 
 
 def patches(model: nn.Module) -> Iterator[Patch]:
@@ -45,14 +57,16 @@ def patches(model: nn.Module) -> Iterator[Patch]:
 
 def _forward(original: Any) -> Callable[..., Any]:
     causal = rebound(original, {NAME: _mask})
-    names = list(inspect.signature(original).parameters)[1:]
-    places = [(name, names.index(name) if name in names else len(names)) for name in READ]
+    parameters = inspect.signature(original).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD][1:]
+    others = [i for i, name in enumerate(names) if name not in PLAIN]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # torch 2.11 answers is_exporting() with True in every compiled region; this one is False in an export that is not compiled first.
         compiling = torch.compiler.is_dynamo_compiling() or is_cuda_stream_capturing()
-        nothing = all(kwargs.get(name) is None and (place >= len(args) or args[place] is None) for name, place in places)
-        chosen = causal if compiling and nothing and _implementation_is_sdpa(self) else original
+        plain = len(args) <= len(names) and all(args[i] is None for i in others if i < len(args))
+        plain = plain and all(value is None for name, value in kwargs.items() if name not in PLAIN)
+        chosen = causal if compiling and plain and _implementation_is_sdpa(self) else original
         return chosen(self, *args, **kwargs)
 
     return forward
@@ -61,7 +75,8 @@ def _forward(original: Any) -> Callable[..., Any]:
 def _mask(*args: Any, **options: Any) -> Any:
     """None where Transformers, without compilation, would use a causal flag instead of a mask."""
     config = options.get("config", args[0] if args else None)
-    plain = len(args) <= 1 and all(options.get(name) is None for name in FORMS) and options.get("allow_is_causal_skip", True)
+    other = any(value is not None for name, value in options.items() if name not in PLAIN_MASK)
+    plain = len(args) <= 1 and not other and options.get("allow_is_causal_skip", True)
     if plain and options.get("attention_mask") is None and getattr(config, "is_causal", True):
         return None
     return create_causal_mask(*args, **options)
