@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import liger_hf
 from hf.sweep import build
@@ -85,8 +85,11 @@ def frozen() -> nn.Embedding:
     return nn.Embedding(5, 8).requires_grad_(False)
 
 
-def positions() -> Any:
-    return build("opt").model.decoder.embed_positions
+class Positions(nn.Embedding):
+    """Counts the positions of a mask itself, as OPT's does."""
+
+    def forward(self, attention_mask: Tensor, cache_length: int = 0) -> Tensor:
+        return super().forward(attention_mask.cumsum(-1)[:, cache_length:])
 
 
 def normed() -> nn.Embedding:
@@ -100,8 +103,8 @@ LEFT: dict[str, tuple[Any, str]] = {
     "renormalized": (lambda: nn.Embedding(5, 8, max_norm=1.0, scale_grad_by_freq=True), "the op has no max_norm and no scale_grad_by_freq"),
     "frozen": (frozen, "its table is frozen, and the op differs in the gradient alone"),
     "positions": (
-        positions,
-        "an embedding must take indices alone, its forward takes (attention_mask, past_key_values_length, position_ids)",
+        lambda: Positions(5, 8),
+        "an embedding must take indices alone, its forward takes (attention_mask, cache_length)",
     ),
     "children": (normed, "it must have no children, it has norm"),
 }

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils.deprecation import deprecate_kwarg
 
 import liger_hf
 from hf.tiny_models import LAYERS, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
@@ -444,8 +445,57 @@ def decorated(function: Any) -> Any:
     return wrapper
 
 
+def halving(factor: float) -> Any:
+    """A decorator with an option, which changes what it passes on."""
+
+    def decorator(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(self: Any, x: Tensor, **options: Any) -> Any:
+            return function(self, factor * x, **options)
+
+        return wrapper
+
+    return decorator
+
+
+def hidden(function: Any) -> Any:
+    """A decorator whose closure does not have the function."""
+    functions = [function]
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        return 3 * functions[0](*args, **options)
+
+    return wrapper
+
+
 class Decorated(Layer):
     @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        y = self.norm(x)
+        return x * y
+
+
+class DecoratedTwice(Layer):
+    @halving(0.5)
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        y = self.norm(x)
+        return x * y
+
+
+class DecoratedByTransformers(Layer):
+    @deprecate_kwarg("hidden", version="99.0.0", new_name="x")
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        y = self.norm(x)
+        return x * y
+
+
+class DecoratedFromAList(Layer):
+    @hidden
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.work(x)
         y = self.norm(x)
@@ -471,7 +521,10 @@ TAKEN: dict[type[Layer], int] = {
     InPlace: 0,
     CopyIsLost: 0,
     Difference: 0,
-    Decorated: 0,
+    Decorated: 1,
+    DecoratedTwice: 1,
+    DecoratedByTransformers: 1,
+    DecoratedFromAList: 0,
     CallsItsBase: 0,
 }
 
@@ -494,6 +547,14 @@ def test_a_forward_keeps_its_meaning(kind: type[Layer], count: int, calls: Any) 
     assert len(calls) == count
     report.undo()
     assert all(torch.equal(a, b) for a, b in zip(outcome(layer, x), expected, strict=True))
+
+
+def test_a_rebuilt_forward_keeps_its_decorators(calls: Any) -> None:
+    layer, x = DecoratedByTransformers(), torch.randn(5, 8)
+    expected = layer(x)
+    applied(layer, calls)
+    torch.testing.assert_close(layer(hidden=x), expected)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("other", [torch.ones(8), torch.ones(5, 8, dtype=torch.float32)], ids=["broadcast", "promoted"])

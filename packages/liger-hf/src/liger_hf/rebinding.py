@@ -37,9 +37,11 @@ def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., A
         space = {name: space[name] for name in names - {"__name__"} if name in space}
         space |= {name: replaced[name] for name in names & replaced.keys()}
         space |= {"__builtins__": function.__globals__["__builtins__"], "__package__": function.__globals__.get("__package__")}
+    elif (inner := decorated(function)) is not None:
+        return redecorated(rebound(inner, replaced), function)
     else:
-        inner = [(cell, _content(cell)) for cell in cells or ()]
-        cells = tuple(CellType(rebound(f, replaced)) if called(f, lambda name, _: name in replaced) else cell for cell, f in inner)
+        contents = [(cell, _content(cell)) for cell in cells or ()]
+        cells = tuple(CellType(rebound(f, replaced)) if called(f, lambda name, _: name in replaced) else cell for cell, f in contents)
     return twin(function, function.__code__, space, cells)
 
 
@@ -50,6 +52,33 @@ def _checkpointing() -> frozenset[CodeType]:
 
 # Since 5.23 Transformers wraps the forward of every class of layers to checkpoint it; 5.17 does that in __call__.
 CHECKPOINTING = _checkpointing()
+
+
+def decorated(function: Any) -> FunctionType | None:
+    """Return the function that a decorator has wrapped and calls from its closure; None if this function is not such a decorator's."""
+    inner = function.__dict__.get("__wrapped__") if isinstance(function, FunctionType) else None
+    if not isinstance(inner, FunctionType):
+        return None
+    return inner if any(_content(cell) is inner for cell in function.__closure__ or ()) else None
+
+
+def innermost(function: Any) -> Any:
+    """Return the function itself, without its decorators."""
+    while (inner := decorated(function)) is not None:
+        function = inner
+    return function
+
+
+def redecorated(inner: FunctionType, function: FunctionType) -> FunctionType:
+    """Put the decorators of a function around another one."""
+    wrapped = decorated(function)
+    if wrapped is None:
+        return inner
+    inner = redecorated(inner, wrapped)
+    cells = tuple(CellType(inner) if _content(cell) is wrapped else cell for cell in function.__closure__ or ())
+    made = twin(function, function.__code__, function.__globals__, cells)
+    made.__dict__["__wrapped__"] = inner
+    return made
 
 
 def unwrapped(forward: Any) -> Any:

@@ -14,7 +14,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from liger_hf.rebinding import twin
+from liger_hf.rebinding import innermost, redecorated, twin
 
 _definitions: WeakKeyDictionary[FunctionType, ast.FunctionDef | None] = WeakKeyDictionary()
 # By their code: a function that is rebound has the same one.
@@ -22,7 +22,11 @@ _rebuilt: WeakKeyDictionary[CodeType, ast.FunctionDef] = WeakKeyDictionary()
 
 
 def definition_of(function: Any) -> ast.FunctionDef | None:
-    """The source of a function, also of one that was rebuilt; None if it cannot be found, or if it now is the source of something else."""
+    """Return the source of a function without its decorators, also of one that was rebuilt.
+
+    None if the source cannot be found, or if the file has changed and it is the source of something else.
+    """
+    function = innermost(function)
     if isinstance(function, FunctionType) and function.__code__ in _rebuilt:
         return _rebuilt[function.__code__]
     if not isinstance(function, FunctionType) or function.__closure__:
@@ -55,12 +59,16 @@ def copy_of(function: FunctionType) -> ast.FunctionDef:
 
 
 def rebuilt(function: FunctionType, definition: ast.FunctionDef, helpers: Mapping[str, Callable[..., Any]]) -> FunctionType:
-    """The function with a changed definition, which may call the helpers by their names; its globals stay its own, and helpers that it has."""
+    """Return the function, in its decorators, with a changed definition that may call the helpers by their names.
+
+    Its globals stay its own, and so do helpers that it already has.
+    """
+    outer, function = function, innermost(function)
     own = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     helpers = {name: cell.cell_contents for name, cell in own} | {**helpers}
     code = _compiled(function, definition, tuple(helpers))
     _rebuilt[code] = definition
-    return twin(function, code, function.__globals__, tuple(CellType(helpers[name]) for name in code.co_freevars))
+    return redecorated(twin(function, code, function.__globals__, tuple(CellType(helpers[name]) for name in code.co_freevars)), outer)
 
 
 def assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:

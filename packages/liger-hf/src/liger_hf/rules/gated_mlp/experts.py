@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import MARK, Patch, forward_of, replaced_method
+from liger_hf.private_transformers import GATE, experts_function, experts_implementation
+from liger_hf.rebinding import innermost
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.rule import NOTHING, Unit, units
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
 
-GATE = "_apply_gate"
 INNER = 40
 
 
@@ -53,11 +53,11 @@ def look(module: nn.Module) -> Found | None:
 
 def _implementation(module: nn.Module) -> Callable[..., Any] | str:
     """The function that runs the experts; or why it does not matter what their gate is."""
-    name = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    name = experts_implementation(module)
     forward = forward_of(module)
     if isinstance(forward, str):
         return forward
-    runs = ALL_EXPERTS_FUNCTIONS[name] if name in ALL_EXPERTS_FUNCTIONS.valid_keys() else getattr(forward, "__wrapped__", forward)
+    runs: Any = innermost(experts_function(name) or forward)
     if isinstance(runs, FunctionType) and GATE not in runs.__code__.co_names:
         return f"the experts implementation {name!r} does not call their gate; model.set_experts_implementation('grouped_mm') does"
     return runs

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from liger_core import Op, layer_norm, rms_norm
 from liger_hf.passing import PASSED, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
-from liger_hf.rebinding import names_in, unwrapped
+from liger_hf.rebinding import innermost, names_in
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm.gated import Form, fits, forms
 from liger_hf.rules.norm.shaped import cases, form_of
@@ -81,7 +81,7 @@ def look(module: nn.Module) -> Found | None:
 
 def _constants(module: nn.Module) -> set[float]:
     """What may be the eps where a forward calls a norm of torch, as OLMo's does: the small numbers in it, or the default of layer_norm."""
-    code = getattr(unwrapped(type(module).forward), "__code__", None)
+    code = getattr(innermost(type(module).forward), "__code__", None)
     if module._modules or code is None or not {"layer_norm", "rms_norm"} & {*names_in(code)}:
         return set()
     return {value for value in code.co_consts if isinstance(value, float) and 0.0 < value < 0.1} or {1e-5}

@@ -20,7 +20,7 @@ from liger_core import Unsupported, rope
 from liger_core.accuracy import error
 from liger_hf.isolation import undisturbed
 from liger_hf.patch import forward_of, replacement
-from liger_hf.rebinding import Functions, called, names_in, rebound
+from liger_hf.rebinding import Functions, called, innermost, names_in, rebound
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.rotary.forms import Form, Signature, Tried, forms, signature, with_rope
 from liger_hf.rules.rotary.method import of_a_method
@@ -69,7 +69,7 @@ def rotary_functions(function: Any) -> Functions:
 
 def rotary_method(module: nn.Module, function: Any) -> str | None:
     """The method that does so in other models."""
-    code = getattr(function, "__code__", None)
+    code = getattr(innermost(function), "__code__", None)
     called_ones = names_in(code) if code is not None else ()
     return next((name for name in called_ones if _rotates(name) and inspect.isroutine(getattr(type(module), name, None))), None)
 
