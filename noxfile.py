@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.util
 import os
@@ -21,14 +22,12 @@ import nox
 from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
-PACKAGES = [
-    ROOT / "packages" / name
-    for name in ("liger-core", "liger-triton", "liger-inductor", "liger-hf", "liger-bench", "liger-train", "liger-verify")
-]
+REQUIREMENTS = ROOT / "requirements.txt"
+PACKAGES = [ROOT / folder for folder in re.findall(r"^-e (.+)$", REQUIREMENTS.read_text(), re.MULTILINE)]
 CONSTRAINTS = ROOT / "constraints.txt"
 # The packages and what they require; the same and what tests need besides; the newest versions, installed as README says; what the site needs.
 SHARED, TESTS, LATEST, SITE = (ROOT / ".nox" / name for name in ("shared", "tests", "latest", "site"))
-EDITABLE = [part for package in PACKAGES for part in ("-e", str(package))]
+EDITABLE = ["-r", str(REQUIREMENTS)]
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 # What builds the packages; once, instead of in an environment for each.
 BUILDS = ["setuptools>=77"]
@@ -116,7 +115,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests on the CPU: plain PyTorch, a sample of compiled ops, then the Triton kernels in their interpreter. For instance: -- -k rope."""
+    """All tests on the CPU: plain PyTorch, a sample of compiled ops, the Triton kernels in their interpreter. For instance: -- tests/hf -k rope."""
     parts: list[Part] = [("plain PyTorch", ["tests"], {}), ("Inductor", SAMPLE_OF_INDUCTOR, {})]
     if sys.platform == "linux":
         parts.append(("Triton's interpreter", ["tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton"], INTERPRETED))
@@ -148,7 +147,7 @@ def fuzz(session: nox.Session) -> None:
     """
     number = [] if "--examples" in session.posargs else ["--examples", "1000"]
     if "cuda" in session.posargs:
-        session.run(here(session), "-m", "pytest", "tests/fuzz", *number, *session.posargs, external=True)
+        session.run(here(session, "pytest"), "-m", "pytest", "tests/fuzz", *number, *session.posargs, external=True)
         return
     chosen = next((b for a, b in zip(session.posargs, session.posargs[1:], strict=False) if a == "--backend"), None)
     for backend in [chosen] if chosen else ["reference", "triton"] if sys.platform == "linux" else ["reference"]:
@@ -194,13 +193,19 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def latest(session: nox.Session) -> None:
-    """README's installation, so the newest versions that the metadata allows: quick start and tests. -- sample: a part, for CI."""
+    """README's installation, so the newest versions that the metadata allows: quick start, tests, and what is replaced in each model type.
+
+    -- sample, for CI: a part of the tests. Without a GPU, torch is then the tested version.
+    """
     sample, executable = session.posargs == ["sample"], new_environment(LATEST)
     session.posargs.clear()
-    torch_for_cpu(session, executable, required("torch"))
-    (line,) = re.findall(r"^pip install (-e .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    if not sample:
+        # A configuration file of pip may hold constraints.
+        session.env["PIP_CONFIG_FILE"] = os.devnull
+    torch_for_cpu(session, executable, *(["-c", str(CONSTRAINTS), "torch"] if sample else [required("torch")]))
+    (line,) = re.findall(r"^pip install (-r .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     pip(session, executable, *shlex.split(line, comments=True))
-    pip(session, executable, *RUNNERS)
+    pip(session, executable, *RUNNERS, "peft", "trl")
     folder = session.create_tmp()
     for arguments in QUICK_START if sample else QUICK_START_FULL:
         with session.chdir(folder):
@@ -212,7 +217,9 @@ def latest(session: nox.Session) -> None:
         "tests/bench",
         *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py")),
     ]
-    parts = [("plain PyTorch", SAMPLE if sample else everything, {})]
+    parts: list[Part] = [("plain PyTorch", SAMPLE if sample else everything, {})]
+    if sample:
+        parts.append(("replaced ops", ["tests/hf/test_replaced_counts.py", "-m", "not matrix"], {}))
     kernels = SAMPLE_OF_KERNELS if sample else ["tests/conformance"]
     parts += [("conformance", kernels, {}), ("Triton's interpreter", [*kernels, "--backend", "triton"], INTERPRETED)]
     every_part(session, str(executable), parts)
@@ -233,15 +240,17 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """All tests on a CUDA GPU, in the current environment if Liger is installed there."""
-    session.run(here(session), "-m", "pytest", "tests", "--device", "cuda", *session.posargs, external=True)
+    """All tests on a CUDA GPU, in the current environment if Liger and pytest are installed there. For instance: -- tests/ops -k rope."""
+    arguments = selected(["tests", "--device", "cuda"], session.posargs) or session.posargs
+    session.run(here(session, "pytest"), "-m", "pytest", *arguments, external=True)
 
 
 @nox.session(venv_backend="none")
 def sanitize(session: nox.Session) -> None:
     """Every kernel on its samples under compute-sanitizer (memcheck, racecheck), on a CUDA GPU. For instance: -- rope."""
+    executable = here(session)
     session.chdir("tests")
-    session.run(here(session), "sanitize.py", *session.posargs, external=True)
+    session.run(executable, "sanitize.py", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -279,38 +288,20 @@ def training_results(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheels and sdists of all packages; one pip command installs the wheels into a fresh environment, where the quick start runs."""
+    """Wheels and sdists of all packages, in dist/; `pip install dist/*.whl` in a fresh environment, where the quick start runs."""
     session.install("-c", str(CONSTRAINTS), "build")
-    temporary = Path(session.create_tmp()).resolve()
-    folder = temporary / "dist"
+    temporary, folder = Path(session.create_tmp()).resolve(), ROOT / "dist"
     shutil.rmtree(folder, ignore_errors=True)
     for package in PACKAGES:
         # The wheel is built from the sdist, so that a file that the sdist lacks is noticed.
         session.run("python", "-m", "build", "--outdir", str(folder), str(package))
     fresh = new_environment(temporary / "fresh")
-    # By their files: pip would take packages of these names from the index.
-    wheels = {wheel.name.split("-")[0].replace("_", "-"): wheel.as_uri() for wheel in folder.glob("*.whl")}
-    asked = {name.split("[")[0]: name for name in whole_set()}
-    below = temporary / "wheels.txt"
-    below.write_text("".join(f"{name} @ {place}\n" for name, place in wheels.items() if name not in asked))
-    install(session, fresh, "-c", str(below), *(f"{name} @ {wheels[project]}" for project, name in asked.items()))
+    install(session, fresh, *map(str, folder.glob("*.whl")))
     modules = [package.name.replace("-", "_") for package in PACKAGES]
     session.run(str(fresh), "-I", "-c", f"import {', '.join(modules)}; print(liger_core.__version__, liger_core.__file__)", external=True)
     for arguments in QUICK_START:
         with session.chdir(temporary):
             session.run(str(fresh.with_name("liger")), *arguments, external=True)
-
-
-def whole_set() -> list[str]:
-    """What a user asks pip for: the packages that no other one requires, with the kernels for GPUs."""
-    projects = {package.name: tomllib.loads((package / "pyproject.toml").read_text())["project"] for package in PACKAGES}
-    required = {
-        re.split(r"[=\[]", line)[0]
-        for project in projects.values()
-        for line in [*project["dependencies"], *(line for extra in project.get("optional-dependencies", {}).values() for line in extra)]
-    }
-    tops = [name for name in projects if name not in required]
-    return [f"{name}[triton]" if "triton" in projects[name].get("optional-dependencies", {}) else name for name in tops]
 
 
 Part = tuple[str, list[str], dict[str, str]]
@@ -319,6 +310,9 @@ Part = tuple[str, list[str], dict[str, str]]
 def every_part(session: nox.Session, executable: str, parts: list[Part]) -> None:
     """Run pytest for each part, also after one that failed; say at the end what came of each, and fail if one did."""
     results, failed = Path(session.create_tmp()), []
+    parts = [(name, chosen, env) for name, arguments, env in parts if (chosen := selected(arguments, session.posargs))]
+    if not parts:
+        session.error(f"it has no tests in {' '.join(session.posargs)}")
     for name, arguments, env in parts:
         session.log(f"tests: {name}")
         try:
@@ -326,7 +320,6 @@ def every_part(session: nox.Session, executable: str, parts: list[Part]) -> None
                 executable,
                 *PYTEST,
                 *arguments,
-                *session.posargs,
                 f"--junitxml={results / name}.xml",
                 env=env,
                 success_codes=codes(session),
@@ -352,7 +345,37 @@ def counted(results: Path) -> str:
 
 
 def pytest(session: nox.Session, *args: str, env: dict[str, str] | None = None) -> None:
-    session.run(full(session), *PYTEST, *args, *session.posargs, env=env or {}, success_codes=codes(session), external=True)
+    every_part(session, full(session), [("pytest", list(args), env or {})])
+
+
+def selected(arguments: list[str], posargs: list[str]) -> list[str]:
+    """Return the arguments of pytest for what posargs select of a part of the tests, or an empty list if the part has none of their paths.
+
+    Paths in posargs replace those of the part. A -k in posargs holds in addition to that of the part.
+    """
+    paths, keywords, options = parsed(arguments)
+    new_paths, new_keywords, new_options = parsed(posargs)
+    if new_paths:
+        inside = [path for path in new_paths if any(file_of(path).is_relative_to(file_of(old)) for old in paths)]
+        around = [old for old in paths if any(file_of(old).is_relative_to(file_of(path)) for path in new_paths)]
+        paths = list(dict.fromkeys([*inside, *around]))
+        if not paths:
+            return []
+    expression = " and ".join(f"({words})" for words in (keywords, new_keywords) if words)
+    return [*paths, *options, *new_options, *(["-k", expression] if expression else [])]
+
+
+def parsed(arguments: list[str]) -> tuple[list[str], str, list[str]]:
+    """Return the paths among arguments of pytest, the expression of -k, and all other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-k", default="")
+    known, others = parser.parse_known_args(arguments)
+    return [a for a in others if file_of(a).exists()], known.k, [a for a in others if not file_of(a).exists()]
+
+
+def file_of(path: str) -> Path:
+    """Return the file or folder of a path that may name a test in it."""
+    return ROOT / path.partition("::")[0]
 
 
 def codes(session: nox.Session) -> list[int]:
@@ -370,9 +393,9 @@ def liger(session: nox.Session, *args: str, success_codes: Iterable[int] = (0,))
     session.run(str(Path(shared(session)).with_name("liger")), *args, external=True, success_codes=success_codes)
 
 
-def here(session: nox.Session) -> str:
-    """The current environment's Python if Liger is installed there, else that of the environment for tests."""
-    return sys.executable if importlib.util.find_spec("liger_core") is not None else full(session)
+def here(session: nox.Session, *modules: str) -> str:
+    """The current environment's Python if Liger and these modules are installed there, else that of the environment for tests."""
+    return sys.executable if all(map(importlib.util.find_spec, ("liger_core", *modules))) else full(session)
 
 
 def shared(session: nox.Session) -> str:
