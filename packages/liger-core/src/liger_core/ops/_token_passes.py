@@ -121,7 +121,8 @@ class TorchTokenPasses:
             if first == 0:
                 moments[:, 0], moments[:, 1:5] = top, 0.0
                 # Not the first alone, which may be far from the others, so that their sum would cancel.
-                anchor = x[:, [0, min(1, x.shape[1] - 1), min(2, x.shape[1] - 1)]].median(-1).values
+                # Column by column: a list of indices would be copied to the device, for which the host waits.
+                anchor = torch.stack([x[:, min(column, x.shape[1] - 1)] for column in range(3)], -1).median(-1).values
                 # Twice a number so large would be infinite.
                 moments[:, 5] = torch.where(anchor.abs() < 1e30, anchor, 0.0)
             before = moments[:, 0].clone()
