@@ -134,8 +134,11 @@ for formula in FORMULAS:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), Layer(formula))
     x = torch.randn(2, 8)
     before = model(x)
-    report = liger_hf.apply(model)
-    print(report.replaced, report.rows[0].reason if report.rows else report.absent["cubed"])
+    try:
+        report = liger_hf.apply(model, only=["cubed"])
+        print(report.replaced, report.rows[0].reason)
+    except liger_hf.ModelError as problem:
+        print(problem)
     torch.testing.assert_close(model(x), before)
 sys.argv = ["liger", "ops"]
 main()
@@ -146,7 +149,7 @@ def test_the_rule_of_the_page_reaches_a_model(copy: Path) -> None:
     printed = run("-c", MODEL.replace("FORMULAS", "(lambda x: x**3, lambda x: x**2)"), inside=copy)
     replaced, absent, *ops = printed.splitlines()
     assert replaced == "{'cubed': 1} outputs and gradients agree"
-    assert absent == "{} no module without weights maps x to x³"
+    assert absent.endswith("cubed: no module without weights maps x to x³")
     assert any("cubed" in line for line in ops)
 
 

@@ -54,8 +54,8 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: f"stream of {device}", raising=False)
+    monkeypatch.setattr("liger_triton.launch.current_device", lambda: 0)
+    monkeypatch.setattr("liger_triton.launch.raw_stream", lambda device: f"stream of {device}")
     return Kernel()
 
 
@@ -145,7 +145,7 @@ def test_a_call_for_another_kernel_does_not_get_this_one(kernel: Kernel, change:
 def test_another_device_has_kernels_of_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = launcher(kernel)
     call(launch)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    monkeypatch.setattr("liger_triton.launch.current_device", lambda: 1)
     call(launch)
     assert ways(kernel) == ["triton", "triton"]
 

@@ -105,7 +105,8 @@ def test_the_input_before_comes_back_while_a_layer_is_recomputed(monkeypatch: py
     model, copies, here = model_on(device, "offload"), Copies(monkeypatch), []
     layers = checkpointing.layers(model)
     for layer in layers:
-        layer.register_forward_pre_hook(lambda *_: here.append(copies.on_the_device()))
+        # Of its first module: since Transformers 5.23, hooks of the layer itself run outside the checkpoint, once.
+        layer.input_layernorm.register_forward_pre_hook(lambda *_: here.append(copies.on_the_device()))
     step(model)
     # In the forward pass that of the layer itself; in the backward pass, where its own is already handed over, that of the layer before.
     assert here == 2 * [1, 1, 1, 1, 1, 1, 1, 0]

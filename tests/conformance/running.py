@@ -18,6 +18,7 @@ from fuzz.rounding import Rounding
 from liger_core import GradientError
 from liger_core.accuracy import judge
 from liger_core.kernels import Kernel
+from liger_core.matmul import plain_matmuls
 
 # A scalar loss gets this instead of a random cotangent; it is not 1, which a missing factor would pass.
 SCALAR_COTANGENT = -1.7
@@ -102,13 +103,24 @@ class Trial:
 
         self.given = {n: v.clone() for n, v in self.arguments.items() if isinstance(v, Tensor)}
         # The definition says what the cotangents must look like, so that every backend gets the same ones.
-        self.reference = run(self.define, self.arguments, self.names, draw=draw)
-        self.exact = run(self.define, in_float64(self.arguments), self.names, self.reference.cotangents)
+        self.reference = self.defined(self.arguments, self.names, draw=draw)
+        self.exact = self.defined(in_float64(self.arguments), self.names, self.reference.cotangents)
         dense = self.reference.cotangents
         self.cotangents = dense if layout is None else {n: layout(t, i) for i, (n, t) in enumerate(dense.items())}
 
     def define(self, arguments: Mapping[str, Any]) -> Any:
         return self.case.op.reference(**arguments)
+
+    def defined(
+        self,
+        arguments: Mapping[str, Any],
+        names: list[str],
+        cotangents: Mapping[str, Tensor] | None = None,
+        draw: Callable[[Tensor], Tensor] = cotangent_for,
+    ) -> Result:
+        """The definition's answers. It multiplies in the dtype of the arguments, since plain PyTorch is the yardstick."""
+        with plain_matmuls():
+            return run(self.define, arguments, names, cotangents, draw)
 
     def run(self, names: list[str] | None = None, cotangents: Mapping[str, Tensor] | None = None) -> Result:
         chosen = self.names if names is None else names
@@ -132,7 +144,7 @@ class Trial:
         found = self._against(reference or self.reference, got, exact, dtype)
         for seed in range(self.roundings if found and reference is None else 0):
             with Rounding(seed):
-                rounded = run(self.define, self.arguments, self.names, self.reference.cotangents)
+                rounded = self.defined(self.arguments, self.names, self.reference.cotangents)
             if not self._against(rounded, got, exact, dtype):
                 return []
         return found
@@ -165,7 +177,7 @@ class Trial:
     @cached_property
     def _usual_gradients(self) -> dict[str, Tensor | None]:
         """The exact gradients of random upstream gradients."""
-        return run(self.define, in_float64(self.arguments), self.names).gradients
+        return self.defined(in_float64(self.arguments), self.names).gradients
 
 
 def output_complaints(

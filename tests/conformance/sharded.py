@@ -13,6 +13,7 @@ from torch import Tensor
 from conformance.cases import Case, implementations, sample_names
 from conformance.running import Result, Trial, run
 from liger_core import VocabShard
+from liger_core.matmul import plain_matmuls
 
 # Rows past the classes, where a sharding has some.
 PADDING = 2
@@ -97,7 +98,8 @@ def accuracy(device: torch.device, op: str, backend: str, dtypes: list[torch.dty
         def whole(arguments: Mapping[str, Any], op: Any = case.op) -> Any:
             return op.reference(**arguments, vocab=VocabShard(alone, 0, arguments["weight"].shape[0]))
 
-        trial.reference = run(whole, trial.arguments, trial.names, trial.cotangents)
+        with plain_matmuls():
+            trial.reference = run(whole, trial.arguments, trial.names, trial.cotangents)
         got = summed(run(Sharded(case, sharding), trial.arguments, trial.names, trial.cotangents))
         found += [f"{case.id} on {sharding} shards: {complaint} – this sample is for: {trial.why}" for complaint in trial.complaints(got)]
     return found

@@ -14,6 +14,7 @@ from conformance.cases import Case, change_of, in_float64, leaves, with_gradient
 from conformance.running import KernelCall, Trial, differences, different_bits, output_complaints, penalty, run
 from conformance.variations import LAYOUTS
 from liger_core import OptionError, use
+from liger_core.matmul import plain_matmuls
 
 pytestmark = pytest.mark.matrix
 
@@ -79,7 +80,7 @@ def test_freezing_an_input_leaves_the_other_gradients(frozen_case: tuple[Case, s
     case, frozen = frozen_case
     trial = Trial(case)
     others = [n for n in trial.names if n != frozen]
-    reference = run(trial.define, trial.arguments, others, trial.cotangents)
+    reference = trial.defined(trial.arguments, others, trial.cotangents)
     trial.expect(trial.complaints(trial.run(others), reference))
 
 
@@ -107,8 +108,8 @@ def test_one_used_output_gets_its_own_gradients(output_case: tuple[Case, str]) -
     case, name = output_case
     trial = Trial(case)
     only = {name: trial.cotangents[name]}
-    got, reference = trial.run(cotangents=only), run(trial.define, trial.arguments, trial.names, only)
-    exact = run(trial.define, in_float64(trial.arguments), trial.names, only)
+    got, reference = trial.run(cotangents=only), trial.defined(trial.arguments, trial.names, only)
+    exact = trial.defined(in_float64(trial.arguments), trial.names, only)
     # An input that does not enter this output has no gradient in the reference; zeros are as good.
     for argument, gradient in got.gradients.items():
         if reference.gradients[argument] is None and gradient is not None and not gradient.any():
@@ -120,7 +121,8 @@ def test_autocast_keeps_the_criterion_of_its_precision(form_case: Case) -> None:
     trial = Trial(form_case)
     with torch.autocast(form_case.device.type, dtype=torch.bfloat16):
         got = trial.run()
-        reference = run(replace(form_case, backend="reference").call, trial.arguments, trial.names, trial.cotangents)
+        with plain_matmuls():
+            reference = run(replace(form_case, backend="reference").call, trial.arguments, trial.names, trial.cotangents)
     trial.expect(trial.complaints(got, reference, dtype=torch.bfloat16))
     dtypes = {n: (g.dtype, trial.arguments[n].dtype) for n, g in got.gradients.items() if g is not None}
     trial.expect([f"gradient of {n}: dtype {want} expected, got {dtype}" for n, (dtype, want) in dtypes.items() if dtype != want])
@@ -130,10 +132,11 @@ def test_autocast_takes_every_tensor_in_its_own_dtype_beside_float32(mixed_case:
     case, name = mixed_case
     trial = Trial(case)
     trial.arguments[name] = trial.given[name] = trial.arguments[name].detach().bfloat16()
-    exact = run(trial.define, in_float64(trial.arguments), trial.names, trial.cotangents)
+    exact = trial.defined(in_float64(trial.arguments), trial.names, trial.cotangents)
     with torch.autocast(case.device.type, dtype=torch.bfloat16):
         got = trial.run()
-        reference = run(replace(case, backend="reference").call, trial.arguments, trial.names, trial.cotangents)
+        with plain_matmuls():
+            reference = run(replace(case, backend="reference").call, trial.arguments, trial.names, trial.cotangents)
     trial.expect(trial.complaints(got, reference, exact, dtype=torch.bfloat16))
 
 

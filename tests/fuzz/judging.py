@@ -27,6 +27,7 @@ from fuzz.drawing import Example, Floats, arranged
 from fuzz.rounding import Reach, Rounding
 from liger_core import BackendError, Op, Unsupported, use
 from liger_core.accuracy import error, judge
+from liger_core.matmul import plain_matmuls
 
 LEEWAY, TRIES = 3.0, 8
 # In float64 the truth has the same round-off as what it judges, which no random rounding shows where all terms are rounded alike.
@@ -56,9 +57,10 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
 
     def answers(given: Mapping[str, Any], cotangents: Tensors | None) -> tuple[Tensors, Gradients, Tensors]:
         given = with_gradients(given, asked)
-        outputs = leaves(formula(**given))
-        drawn = _cotangents(example, outputs) if cotangents is None else {n: c.to(outputs[n].dtype) for n, c in cotangents.items()}
-        return _detached(outputs), _gradients(outputs, {n: given[n] for n in asked}, drawn), drawn
+        with plain_matmuls():
+            outputs = leaves(formula(**given))
+            drawn = _cotangents(example, outputs) if cotangents is None else {n: c.to(outputs[n].dtype) for n, c in cotangents.items()}
+            return _detached(outputs), _gradients(outputs, {n: given[n] for n in asked}, drawn), drawn
 
     plain = answers(arguments, None)
     cotangents = plain[2]

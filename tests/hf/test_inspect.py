@@ -82,7 +82,8 @@ def test_a_model_on_meta_is_inspected_on_the_cpu() -> None:
 
 def test_the_architecture_of_the_config_decides_the_model() -> None:
     config = LlamaConfig(**COMMON, architectures=["LlamaModel"])
-    assert liger_hf.inspect(config).absent["linear_cross_entropy"] == "no module is a model with an output head"
+    chosen = liger_hf.inspect(config, only=["rms_norm", "linear_cross_entropy"])
+    assert chosen.absent["linear_cross_entropy"] == "no module is a model with an output head"
 
 
 def test_the_command_reads_a_folder(folder: str) -> None:
@@ -100,6 +101,13 @@ def test_the_command_prints_whole_names_in_100_columns(folder: str) -> None:
     assert "│ model.layers.*.post_attention_layernorm │     2 │ rms_norm             │ replaceable: outputs" in result.stdout
     assert "│ left: not asked for" in result.stdout
     assert max(len(line) for line in result.stdout.splitlines() if line[:1] in "┏┡│└") <= 100
+
+
+def test_the_command_prints_what_was_asked_for_and_is_not_there(folder: str) -> None:
+    everything, chosen = (command(folder, *more).stdout for more in ((), ("--only", "rms_norm", "--only", "experts")))
+    assert "experts" not in everything
+    assert "│ experts" in chosen
+    assert "│ left: no module" in chosen
 
 
 def test_the_command_prints_classes_and_backends_if_asked(folder: str) -> None:

@@ -74,7 +74,8 @@ def test_a_rule_of_a_plugin_reaches_a_model(install: Install) -> None:
 
 def test_the_report_says_what_a_rule_of_a_plugin_looked_for_in_vain(install: Install) -> None:
     install("silu", source())
-    assert liger_hf.apply(nn.Sequential(nn.Linear(4, 4))).absent["swiglu"].startswith("no module is a gated MLP")
+    report = liger_hf.apply(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), only=["swiglu", "layer_norm"])
+    assert report.absent["swiglu"].startswith("no module is a gated MLP")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,6 @@ def test_a_rule_of_a_plugin_that_fails_leaves_the_others_alone(install: Install)
 def test_an_mlp_without_a_gate_does_not_concern_the_rule_of_gated_mlps(name: str) -> None:
     report = liger_hf.apply(make(name))
     assert [row for row in report.rows if row.op in ("swiglu", "geglu")] == []
-    assert set(report.absent) >= {"swiglu", "geglu"}
 
 
 @pytest.mark.parametrize("name", ["nemotron", "arcee"])
@@ -122,7 +122,6 @@ def test_squared_relus_become_relu_squared(name: str) -> None:
 
 def test_an_activation_of_another_kind_does_not_concern_the_rule_of_squared_relus() -> None:
     report = liger_hf.apply(make("gpt_neox"))
-    assert "relu_squared" in report.absent
     assert [row for row in report.rows if row.op == "relu_squared"] == []
 
 

@@ -13,22 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from liger_bench.offloading import Offloading
+from liger_core import private_torch
 from liger_core.errors import OptionError
 from liger_core.kernels import KERNELS
 from liger_hf.tiling import INSIDE
 
 aten = torch.ops.aten
-MATMULS = frozenset(
-    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default, aten._grouped_mm.default}
-)
-ATTENTION = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-)
+MATMULS = private_torch.MATMULS | {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 
 class Keeps(IntEnum):
@@ -77,7 +68,7 @@ def enable(model: Any, how: str) -> None:
 
 def layers(model: nn.Module) -> list[Any]:
     """The layers that can be checkpointed, in order."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
+    from liger_hf.private_transformers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
@@ -89,12 +80,14 @@ def checkpointed_layers(model: nn.Module) -> int:
 
 def keep(layer: Any, what: Keeps, matmuls: Matmuls | None = None, offloading: Offloading | None = None) -> None:
     """Set what a layer keeps from its next forward pass on; layers of the same kind share `matmuls`, and all `offloading`."""
+    from liger_hf.private_transformers import CHECKPOINT
+
     layer.gradient_checkpointing = what is not Keeps.ALL
     if what is Keeps.NOTHING:
-        layer._gradient_checkpointing_func = offloading or Offloading()
+        setattr(layer, CHECKPOINT, offloading or Offloading())
         return
-    contexts: dict[str, Any] = {"context_fn": matmuls or Matmuls()} if what is Keeps.MATMULS else {}
-    layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **contexts)
+    contexts: dict[str, Any] = {"context_fn": (matmuls or Matmuls()).contexts} if what is Keeps.MATMULS else {}
+    setattr(layer, CHECKPOINT, partial(checkpoint, use_reentrant=False, **contexts))
 
 
 class Matmuls:
@@ -107,15 +100,17 @@ class Matmuls:
 
     def __init__(self) -> None:
         self.last: int | None = None
+        # A compiler takes nothing but a plain function for them.
+        self.contexts = lambda: self._contexts()
 
-    def __call__(self) -> Any:
+    def _contexts(self) -> Any:
         last, seen = self.last, Counter[bool]()
 
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             if INSIDE.tiles:
                 # Its own backward pass recomputes it.
                 return CheckpointPolicy.PREFER_RECOMPUTE
-            if op in ATTENTION and _is_long(args[0]):
+            if op in private_torch.ATTENTION and _is_long(args[0]):
                 return CheckpointPolicy.MUST_SAVE
             if op not in MATMULS and not _multiplies(op):
                 return CheckpointPolicy.PREFER_RECOMPUTE

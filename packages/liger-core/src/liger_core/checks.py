@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_core.errors import DeviceError, DtypeError, LigerError, OptionError, ShapeError, TargetError
+from liger_core.private_torch import dispatch_stack_length, is_wrapped
 
 
 def shape(tensor: Tensor) -> str:
@@ -171,7 +172,7 @@ def readable(tensor: Tensor) -> bool:
     """Whether looking at the values waits for nothing: on the CPU, and neither traced nor batched by a transform."""
     if type(tensor) is not Tensor or tensor.device.type != "cpu" or torch.compiler.is_compiling() or tensor.numel() == 0:
         return False
-    return not (torch._C._len_torch_dispatch_stack() or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return not (dispatch_stack_length() or is_wrapped(tensor))
 
 
 def targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:

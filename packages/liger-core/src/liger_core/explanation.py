@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from liger_core.errors import OptionError, Unsupported
 from liger_core.op import Op
 from liger_core.plugins import Registry, registry
+from liger_core.private_torch import FakeTensorMode
 from liger_core.selection import AUTO, in_words, ranking, selected
 
 
@@ -84,15 +85,13 @@ def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: An
         return _Verdict(True, "can run")
     if device not in backend.device_types:
         return _Verdict(False, f"runs on {' and '.join(backend.device_types)} tensors, got a {device} tensor")
-    if not backend.supports_fake_tensors:
+    if not (backend.supports_fake_tensors and FakeTensorMode):
         return _Verdict(None, "can run unless it declines, which only the call itself shows")
     return _on_fakes(found.implementations[name][op.name], args, kwargs)
 
 
 def _on_fakes(implementation: Callable[..., Any], args: Any, kwargs: Any) -> _Verdict:
     """Call the implementation on fake tensors: it declines before any work, and fakes do none."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))
         # An implementation that fails on fake tensors has not declined.

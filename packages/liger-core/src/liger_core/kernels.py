@@ -18,14 +18,22 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from liger_core.errors import GradientError, Unsupported, nearest
+from liger_core.private_torch import (
+    DisableAutocast,
+    autocast_is_on,
+    dispatch_stack_length,
+    graph_task,
+    is_exporting,
+    is_legacy_batched,
+    is_transforming,
+    is_wrapped,
+    keeps_graph,
+    parse_schema,
+)
 
 _libraries: dict[str, torch.library.Library] = {}
 # Custom op → its kernel, for code that watches operations.
 KERNELS: dict[Any, Kernel] = {}
-# Whether the running backward pass keeps its graph (retain_graph=True), so that another one may need what was saved.
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-_transform = torch._C._functorch.peek_interpreter_stack
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, list, tuple})
 # The annotations that parameters of `launch` may have, and the schema type of each.
 _TYPES: dict[Any, str] = {
@@ -81,17 +89,18 @@ class Kernel:
         self.tied: dict[int, tuple[Kernel, Any]] = {}
 
     def __call__(self, *args: Any) -> Outputs:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not _PLAIN.issuperset(map(type, args)):
+        if torch.compiler.is_compiling() or dispatch_stack_length() or not _PLAIN.issuperset(map(type, args)):
             outputs = self.op(*args)
             return (outputs,) if self.single else outputs
-        if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():
+        if autocast_is_on():
+            with DisableAutocast():
                 return self._plainly(args)
         return self._plainly(args)
 
     def _plainly(self, args: tuple[Any, ...]) -> Outputs:
         """Run without the dispatcher; a backward that frees its graph may recycle its inputs."""
-        if self.recycle is not None and torch._C._current_graph_task_id() != -1 and not _keeps_graph():
+        # Not if the pass keeps its graph (retain_graph=True): another one may need what was saved.
+        if self.recycle is not None and graph_task() != -1 and not keeps_graph():
             return self.execute(args, self.recycle)
         return self.execute(args, self.allocate)
 
@@ -140,7 +149,7 @@ class Kernel:
 
     def check_plain(self, args: tuple[Any, ...], op: str) -> None:
         """Refuse a call under torch.func transforms and forward-mode AD."""
-        if _is_transforming() and any(map(_is_transformed, args)):
+        if is_transforming() and any(map(_is_transformed, args)):
             self.refuse_transform(op)
 
     def refuse_transform(self, op: str) -> NoReturn:
@@ -148,7 +157,7 @@ class Kernel:
         raise Unsupported("torch.func transforms and forward-mode AD see plain PyTorch only")
 
     def _dispatched(self, *args: Any) -> Any:
-        with torch._C._DisableAutocast():
+        with DisableAutocast():
             outputs = self.execute(args, self.allocate)
         return outputs[0] if self.single else tuple(outputs)
 
@@ -239,7 +248,7 @@ def _fields(kernel: str, parameters: _Parameters) -> list[str]:
 def _define(library: torch.library.Library, name: str, inputs: list[str], outputs: list[str]) -> Any:
     schema = f"{name}({', '.join(inputs)}) -> ({', '.join(outputs)})"
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    return torch._C.parse_schema(schema)
+    return parse_schema(schema)
 
 
 # -- autograd
@@ -347,9 +356,8 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
                     asked = True
                     break
             else:
-                # Later inputs of an exported program may require gradients. The flag, since torch 2.11 answers is_exporting() with True in every
-                # compiled region.
-                asked = torch.compiler._is_exporting_flag
+                # Later inputs of an exported program may require gradients.
+                asked = is_exporting()
         if early:
             args = (*args, [_asks(args[first]) or _asks(args[last]) for first, last in targets] if asked else no)
         if asked:
@@ -372,7 +380,7 @@ def check_backward(title: str, *grads: Tensor | None) -> None:
             f"{title}: the gradient must not be differentiated again, got create_graph=True; write that part in plain PyTorch"
         )
     for grad in grads:
-        if grad is not None and _is_batched(grad):
+        if grad is not None and is_legacy_batched(grad):
             raise GradientError(
                 f"{title}: upstream gradients must be plain tensors, got a batch of them (is_grads_batched=True, vectorize=True); "
                 "take one at a time"
@@ -421,20 +429,11 @@ def _check_names(forward: Kernel, backward: Kernel, public: int) -> None:
                 )
 
 
-def _is_transforming() -> bool:
-    """Whether a torch.func transform or a level of forward-mode AD is open."""
-    return forward_ad._current_level >= 0 or _transform() is not None
-
-
-# As `_settle` in op.py: a compiler that traces takes the answer as it is.
-_is_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _is_transformed(value: Any) -> bool:
     """Whether a value is batched, differentiated by torch.func, or has a tangent."""
     if not isinstance(value, Tensor):
         return False
-    return torch._C._functorch.is_functorch_wrapped_tensor(value) or forward_ad.unpack_dual(value).tangent is not None
+    return is_wrapped(value) or forward_ad.unpack_dual(value).tangent is not None
 
 
 def _asks(value: Tensor | None) -> bool:

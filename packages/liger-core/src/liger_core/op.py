@@ -14,6 +14,7 @@ from liger_core.checks import not_plain
 from liger_core.dtypes import ANY, Dtypes, same_dtypes, settled
 from liger_core.errors import LigerError, Unsupported, nearest
 from liger_core.layout import Layout, run_locally
+from liger_core.private_torch import constant_when_traced
 
 # What options are called that allow an op to write over tensors that it was given.
 OVERWRITING = ("inplace", "overwrite", "main_grad")
@@ -226,14 +227,11 @@ def before_first_call(prepare: Callable[[], None]) -> None:
     _prepare[:] = [prepare]
 
 
+@constant_when_traced
 def _settle() -> bool:
     for prepare in _prepare:
         prepare()
     return True
-
-
-# What torch.compiler.assume_constant_result sets; calling it here would import the whole compiler, a second, with core.
-_settle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def op(

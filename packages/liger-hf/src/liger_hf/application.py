@@ -20,6 +20,7 @@ from liger_hf import causal_mask, partial_gradients, tiling
 from liger_hf.discovery import replaceable_ops, rules
 from liger_hf.errors import ModelError
 from liger_hf.patch import EARLIER, Patch
+from liger_hf.private_transformers import OFFLOADED, USES_KERNELS
 from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
 from liger_hf.rule import Candidate, Found, Rule
@@ -72,6 +73,7 @@ def apply(
     if shared:
         report.notes.append(together.NOTE.format(count=len(shared)))
         report.patches += [patch.install() for patch in shared]
+    report.notes.extend(together.unread_forwards(model))
     if mlp_rows is not None:
         # Around the forwards that are now there.
         report.patches += [tiling.tiles(mlp, mlp_rows).install() for mlp in mlps]
@@ -105,10 +107,11 @@ def survey(
         if not rule.on_request or wanted & {*rule.ops}
         if (found := rule.look(module)) is not None
     ]
-    _absent(report, looked, wanted)
-    if only is not None and wanted and wanted <= report.absent.keys():
-        missing = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
-        raise ModelError(f"{caller}: only= must name something that {report.model} has, it has none of it: {missing}")
+    if only is not None:
+        report.absent = _absent(looked, wanted)
+        if wanted and wanted <= report.absent.keys():
+            missing = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
+            raise ModelError(f"{caller}: only= must name something that {report.model} has, it has none of it: {missing}")
     replaced: set[int] = set()
     home = device or next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     decisions: dict[Any, Decision] = {}
@@ -168,14 +171,14 @@ def _names(caller: str, option: str, given: Names, otherwise: tuple[str, ...]) -
 def _notes(model: nn.Module) -> list[str]:
     """What others have done to the model before."""
     notes = []
-    if any(getattr(module, "_use_kernels", False) is True for module in model.modules()):
+    if any(getattr(module, USES_KERNELS, False) is True for module in model.modules()):
         notes.append(
             "The model was loaded with use_kernels=True: Transformers puts its kernels back at each train() and eval(), over these replacements."
         )
     untrained = [
         f"{name}.{weight}"
         for name, module in model.named_modules()
-        if "_hf_hook" in module.__dict__
+        if OFFLOADED in module.__dict__
         for weight, value in module.named_parameters(recurse=False)
         if value.is_meta and value.requires_grad
     ]
@@ -193,12 +196,15 @@ def _notes(model: nn.Module) -> list[str]:
     return notes
 
 
-def _absent(report: Report, looked: list[tuple[str, nn.Module, Rule, Found]], wanted: set[str]) -> None:
+def _absent(looked: list[tuple[str, nn.Module, Rule, Found]], wanted: set[str]) -> dict[str, str]:
+    """Return the wanted ops that no module is a candidate for, each with what its first rule looked for."""
     present = {op for _, _, rule, _ in looked for op in rule.ops}
+    absent: dict[str, str] = {}
     for rule in rules():
         for op in rule.ops:
-            if op in wanted and op not in present:
-                report.absent.setdefault(op, rule.nothing)
+            if op in wanted - present:
+                absent.setdefault(op, rule.nothing)
+    return absent
 
 
 def _decision(decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: set[str], verify: bool) -> Decision:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.masking_utils import create_causal_mask
-from transformers.utils.import_utils import is_cuda_stream_capturing
 
 from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.private_transformers import attention_implementation, create_causal_mask, is_cuda_stream_capturing
 from liger_hf.rebinding import called, rebound
 
 NOTE = (
@@ -40,7 +39,16 @@ PLAIN = {
     "use_cache",
 }
 # The arguments of `create_causal_mask` from which a model called with those of PLAIN asks for a causal mask and nothing else.
-PLAIN_MASK = {"config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "cache_position", "position_ids", "allow_is_causal_skip"}
+PLAIN_MASK = {
+    "config",
+    "inputs_embeds",
+    "attention_mask",
+    "cache",
+    "past_key_values",
+    "cache_position",
+    "position_ids",
+    "allow_is_causal_skip",
+}
 
 
 def patches(model: nn.Module) -> Iterator[Patch]:
@@ -83,7 +91,7 @@ def _mask(*args: Any, **options: Any) -> Any:
 
 
 def _implementation_is_sdpa(module: nn.Module) -> bool:
-    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
+    return attention_implementation(module) == "sdpa"
 
 
 def _makes_mask(function: Any) -> bool:

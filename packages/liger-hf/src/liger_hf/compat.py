@@ -11,11 +11,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
 
-from transformers.utils import import_utils
-
 from liger_core import OptionError
 from liger_hf.application import apply
 from liger_hf.discovery import replaceable_ops
+from liger_hf.private_transformers import LIGER_KERNEL, forget_liger_kernel
 from liger_hf.report import Report
 
 NAME = "liger_kernel"
@@ -45,7 +44,7 @@ class StandIn:
                 del sys.modules[name]
         if self in _installed:
             _installed.remove(self)
-            import_utils.is_liger_kernel_available.cache_clear()
+            forget_liger_kernel()
 
     def __enter__(self) -> StandIn:
         return self
@@ -75,11 +74,11 @@ def install(show: Callable[[Report], Any] | None = print) -> StandIn:
         )
     package, inner = _module(NAME), _module(f"{NAME}.transformers")
     package.__dict__.update(__version__=VERSION, transformers=inner)
-    inner.__dict__["_apply_liger_kernel_to_instance"] = _applier(show)
+    inner.__dict__[LIGER_KERNEL] = _applier(show)
     stand_in = StandIn({NAME: package, inner.__name__: inner})
     sys.modules.update(stand_in.modules)
     _installed.append(stand_in)
-    import_utils.is_liger_kernel_available.cache_clear()
+    forget_liger_kernel()
     return stand_in
 
 

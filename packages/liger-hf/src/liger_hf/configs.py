@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from liger_core.errors import nearest
 from liger_hf.errors import ModelError

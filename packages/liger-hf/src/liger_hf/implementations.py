@@ -13,6 +13,8 @@ from types import ModuleType
 
 from torch import nn
 
+from liger_hf.private_transformers import attention_implementation, experts_implementation
+
 # What Transformers decorates a function with that a package has a fast kernel for: (name of the kernel, package).
 FALLBACK = "use_kernel_func_from_hub_with_fallback"
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
@@ -23,15 +25,14 @@ def sentences(model: nn.Module) -> list[str]:
     return [*_attention(model), *_experts(model), *_fallbacks(model)]
 
 
-def _chosen(model: nn.Module, belongs: Callable[[nn.Module], bool], attribute: str) -> str | None:
+def _chosen(model: nn.Module, belongs: Callable[[nn.Module], bool], implementation: Callable[[nn.Module], str | None]) -> str | None:
     """The implementation in the config of the first module that it is for."""
     module = next((module for module in model.modules() if belongs(module)), None)
-    name: str | None = getattr(getattr(module, "config", getattr(model, "config", None)), attribute, None) if module is not None else None
-    return name
+    return None if module is None else implementation(module if hasattr(module, "config") else model)
 
 
 def _attention(model: nn.Module) -> Iterator[str]:
-    name = _chosen(model, lambda module: type(module).__name__.endswith("Attention"), "_attn_implementation")
+    name = _chosen(model, lambda module: type(module).__name__.endswith("Attention"), attention_implementation)
     if name == "eager":
         yield "Attention runs by eager PyTorch, which holds all scores; load the model with attn_implementation='sdpa' if its type supports it."
     elif name:
@@ -39,7 +40,7 @@ def _attention(model: nn.Module) -> Iterator[str]:
 
 
 def _experts(model: nn.Module) -> Iterator[str]:
-    name = _chosen(model, lambda module: hasattr(module, "is_concatenated"), "_experts_implementation")
+    name = _chosen(model, lambda module: hasattr(module, "is_concatenated"), experts_implementation)
     if name == "eager":
         yield "Experts run one after the other in a loop; load the model with experts_implementation='grouped_mm'."
     elif name:

@@ -15,6 +15,7 @@ from liger_hf import implementations
 from liger_hf.application import Names, survey
 from liger_hf.configs import config_of
 from liger_hf.errors import ModelError
+from liger_hf.private_transformers import OFFLOADED, makes, without_weights
 from liger_hf.report import REPLACEABLE, Report
 
 CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
@@ -59,9 +60,9 @@ def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
     try:
         with torch.device("meta"):
             if named is not None:
-                return named._from_config(config, **options)
+                return without_weights(named, config, **options)
             autos = (getattr(transformers, name) for name in CLASSES)
-            return next(auto for auto in autos if type(config) in auto._model_mapping).from_config(config, **options)
+            return next(auto for auto in autos if makes(auto, config)).from_config(config, **options)
     except Exception as problem:
         reason = "no model belongs to it" if isinstance(problem, StopIteration) else f"{type(problem).__name__}: {problem}"
         raise ModelError(
@@ -72,7 +73,7 @@ def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
 
 def _without_weights(model: nn.Module) -> bool:
     """Whether all weights are on meta, and no hook of accelerate will load them."""
-    offloaded = any("_hf_hook" in vars(module) for module in model.modules())
+    offloaded = any(OFFLOADED in vars(module) for module in model.modules())
     return not offloaded and all(p.is_meta for p in model.parameters()) and next(model.parameters(), None) is not None
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn.modules import module as global_hooks
+from torch.nn.modules import module as hooks_of_modules
 from torch.overrides import TorchFunctionMode
+
+from liger_core.private_torch import global_hooks, unset_fake_temporarily
 
 
 class DoublePrecision(TorchFunctionMode):
@@ -39,15 +40,14 @@ class DoublePrecision(TorchFunctionMode):
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
     """Global module hooks do not see a check."""
-    names = [name for name, value in vars(global_hooks).items() if name.startswith("_global_") and isinstance(value, dict)]
-    before = {name: getattr(global_hooks, name) for name in names}
-    for name in names:
-        setattr(global_hooks, name, OrderedDict())
+    before = global_hooks()
+    for name in before:
+        setattr(hooks_of_modules, name, OrderedDict())
     try:
         yield
     finally:
         for name, value in before.items():
-            setattr(global_hooks, name, value)
+            setattr(hooks_of_modules, name, value)
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from liger_hf.patch import Patch
+from liger_hf.private_transformers import ALL_REDUCE_GRAD, PARTIAL_GRADIENTS
 
 NOTE = "Gradients of {count} norms over the heads of a rank stay right when they are accumulated, which Transformers would add up several times."
-STYLE = "ReplicatedWithGradAllReduce."
 # The names in its code; where they are others, Transformers may have mended it, and dividing would be wrong.
 CALLED = {"dist", "all_reduce", "grad", "get_group"}
 
@@ -79,11 +79,11 @@ def _ranks(module: nn.Module) -> int:
         if (
             not inspect.isfunction(function)
             or not function.__module__.startswith("transformers.")
-            or not function.__qualname__.startswith(STYLE)
+            or not function.__qualname__.startswith(f"{PARTIAL_GRADIENTS}.")
         ):
             continue
         # In 5.17 this is the hook on the module; later a forward that puts one on each weight.
-        adds_up = inspect.getclosurevars(function).nonlocals.get("_all_reduce_grad", function)
+        adds_up = inspect.getclosurevars(function).nonlocals.get(ALL_REDUCE_GRAD, function)
         mesh = inspect.getclosurevars(adds_up).nonlocals.get("mesh")
         if mesh is not None and {*adds_up.__code__.co_names} - {"parameters"} == CALLED:
             return int(mesh.size())

@@ -8,9 +8,10 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as global_hooks
 
+from liger_core.private_torch import has_global_hook
 from liger_hf.patch import MARK, slot
+from liger_hf.private_transformers import OFFLOADED
 from liger_hf.rebinding import names_in, same_forward
 
 # On a module: name → the children with their classes, functions and settings that its own forward uses and the unit does not.
@@ -44,7 +45,7 @@ def may_pass(module: nn.Module) -> bool:
     for name, known in module.__dict__.get(PASSED, {}).items():
         if isinstance(known, tuple):
             child: nn.Module = known[0]
-            if module._modules.get(name) is not child or hooked(child) or global_hooks._has_any_global_hook():
+            if module._modules.get(name) is not child or hooked(child) or has_global_hook():
                 return False
             if not same_forward(type(child), known[1]):
                 return False
@@ -63,6 +64,6 @@ def hooked(module: nn.Module) -> bool:
             if hooks and not all(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks.values()):
                 return True
         own = part.__dict__.get("forward")
-        if own is not None and "_hf_hook" not in part.__dict__ and not hasattr(own, MARK):
+        if own is not None and OFFLOADED not in part.__dict__ and not hasattr(own, MARK):
             return True
     return False

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_hf.private_transformers import AUTOCAST_FORWARD, OFFLOADED, OFFLOADED_FORWARD
 from liger_hf.rebinding import checkpointed, same_forward, unwrapped
 
 MARK = "__liger__"
@@ -39,7 +40,7 @@ class Patch:
 
     def undo(self) -> bool:
         """Restore the attribute; False if other code has replaced it since."""
-        for attribute in (self.attribute, "forward", "_old_forward", "_original_forward"):
+        for attribute in (self.attribute, "forward", OFFLOADED_FORWARD, AUTOCAST_FORWARD):
             if self.owner.__dict__.get(attribute, Missing) is self.value:
                 if self.previous is Missing:
                     del self.owner.__dict__[attribute]
@@ -51,7 +52,7 @@ class Patch:
 
 def slot(module: nn.Module) -> str:
     """The attribute that holds the module's own forward: accelerate's hooks move it."""
-    return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+    return OFFLOADED_FORWARD if OFFLOADED in module.__dict__ and OFFLOADED_FORWARD in module.__dict__ else "forward"
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any] | str:
@@ -82,7 +83,7 @@ def replaced_method(module: nn.Module, name: str) -> str | None:
 def under_autocast(module: nn.Module) -> Callable[..., Any] | None:
     """The forward with which accelerate wraps a model's own for mixed precision, not yet bound; None if there is none."""
     own = module.__dict__.get("forward")
-    if not isinstance(own, MethodType) or own.__self__ is not module or "_original_forward" not in module.__dict__:
+    if not isinstance(own, MethodType) or own.__self__ is not module or AUTOCAST_FORWARD not in module.__dict__:
         return None
     function: Any = own.__func__
     while function is not type(module).forward:

@@ -12,7 +12,8 @@ from types import CellType, CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from transformers.modeling_layers import GradientCheckpointingLayer
+
+from liger_hf.private_transformers import checkpointing_wrappers
 
 Functions = dict[str, Callable[..., Any]]
 
@@ -45,13 +46,8 @@ def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., A
     return twin(function, function.__code__, space, cells)
 
 
-def _checkpointing() -> frozenset[CodeType]:
-    makes = getattr(GradientCheckpointingLayer.__init_subclass__, "__func__", None)
-    return frozenset() if makes is None else frozenset(c for c in makes.__code__.co_consts if isinstance(c, CodeType))
-
-
 # Since 5.23 Transformers wraps the forward of every class of layers to checkpoint it; 5.17 does that in __call__.
-CHECKPOINTING = _checkpointing()
+CHECKPOINTING = checkpointing_wrappers()
 
 
 def decorated(function: Any) -> FunctionType | None:

@@ -45,7 +45,7 @@ class Row:
 class Report:
     """The result of `apply` or `inspect`; as a context manager it undoes what was applied when the block ends.
 
-    absent           op → why no module was a candidate for it
+    absent           op that only= names → why no module was a candidate for it
     notes            what else the user should know
     implementations  `inspect`: what the model runs where Transformers has several implementations, and what would be faster
     """

@@ -61,7 +61,7 @@ class Rule:
 
     look        returns its findings on a module, or None if the rule does not apply to it
     ops         the names of the ops that it can put in
-    nothing     what the report says if the rule applied to no module
+    nothing     what the report says if only= names an op of the rule and it applied to no module
     on_request  it is used only where only= names one of its ops
     """
 

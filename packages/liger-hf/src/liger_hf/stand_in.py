@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import DeviceError
+from liger_hf.private_transformers import OFFLOADED, OFFLOADED_FORWARD
 
 # What a module computes may depend on how many tokens there are. Besides a few tokens in every dtype, checks run on one, as in
 # generating, and on more than any power of two by which modules distinguish long inputs from short ones, in float32.
@@ -142,7 +143,7 @@ def replica(
         n for n in twin.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs") or n.endswith("_hooks_always_called")
     ]:
         twin.__dict__[name] = type(twin.__dict__[name])()
-    for name in ("forward", "_old_forward", "_hf_hook"):
+    for name in ("forward", OFFLOADED_FORWARD, OFFLOADED):
         twin.__dict__.pop(name, None)
     own = dict(module._parameters)
     for name, value in (parameters or {}).items():
@@ -195,7 +196,7 @@ def device_of(module: nn.Module) -> torch.device:
             return parameter.device
     # accelerate's hooks move offloaded weights to the device where they run the module or its children.
     for child in module.modules():
-        hook = child.__dict__.get("_hf_hook")
+        hook = child.__dict__.get(OFFLOADED)
         for part in getattr(hook, "hooks", (hook,)):
             runs_on = getattr(part, "execution_device", None)
             if runs_on is not None:

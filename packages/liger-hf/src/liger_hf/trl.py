@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from liger_core import OptionError, Unsupported, linear_log_prob
+from liger_hf.private_transformers import TRL_HEAD
 
 # Where TRL's head looks its function up, and what it passes to it.
-PLACE, NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
+PLACE, NAME = "trl.trainer.utils", TRL_HEAD
 PARAMETERS = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale", "outputs"]
 PerToken = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from liger_core import Op
 from liger_core.kernels import check_backward
 from liger_core.op import OVERWRITING
+from liger_core.private_torch import DisableAutocast, autocast_is_on, dispatch_stack_length, is_transforming
 
 # Programs that torch.compile may make of a function: one for each dtype, number of dimensions, pattern of gradients and value of an option,
 # for sizes of 1, and for all other sizes. Calls past them run uncompiled.
@@ -44,8 +45,8 @@ def compiled(op: Op[..., Any]) -> Callable[..., Any]:
         given = {**dict(zip(names, args, strict=False)), **options}
         if not _compiles(given):
             return reference(**given)
-        if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():
+        if autocast_is_on():
+            with DisableAutocast():
                 return _call(programs(), given)
         return _call(programs(), given)
 
@@ -56,9 +57,8 @@ def _compiles(given: Mapping[str, Any]) -> bool:
     """Not what another compiler, a dispatch mode or a transform looks into, and not what overwrites its arguments."""
     return not (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or dispatch_stack_length()
+        or is_transforming()
         or any(isinstance(value, Tensor) and type(value) not in _PLAIN for value in given.values())
         or any(given.get(name) for name in OVERWRITING)
     )

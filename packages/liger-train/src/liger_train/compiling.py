@@ -16,6 +16,7 @@ from torch import nn
 
 from liger_bench.checkpointing import layers
 from liger_core.errors import OptionError
+from liger_core.private_torch import CompilerError, compiler_counters, compiler_times
 
 COMPILER = "inductor"
 # The most graphs of a layer's forward: one per kind of layer and shape, in training and in evaluation. More run in eager mode.
@@ -53,20 +54,21 @@ def undo(model: nn.Module) -> None:
 @contextmanager
 def session() -> Iterator[None]:
     """For the duration of a run: room for every graph, a cache that lasts, and masks that depend on no values."""
-    from torch._dynamo import config, reset
-    from transformers import masking_utils
+    from torch._dynamo import config
+
+    from liger_hf.private_transformers import as_outside_a_capture, without_packing
 
     with ExitStack() as stack:
         stack.enter_context(config.patch(recompile_limit=max(GRAPHS, config.recompile_limit)))
         stack.enter_context(mock.patch.dict(os.environ, {CACHE: cache()}))
         # A run never packs several texts into a row. Transformers looks for that in the values of the positions, for which the host
         # waits in each step; while a graph is captured it cannot, and would add masks, with which attention is slower.
-        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
-        stack.enter_context(mock.patch.object(masking_utils, "is_tracing", lambda tensor=None: False))
+        stack.enter_context(without_packing())
+        stack.enter_context(as_outside_a_capture())
         try:
             yield
         finally:
-            reset()
+            torch.compiler.reset()
 
 
 def cache() -> str:
@@ -84,16 +86,13 @@ def cache() -> str:
 
 def seconds() -> float:
     """How long this process has compiled."""
-    from torch._dynamo.utils import calculate_time_spent
-
-    return calculate_time_spent().get("total_wall_time", 0.0)
+    return float(compiler_times()().get("total_wall_time", 0.0))
 
 
 def from_cache() -> tuple[int, int]:
     """The number of graphs that came from the cache, and that were compiled, forward and backward each."""
-    from torch._dynamo.utils import counters
-
-    return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+    counted = compiler_counters()["inductor"]
+    return counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"]
 
 
 class FirstCall:
@@ -106,12 +105,10 @@ class FirstCall:
         if self.done:
             return step()
         self.done = True
-        from torch._dynamo.exc import TorchDynamoException
-
         before = [weight.grad for weight in self.model.parameters()]
         try:
             return step()
-        except TorchDynamoException as error:
+        except CompilerError() as error:
             if any(grad is not None for grad in before):
                 raise
             reason = problem(getattr(error, "inner_exception", error))

@@ -68,7 +68,7 @@ def chosen_layers(model: Any, setup: Setup, notes: list[str]) -> set[str]:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    return not isinstance(module, nn.modules.conv._ConvNd) and any(p.dim() == 3 for p in module.parameters(recurse=False))
+    return not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and any(p.dim() == 3 for p in module.parameters(recurse=False))
 
 
 def _linear(model: nn.Module, head: Any) -> Iterator[tuple[str, str]]:

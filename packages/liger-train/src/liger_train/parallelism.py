@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from accelerate import Accelerator, ParallelismConfig
 
+from liger_hf.private_transformers import leave_weights_of_tensor_parallelism
 from liger_train.setup import Setup
 
 
@@ -19,9 +18,4 @@ def parallelism(setup: Setup) -> ParallelismConfig | None:
 
 def allow_fsdp2_over_tensor_parallelism() -> None:
     """accelerate 1.15 first makes DTensors of unsharded weights, by a class that Transformers has no more; FSDP2 does not need them."""
-
-    def unchanged(self: Accelerator, *prepared: Any) -> tuple[Any, ...]:
-        return prepared
-
-    patched: Any = Accelerator
-    patched._prepare_tp = unchanged
+    leave_weights_of_tensor_parallelism(Accelerator)

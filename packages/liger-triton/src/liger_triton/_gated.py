@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
+from liger_core.private_torch import storage_id
 from liger_triton.launch import TILE_WARPS, Launcher, TritonKernel, rows_of, tiles_of
 
 SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = 0, 1, 2, 3
@@ -58,7 +59,7 @@ def _recycle_backward(
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two contiguous tensors of one size overlap; without addresses, which fake tensors do not have."""
-    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    same = storage_id(a.untyped_storage()) == storage_id(b.untyped_storage())
     return same and abs(int(a.storage_offset()) - int(b.storage_offset())) < a.numel()
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from liger_core.private_torch import grouped_mm
 from liger_triton.launch import Launcher, cdiv, power_of_two, shared_memory
 
 # Tiles of rows and columns, and what a program multiplies at a time. 16-bit operands go through tensor cores; float32 is multiplied exactly.
@@ -79,7 +80,7 @@ def _in_torch(first: Tensor, second: Tensor) -> bool:
 
 @cache
 def _has_kernels(device: torch.device) -> bool:
-    return hasattr(torch, "_grouped_mm") and torch.cuda.get_device_capability(device) >= (9, 0)
+    return grouped_mm is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _aligned(x: Tensor) -> bool:
@@ -91,7 +92,7 @@ def _aligned(x: Tensor) -> bool:
 
 
 def _torch_grouped_mm(first: Tensor, second: Tensor, ends: Tensor) -> Tensor:
-    result: Tensor = torch._grouped_mm(first, second, offs=ends)
+    result: Tensor = grouped_mm(first, second, offs=ends)
     return result
 
 

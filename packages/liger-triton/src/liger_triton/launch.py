@@ -17,6 +17,7 @@ from triton.runtime import driver
 
 from liger_core import Unsupported
 from liger_core.kernels import Kernel, Outputs
+from liger_core.private_torch import current_device, raw_stream
 from liger_triton.interpreter import find_builtins_once, ignore_nan, multiply_bfloat16, narrow_floats, round_once, round_to_nearest
 
 if knobs.runtime.interpret:
@@ -49,7 +50,7 @@ class TritonKernel(Kernel):
 
     def execute(self, args: tuple[Any, ...], allocate: Any) -> Outputs:
         device = args[self.anchor].get_device()
-        if device >= 0 and device != torch._C._cuda_getDevice():
+        if device >= 0 and device != current_device():
             with torch.cuda.device(device):
                 return super().execute(args, allocate)
         return super().execute(args, allocate)
@@ -97,7 +98,7 @@ class Launcher:
         if not self.direct or getattr(knobs.runtime.launch_enter_hook, "calls", True):
             self.call_triton(grid, args, options)
             return
-        device = torch._C._cuda_getDevice()
+        device = current_device()
         addresses = 0
         key: list[Any] = [device]
         values: list[Any] = []
@@ -121,7 +122,7 @@ class Launcher:
             return
         start, function, between, constants, in_a_tuple = found
         x, y = grid if len(grid) == 2 else (grid[0], 1)
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = raw_stream(device)
         if in_a_tuple:
             start(x, y, 1, stream, function, *between, (*values, *constants))
         else:
@@ -160,7 +161,7 @@ class Launcher:
 
 def overlaps() -> bool:
     """Whether the current device may start a kernel before the one that it depends on has ended: Hopper GPUs and later ones of NVIDIA."""
-    return torch.version.cuda is not None and capability(torch._C._cuda_getDevice()) >= (9, 0)
+    return torch.version.cuda is not None and capability(current_device()) >= (9, 0)
 
 
 @cache

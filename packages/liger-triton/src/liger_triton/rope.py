@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, check_backward, differentiable
+from liger_core.private_torch import dispatch_stack_length
 from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, processors, supported
 
 # Pairs of columns that one program turns, tokens × heads × rotary/2: more than the fewest once every multiprocessor has a program.
@@ -26,7 +27,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
     if not inplace:
         result = _rope(q, k, cos, sin, interleaved)
         return result
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or dispatch_stack_length():
         # Tracing turns in-place writes into copies anyway.
         turned = _rope(q, k, cos, sin, interleaved)
         return q.copy_(turned[0]), k.copy_(turned[1])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_core.errors import OptionError, nearest
+from liger_core.private_torch import flatten_mesh
 from liger_hf.isolation import DoublePrecision
 from liger_verify import attention
 from liger_verify.batches import Batch, batches
@@ -233,7 +234,7 @@ class Training:
         if self.shard == "ddp":
             return DistributedDataParallel(model)
         if self.shard == "fsdp2" and "distributed_config" not in options:
-            inner = mesh["dp", "cp"]._flatten("dp_cp")
+            inner = flatten_mesh(mesh["dp", "cp"], "dp_cp")
             for layer in _layers(model):
                 fully_shard(layer, mesh=inner)
             fully_shard(model, mesh=inner)

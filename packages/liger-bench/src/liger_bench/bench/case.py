@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from liger_bench.bench.implementations import Arguments, Implementation
 from liger_core import accuracy
 from liger_core.op import Op, Work, Workload
+from liger_core.private_torch import FakeTensorMode
 
 GRADIENTS = "gradients"
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -218,8 +219,6 @@ def gradients_of(outputs: list[Tensor], leaves: list[Tensor], given: list[Tensor
 
 def _differentiable_outputs(case: Case) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
     """Shape, stride and dtype of the outputs that have a gradient, from a call on fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
         fakes = tree_map_only(Tensor, mode.from_tensor, trainable(case.arguments, case.trained))
         outputs = as_list(case.op.reference(**fakes))

@@ -12,6 +12,7 @@ import torch
 
 from liger_bench.bench.case import Repeatable
 from liger_core.errors import Unsupported
+from liger_core.private_torch import end_allocate_to_pool
 
 
 def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool) -> Callable[[], None]:
@@ -92,7 +93,7 @@ def _clean_up(device: torch.device, stream: torch.cuda.Stream, pool: tuple[int, 
     with suppress(Exception):
         torch.cuda.synchronize(device)
     with suppress(Exception):
-        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+        end_allocate_to_pool(device.index or 0, pool)
     with suppress(Exception):
         fresh = torch.Generator(device)
         torch.cuda.default_generators[device.index or 0].graphsafe_set_state(fresh.graphsafe_get_state())

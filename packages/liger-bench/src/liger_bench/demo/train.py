@@ -15,6 +15,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from liger_bench.demo.settings import Settings
 from liger_bench.text import Sequences
+from liger_hf.private_transformers import use_one_gpu
 
 
 def train(model: PreTrainedModel, data: Sequences, settings: Settings, advance: Callable[[str], object], *, pieces: int = 1) -> list[float]:
@@ -52,7 +53,7 @@ def _arguments(settings: Settings, folder: str, pieces: int) -> TrainingArgument
     )
     if arguments.n_gpu > 1:
         # The Trainer would split the batch over all GPUs, and only one of them is measured.
-        arguments._n_gpu = 1
+        use_one_gpu(arguments)
     return arguments
 
 

@@ -27,5 +27,5 @@ def peers() -> list[Peer]:
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Else the graphs of earlier workloads count as recompilations, which are limited.
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return torch.compile(function, dynamic=False, fullgraph=True, backend=BACKEND)

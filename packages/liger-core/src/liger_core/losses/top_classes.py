@@ -8,6 +8,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import OptionError
+from liger_core.matmul import multiply
 from liger_core.ops._chunked_loss import Head, autocast_inputs
 from liger_core.ops._head import check_head
 
@@ -68,7 +69,8 @@ def _of_rows(rows: Tensor, weight: Tensor, bias: Tensor | None, k: int, lowest: 
     values = classes = None
     for start in range(0, weight.shape[0], size):
         block = slice(start, start + size)
-        logits = rows @ weight[block].t() if bias is None else torch.addmm(bias[block], rows, weight[block].t())
+        logits = rows.new_empty(rows.shape[0], weight[block].shape[0])
+        multiply(logits, rows, weight[block].t(), None if bias is None else bias[block])
         best = logits.topk(min(k, logits.shape[1]), dim=-1, largest=not lowest)
         here = best.indices + start
         if values is None or classes is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_core.dtypes import autocast_dtype
 from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.matmul import multiply
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._softmax_loss import Asked, RowOptions, RowPasses, RowResults, row_results
 from liger_core.ops._vocabulary import ALONE, RowSum
@@ -271,10 +272,7 @@ def logits_of(head: Head, rows: int, buffer: Tensor | None = None) -> Iterator[t
     for start in range(0, count, rows):
         part = slice(start, min(start + rows, count))
         logits = buffer[: part.stop - part.start]
-        if head.bias is None:
-            torch.mm(head.hidden[part], head.weight.t(), out=logits)
-        else:
-            torch.addmm(head.bias, head.hidden[part], head.weight.t(), out=logits)
+        multiply(logits, head.hidden[part], head.weight.t(), head.bias)
         yield part, logits
 
 
@@ -315,16 +313,7 @@ class Running:
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """out (+)= a @ b, summed in the dtype of out."""
-    if out.dtype == a.dtype:
-        _ = torch.mm(a, b, out=out) if first else out.addmm_(a, b)
-    elif out.dtype == torch.float32 and a.is_cuda:
-        if first:
-            torch.mm(a, b, out_dtype=torch.float32, out=out)
-        else:
-            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-    else:
-        a, b = a.to(out.dtype), b.to(out.dtype)
-        _ = torch.mm(a, b, out=out) if first else out.addmm_(a, b)
+    multiply(out, a, b, None if first else out)
 
 
 # Where a matmul takes less than this, about 0.15 ms on an H200, waiting for the number of ignored rows costs more than they do.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable, reference_kernel
+from liger_core.matmul import multiply
 
 
 def grouped(index: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,13 +60,13 @@ def _launch_backward(
         _multiply(grad_rows, grad_out, matrices, ends)
     if grad_matrices is not None:
         for group, (some, theirs) in enumerate(_groups(ends, grad_out, rows)):
-            grad_matrices[group].copy_(some.t() @ theirs)
+            multiply(grad_matrices[group], some.t(), theirs)
 
 
 def _multiply(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
     out.zero_()
     for matrix, (some, theirs) in zip(matrices, _groups(ends, rows, out), strict=True):
-        theirs += some @ matrix
+        multiply(theirs, some, matrix, theirs)
 
 
 def _groups(ends: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

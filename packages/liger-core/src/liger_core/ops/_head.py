@@ -17,6 +17,7 @@ from liger_core.op import Misuse, Product, Work, Workload
 from liger_core.ops._chunked_loss import Chunk, Head
 from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, workload
 from liger_core.ops._sharding import VocabShard, held_classes
+from liger_core.private_torch import dispatch_stack_length
 
 
 def check_head(name: str, head: Head, several: bool = False, classes: int = 1) -> None:
@@ -73,7 +74,7 @@ def check_chunks(
         if main_grad.dtype != torch.float32:
             checks.fail(DtypeError, name, f"main_grad must have dtype torch.float32, got {main_grad.dtype}")
         # The kernels' schemas do not declare the addition: functionalization of an op that both mutates and returns optionals fails.
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_compiling() or dispatch_stack_length():
             checks.fail(
                 OptionError, name, "main_grad must be given in an eager call, got one that is traced; add weight.grad to it instead"
             )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.matmul import multiply
 from liger_core.ops._inputs import accumulator, row_blocks
 
 # The factors of a product of two split matrices: 0 for the high part, 1 for the middle and 2 for the low one, side by side.
@@ -219,7 +220,7 @@ class LowRank:
         if grad_b is not None:
             self.passes.reduce(projected, grad_y, grad_b.t())
         if grad_weight is not None:
-            torch.mm(of_layer.t(), x, out=grad_weight)
+            multiply(grad_weight, of_layer.t(), x)
         if grad_bias is not None:
             grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
 
@@ -237,7 +238,9 @@ class LowRank:
         self, y: Tensor, own: Tensor | None, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None,
         base: Tensor | None, columns: Tensor, projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
-        given = base if weight is None else torch.mm(x, weight.t(), out=own)
+        if weight is not None and own is not None:
+            multiply(own, x, weight.t())
+        given = base if own is None else own
         assert given is not None
         right = self.passes.right(scaled_rows(b, columns), x.dtype).t()
         self.passes.combine(given, columns, bias, projected, right, y)
@@ -291,20 +294,20 @@ def add_all(base: Tensor | None, left: Tensor, right: Tensor, large: Sequence[tu
     if out.dtype == torch.float16:
         # The adapter's part alone may leave the range; plain PyTorch rounds only those of the layers.
         for rows, matrix in large:
-            _ = torch.mm(rows, matrix, out=out) if base is None else torch.addmm(base, rows, matrix, out=out)
+            multiply(out, rows, matrix, base)
             base = out
         add_product(base, left, right, out)
         return
     # The small product first: the large matmuls add to it while they compute, which a pass over their results would cost extra.
     add_product(base, left, right, out)
     for rows, matrix in large:
-        torch.addmm(out, rows, matrix, out=out)
+        multiply(out, rows, matrix, out)
 
 
 def add_product(base: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
     """base + left @ right, rounded once."""
     if left.dtype == out.dtype and (base is None or base.dtype == out.dtype):
-        _ = torch.mm(left, right, out=out) if base is None else torch.addmm(base, left, right, out=out)
+        multiply(out, left, right, base)
     elif base is not None and left.dtype != out.dtype == base.dtype == torch.float32 and left.is_cuda:
         torch.addmm(base, left, right, out_dtype=torch.float32, out=out)
     else:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.matmul import multiply
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._low_rank import RankPasses, add_all, compute, factor_columns
 
@@ -194,7 +195,7 @@ class LowRankLayers:
         if made.grad_b is not None:
             self.passes.reduce(layer.projected, grad_y, made.grad_b.t())
         if made.grad_weight is not None:
-            torch.mm(grad_y.t(), x, out=made.grad_weight)
+            multiply(made.grad_weight, grad_y.t(), x)
         if made.grad_bias is not None:
             made.grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
 

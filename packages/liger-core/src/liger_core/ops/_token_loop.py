@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.matmul import multiply
 from liger_core.ops._chunked_loss import CHUNK_BYTES, CPU_BYTES, ChunkOptions, Counted, Head, Packed, accumulate, chunking
 from liger_core.ops._inputs import accumulator, power_of_two_above
 from liger_core.ops._token_passes import MOMENTS, AskedOfTokens, LogitOptions, Slopes, Sums, TokenPasses
@@ -344,7 +345,7 @@ def _multiply(head: Head, part: slice, block: slice, logits: Tensor) -> None:
     rows, classes = head.hidden[part], head.weight[block].t()
     bias = None if head.bias is None else head.bias[block]
     if logits.dtype == rows.dtype:
-        _ = torch.mm(rows, classes, out=logits) if bias is None else torch.addmm(bias, rows, classes, out=logits)
+        multiply(logits, rows, classes, bias)
         return
     accumulate(logits, rows, classes, first=True)
     if bias is not None:

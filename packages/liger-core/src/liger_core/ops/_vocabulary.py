@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from liger_core.ops._token_passes import LEAST, MOMENTS, AskedOfTokens
-
-# Without the deprecations that the public functions go through, and by the name of a group, as custom ops take it.
-_c10d = torch.ops._c10d_functional
+from liger_core.private_torch import collectives as _c10d
+from liger_core.private_torch import constant_when_traced, process_group
 
 
 class Vocabulary(NamedTuple):
@@ -160,7 +159,7 @@ class RowSum:
         assert self.vocab.group is not None
         mine: Tensor = _c10d.wait_tensor(self.started)
         self.started, count = None, mine.shape[0]
-        start = count * torch.distributed.distributed_c10d._resolve_process_group(self.vocab.group).rank()  # type: ignore[arg-type]
+        start = count * process_group(self.vocab.group).rank()
         if self.index is None:
             out[start : start + count] = mine
         else:
@@ -172,9 +171,7 @@ class RowSum:
 ALONE = RowSum(Vocabulary(None, 0, 0), 0, None, 0)
 
 
+@constant_when_traced
 def _size(name: str) -> int:
-    return torch.distributed.distributed_c10d._resolve_process_group(name).size()  # type: ignore[arg-type]
-
-
-# A compiler that traces takes the answer as it is.
-_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    size: int = process_group(name).size()
+    return size

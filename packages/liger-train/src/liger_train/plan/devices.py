@@ -14,18 +14,18 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
-from transformers import masking_utils
 
 from liger_core.kernels import KERNELS, Kernel
 from liger_core.ops._chunked_loss import chunking
 from liger_core.ops._token_loop import tiling
 from liger_core.ops._token_passes import REFERENCE_BLOCK
 from liger_core.plugins import registry
+from liger_core.private_torch import FakeTensor, argument_names, graph_task, storage_id, storage_uses, unset_fake_temporarily
 from liger_core.selection import Link, in_turn, ranked, settle
+from liger_hf.private_transformers import without_packing
 from liger_hf.rules.head import causal_loss, projection, weights
 
 # cuBLAS has a workspace of 32 MiB on a Hopper GPU for each thread that calls it: the main thread and that of autograd.
@@ -58,7 +58,7 @@ def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> I
                 stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _fused_attention))
         stack.enter_context(mock.patch.object(torch, "rand", _drawn(torch.rand)))
         # Transformers builds a mask if it cannot check whether a row packs several texts; `liger train` never packs.
-        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
+        stack.enter_context(without_packing())
         if sharded:
             for module in (causal_loss, projection):
                 stack.enter_context(mock.patch.object(module, "gathered", lambda head: weights.HELD.head is not head))
@@ -114,10 +114,10 @@ def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) ->
     """The results of Liger's kernels and of what fake tensors do differently from the device; NotImplemented for everything else."""
     kernel = KERNELS.get(func)
     if kernel is None:
-        if func is torch.ops.aten._grouped_mm.default:
+        if func.name() == "aten::_grouped_mm":
             return _grouped_matmul(**_named(func, args, kwargs))
         return args[0] if func is torch.ops.aten.add.Tensor and _is_added_to(args[0]) else NotImplemented
-    backward = torch._C._current_graph_task_id() != -1
+    backward = graph_task() != -1
     outputs = kernel.recycle(*kernel.grouped(args)) if kernel.recycle is not None and backward else _allocated(device, kernel, args)
     return outputs[0] if kernel.single else outputs
 
@@ -127,10 +127,10 @@ def _is_added_to(total: Tensor) -> bool:
 
     torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace. In a recomputed layer gradients are on.
     """
-    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled() or total._is_view():
+    if graph_task() == -1 or torch.is_grad_enabled() or total._is_view():
         return False
     # One use is by autograd, the other by the Python object of this call.
-    return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2
+    return storage_uses is not None and storage_uses(storage_id(total.untyped_storage())) == 2
 
 
 def _grouped_matmul(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **rest: Any) -> Any:
@@ -160,12 +160,12 @@ def scratch(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) ->
     held_by_kernel = None if kernel is None else HELD_BY_KERNELS.get(kernel.name.partition("::")[2])
     if held_by_kernel is not None:
         return held_by_kernel(device, _named(func, args, kwargs))
-    held = SCRATCH[device].get(func._schema.name)
+    held = SCRATCH[device].get(func.name().partition(".")[0])
     return 0 if held is None else held(_named(func, args, kwargs))
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
-    return {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return dict(zip(argument_names(func), args, strict=False)) | kwargs
 
 
 def _chunks(device: str, given: Arguments) -> int:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from liger_core.kernels import KERNELS
+from liger_core.private_torch import FakeTensorMode
 from liger_train.configs import config_of
 from liger_train.model import weights_dtype
 from liger_train.plan.ledger import Ledger
@@ -91,14 +91,15 @@ class _Clock(Ledger):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        namespace, _, name = func._schema.name.partition("::")
+        namespace, _, name = func.name().partition(".")[0].partition("::")
         if func.is_view or namespace == "prim" or name in FREE:
             return result
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         moved = sum(map(_bytes, given + [t for t in tree_leaves(result) if isinstance(t, Tensor)]))
         operations = 0
-        if func._overloadpacket in flop_registry:
-            operations = flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        packet = getattr(getattr(torch.ops, namespace), name)
+        if packet in flop_registry:
+            operations = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         elif (count := HEAD_MATMULS.get(_kernel(func), 0)) and len(given) > 1:
             (rows, width), classes = given[0].shape, given[1].shape[0]
             operations = 2 * rows * width * classes * count

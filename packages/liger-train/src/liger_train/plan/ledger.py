@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from liger_core.private_torch import storage_id
+
 # Categories of memory. A storage has its category from its allocation on, even if that is determined later.
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 CHECKPOINTS, ACTIVATIONS, LOGITS, OTHER = "checkpoints", "activations", "logits and loss", "other"
@@ -81,17 +83,18 @@ class Ledger(TorchDispatchMode):
         """The bytes of dequantized weights among the arguments."""
         if not self.expanded or len(args) < 2:
             return 0
-        used = [t for t in args if isinstance(t, Tensor) and t.untyped_storage()._cdata in self.expanded]
+        used = [t for t in args if isinstance(t, Tensor) and storage_id(t.untyped_storage()) in self.expanded]
         return sum(t.untyped_storage().nbytes() for t in used)
 
     def note(self, tensor: Tensor, label: str | None = None) -> int:
         """Record the storage of a tensor, or label it if it is known; returns its number."""
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
+        key = storage_id(storage)
+        known = self._known.get(key)
         if known is None:
             self._last += 1
             number, size = self._last, rounded(storage.nbytes())
-            self._known[storage._cdata] = number, weakref.ref(storage, self._died(number, storage._cdata))
+            self._known[key] = number, weakref.ref(storage, self._died(number, key))
             self.sizes[number] = size
             self.events.append((number, size, self.doing))
             label = label or self.known_as(tensor)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from liger_core import VocabShard, linear_cross_entropy
 from liger_core.errors import OptionError
 from liger_core.ops import _vocabulary
+from liger_hf.private_transformers import tensor_parallel_plan
 from liger_hf.rules.head import causal_loss
 from liger_train.setup import Setup
 
@@ -37,7 +38,7 @@ def shard(model: Any, setup: Setup) -> None:
 
     Raises OptionError for a plan of a mixture of experts, and for a model without a plan.
     """
-    plan = model._tp_plan or {}
+    plan = tensor_parallel_plan(model)
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown or not plan:
         what = f"the styles {', '.join(unknown)}" if unknown else "none"

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from liger_core.private_torch import storage_id
 from liger_train.plan.gathering import Gathering, Layerwise
 from liger_train.plan.ledger import GRADIENTS, Ledger, rounded
 from liger_train.plan.optimizers import OPTIMIZERS, Optimizer, Weight, weights_of
@@ -209,5 +210,5 @@ def in_four_bits(model: Any, ledger: Ledger) -> set[int]:
     for module in held_in_four_bits(model):
         size = rounded(module.weight.numel() * module.weight.itemsize)
         ledger.move(module.weight, size - rounded(int(module.weight.numel() * BITS_OF_NF4 / 8)))
-        found.add(module.weight.untyped_storage()._cdata)
+        found.add(storage_id(module.weight.untyped_storage()))
     return found

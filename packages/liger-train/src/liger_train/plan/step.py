@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -12,12 +12,13 @@ from unittest import mock
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from liger_bench.checkpointing import layers
 from liger_core.errors import LigerError, OptionError
+from liger_core.private_torch import DataDependentOutput, DynamicOutputShape, FakeTensorMode
+from liger_hf.private_transformers import CHECKPOINT
 from liger_train import model as train_model
 from liger_train.configs import config_of
 from liger_train.model import LOSS, LOW, build, weights_dtype
@@ -147,7 +148,7 @@ def _in_a_sentence(setup: Setup) -> Iterator[None]:
     except (LigerError, MemoryError):
         raise
     except Exception as problem:
-        if isinstance(problem, DataDependentOutputException | DynamicOutputShapeException):
+        if isinstance(problem, DataDependentOutput | DynamicOutputShape):
             reason = f"it reads values of tensors ({problem.func})"
         else:
             first = next((line for line in str(problem).splitlines() if line.strip()), "").strip()
@@ -159,9 +160,7 @@ def _in_a_sentence(setup: Setup) -> Iterator[None]:
         ) from None
 
 
-def ledger_of_a_step(
-    setup: Setup, model: Any, sharding: Sharding, mode: FakeTensorMode, kind: type[Ledger] = Ledger, **fields: Any
-) -> Ledger:
+def ledger_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: Any, kind: type[Ledger] = Ledger, **fields: Any) -> Ledger:
     """A ledger of this kind after a step; `fields` are set on it before."""
     classes = config_of(setup).get_text_config().vocab_size
     ledger = kind(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model, classes))
@@ -178,7 +177,7 @@ def ledger_of_a_step(
     return ledger
 
 
-def fake_model(setup: Setup, mode: FakeTensorMode) -> tuple[Any, list[str]]:
+def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
     """The model of a setup, on fake tensors."""
     # These are modeled separately: fake tensors can be neither quantized to 4 bits nor offloaded.
     simple = replace(setup, device="cpu", adapter="lora" if setup.adapter == "qlora" else setup.adapter)
@@ -284,30 +283,42 @@ def _watched(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> It
     for weight in model.parameters():
         if weight.requires_grad:
             handles.append(weight.register_post_accumulate_grad_hook(accumulated))
-    for layer in layers(model):
-        if layer.gradient_checkpointing:
-            handles.extend(_checkpointed(layer, ledger, setup.checkpoint == "offload"))
-    yield
+    with ExitStack() as stack:
+        for layer in layers(model):
+            if layer.gradient_checkpointing:
+                stack.enter_context(_checkpointed(layer, ledger, setup.checkpoint == "offload"))
+        yield
     for handle in handles:
         handle.remove()
 
 
-def _checkpointed(layer: nn.Module, ledger: Ledger, offloaded: bool) -> Iterator[Any]:
-    """The input of a layer is its checkpoint.
+@contextmanager
+def _checkpointed(layer: Any, ledger: Ledger, offloaded: bool) -> Iterator[None]:
+    """Record the input of a layer, its checkpoint.
 
     If offloaded, it leaves when the layer is done, and returns when the backward pass reaches the layer after it (liger_bench/offloading.py).
     """
+    checkpoint = getattr(layer, CHECKPOINT)
 
-    def started(_: nn.Module, args: Any, kwargs: Any) -> None:
-        number = ledger.note(args[0] if args else kwargs["hidden_states"], CHECKPOINTS)
+    def started(hidden: Tensor) -> None:
+        number = ledger.note(hidden, CHECKPOINTS)
         if ledger.doing == BACKWARD:
             ledger.fetch(number)
             if ledger.away:
                 ledger.fetch(next(reversed(ledger.away)))
 
-    def ended(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if offloaded and ledger.doing == FORWARD:
-            ledger.leave(args[0] if args else kwargs["hidden_states"])
+    def watched(function: Any, *args: Any) -> Any:
+        """Checkpoint a layer. Its hooks would not do: since Transformers 5.23 they are not run again when it is recomputed."""
 
-    yield layer.register_forward_pre_hook(started, with_kwargs=True)
-    yield layer.register_forward_hook(ended, with_kwargs=True)
+        def run(*inputs: Any) -> Any:
+            started(inputs[0] if inputs else function.keywords["hidden_states"])
+            return function(*inputs)
+
+        output = checkpoint(run, *args)
+        if offloaded and ledger.doing == FORWARD:
+            ledger.leave(args[0] if args else function.keywords["hidden_states"])
+        return output
+
+    setattr(layer, CHECKPOINT, watched)
+    yield
+    setattr(layer, CHECKPOINT, checkpoint)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_core.errors import OptionError
+from liger_hf.private_transformers import use_one_gpu
 from liger_train import fields, techniques, zero
 from liger_train.combinations import ZERO
 from liger_train.parallelism import parallelism
@@ -58,7 +59,7 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         made.fsdp_plugin_args["mixed_precision_policy"] = _mixed(LOW_IN_FSDP2[setup.precision])
     if made.n_gpu > 1:
         # Otherwise the Trainer splits the batch over all GPUs that the process sees.
-        made._n_gpu = 1
+        use_one_gpu(made)
     return made
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_bench.checkpointing import layers
+from liger_hf.private_transformers import CHECKPOINT
 from liger_train.compiling import problem
 
 Inputs = Mapping[str, Tensor]
@@ -138,14 +139,14 @@ class Graphs:
             self._drop_gradients()
             return self.step(inputs, tokens)
         checkpointed = [layer for layer in layers(self.model) if layer.gradient_checkpointing]
-        if any(getattr(layer._gradient_checkpointing_func, "func", None) is not checkpoint for layer in checkpointed):
+        if any(getattr(getattr(layer, CHECKPOINT, None), "func", None) is not checkpoint for layer in checkpointed):
             self._give_up("layers are recomputed by other means than torch.utils.checkpoint, such as from offloaded inputs")
         elif drew and checkpointed:
             self._give_up("layers that are recomputed draw random numbers, as dropout does, and a graph cannot draw the same again")
         elif not drew:
             for layer in checkpointed:
                 # Reading the state of the generator, to restore it in the backward pass, is not possible in a capture.
-                layer._gradient_checkpointing_func = partial(layer._gradient_checkpointing_func, preserve_rng_state=False)
+                setattr(layer, CHECKPOINT, partial(getattr(layer, CHECKPOINT), preserve_rng_state=False))
         return loss
 
     def _record(self, key: Key, inputs: Inputs, tokens: Tensor | None) -> bool:

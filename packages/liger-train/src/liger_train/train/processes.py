@@ -8,6 +8,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+from liger_hf.private_transformers import shard_on_cpu
 from liger_train import zero
 from liger_train.combinations import ZERO
 from liger_train.parallelism import allow_fsdp2_over_tensor_parallelism
@@ -50,7 +51,6 @@ def free_port() -> int:
 def _joined_on_cpu(setup: Setup) -> dict[str, Any]:
     """Set up accelerate's state: accelerate 1.15 shards only on GPUs, although torch and DeepSpeed support the CPU."""
     import torch.distributed as dist
-    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
     if not dist.is_initialized():
@@ -62,8 +62,5 @@ def _joined_on_cpu(setup: Setup) -> dict[str, Any]:
         from liger_train.train import context_parallel
 
         context_parallel.install()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(cpu=True)
-    kind = DistributedType.DEEPSPEED if setup.shard in ZERO else DistributedType.MULTI_GPU
-    PartialState._shared_state["distributed_type"] = kind
+    shard_on_cpu(DistributedType.DEEPSPEED if setup.shard in ZERO else DistributedType.MULTI_GPU)
     return {"accelerator_config": {"use_configured_state": True}}

@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import torch
 from transformers import TrainerCallback
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_bench import machine
 from liger_bench.memory import CpuAllocations, storages
+from liger_hf.private_transformers import GradientCheckpointingLayer
 from liger_train.setup import Setup
 from liger_train.timeline import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, Event, Guess, Tag, Timeline, logits_sizes, timeline
 

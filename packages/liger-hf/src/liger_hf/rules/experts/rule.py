@@ -21,6 +21,7 @@ from liger_core import experts
 from liger_core.dtypes import autocast_dtype
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.private_transformers import GATE, LORA_FACTORS, experts_implementation, run_experts_in_a_loop
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.experts.unlike import unlike
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
@@ -93,18 +94,13 @@ def look(module: nn.Module) -> Found | None:
 def _refusal(module: nn.Module) -> str | None:
     if getattr(module, "has_post_expert_norm", False):
         return "a norm follows each of its experts"
-    if "_apply_gate" in module.__dict__:
-        return "its _apply_gate was already replaced on this instance"
-    name = _implementation(module)
+    if GATE in module.__dict__:
+        return f"its {GATE} was already replaced on this instance"
+    name = experts_implementation(module)
     if name not in REPLACED:
         return f"the experts implementation {name!r} was chosen; model.set_experts_implementation('grouped_mm') lets the op replace it"
     watched = next((name for name, child in module.named_children() if hooked(child)), None)
     return None if watched is None else f"it would pass over {watched}, and the hooks on that have to run"
-
-
-def _implementation(module: nn.Module) -> str | None:
-    name: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return name
 
 
 def _units(module: nn.Module) -> Iterator[Unit]:
@@ -131,7 +127,7 @@ def _forward(original: Callable[..., Any], weights: Weights, unit: Unit) -> Call
 
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
         (gate_up, down, *biases), factors = _stored(self, weights)
-        if not may_pass(self) or _implementation(self) not in REPLACED or hasattr(gate_up, "device_mesh"):
+        if not may_pass(self) or experts_implementation(self) not in REPLACED or hasattr(gate_up, "device_mesh"):
             return original(self, *args, **named)
         tokens, index, weight = (*args, *(named[name] for name in names[len(args) :]))
         if weights.transposed:
@@ -155,8 +151,8 @@ def _stored(module: Any, weights: Weights) -> tuple[list[Tensor], dict[str, Tens
     changed = getattr(module, "parametrizations", None)
     for name, argument in zip(weights.names(), ("gate_up", "down", "", ""), strict=False):
         steps = None if changed is None or name not in changed else changed[name]
-        # Private to PEFT: what has another name is read as the module reads it.
-        if not argument or steps is None or [type(step).__name__ for step in steps] != ["_LoraFactorsProxy"]:
+        # What has another name is read as the module reads it.
+        if not argument or steps is None or [type(step).__name__ for step in steps] != [LORA_FACTORS]:
             found.append(getattr(module, name))
             continue
         found.append(steps.original)
@@ -197,7 +193,7 @@ def _run(
             twin.num_experts = EXPERTS
         # The grouped matmul of torch does not support float64.
         twin.config = copy.copy(module.config)
-        twin.config._experts_implementation_internal = "eager"
+        run_experts_in_a_loop(twin.config)
         return {"output": function(twin, given["tokens"], index, given["router weights"])}
 
     def cast(values: dict[str, Tensor]) -> dict[str, Tensor]:

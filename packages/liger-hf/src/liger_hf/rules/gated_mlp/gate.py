@@ -35,8 +35,9 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp import experts, rule
 from liger_hf.rules.norm import rule as norms
 from liger_hf.rules.norm.within import untouched
-from liger_hf.source import copy_of, once, rebuilt
+from liger_hf.source import copy_of, definition_of, once, rebuilt
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
+from liger_hf.unread import unread
 
 HELPER = "__liger_gate__"
 INNER = 40
@@ -45,9 +46,12 @@ PROBE = torch.linspace(-6.0, 6.0, 25)
 
 def look(module: nn.Module) -> Found | None:
     named = activations_of(unwrapped(type(module).forward))
+    lost = _unread(module)
     # The gate of a norm is that of gated_rms_norm.
-    if not named or norms.eps_of(module) is not None or rule.look(module) is not None or experts.look(module) is not None:
+    if not (named or lost) or norms.eps_of(module) is not None or rule.look(module) is not None or experts.look(module) is not None:
         return None
+    if lost is not None:
+        return Found("swiglu", refusal=lost, fallback=True)
     original = forward_of(module)
     if isinstance(original, str):
         return Found("swiglu", refusal=original)
@@ -79,6 +83,13 @@ def _value(forward: Any, module: nn.Module, name: str) -> Any:
     for attribute in attributes:
         value = getattr(value, attribute, None)
     return value
+
+
+def _unread(module: nn.Module) -> str | None:
+    if definition_of(unwrapped(type(module).forward)) is not None:
+        return None
+    activations = [name for name, child in module._modules.items() if child is not None and _is_known(child)]
+    return unread(module, ("silu", "gelu", *activations), "*", "products with an activation are left alone")
 
 
 def _kind(activation: Any) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from liger_core import cross_entropy, linear_cross_entropy
 from liger_hf.errors import LogitsError
+from liger_hf.private_transformers import ForCausalLMLoss, ForMaskedLMLoss
 from liger_hf.repeated import checkpointed
 from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits, not_in_a_function, still_valid
 from liger_hf.rules.head.projection import compute, eager_logits, gathers_itself, in_one_call, replay, scale_and_cap

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from liger_core.private_torch import FakeTensor
 from liger_hf.errors import LogitsError
 from liger_hf.patch import Patch, own_forward
 from liger_hf.rules.head.lazy_logits import LazyLogits

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from liger_core.private_torch import forward_mode_enabled, saved_tensors_hooks
 from liger_hf.errors import LogitsError
 from liger_hf.repeated import Numbers, Settings, draws, settings_of
 from liger_hf.rules.head.projection import LAZY, Step, compute, replay
@@ -72,8 +73,6 @@ class Cell:
 
 # Functions that take lazy logits as they are; the module of the losses fills it.
 LOSSES: dict[Any, Any] = {}
-# Without this private name of torch, autograd functions are not recognized.
-_forward_mode_enabled = getattr(torch._C, "_is_fwd_grad_enabled", lambda: True)
 # What sees the gradient of a tensor.
 GRADIENTS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
@@ -380,7 +379,7 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
 
 def _saves_elsewhere() -> bool:
     """Whether hooks get what autograd saves: those of activation checkpointing drop it, and recompute it in the backward pass."""
-    return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return not torch.compiler.is_compiling() and saved_tensors_hooks(True) is not None
 
 
 def _plain(value: Any) -> Any:
@@ -422,7 +421,7 @@ def _rows(index: Any, dimensions: int) -> tuple[Any, ...] | None:
 
 def in_a_function() -> bool:
     """Whether a custom autograd function runs its forward pass: torch switches forward-mode AD off there, and otherwise only in inference mode."""
-    return not (_forward_mode_enabled() or torch.is_inference_mode_enabled())
+    return not (forward_mode_enabled() or torch.is_inference_mode_enabled())
 
 
 def not_in_a_function(logits: LazyLogits) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_hf.private_transformers import OFFLOADED
 from liger_hf.rules.head.weights import Weights, gathered, gathering, held
 
 Step = tuple[Any, ...]
@@ -120,7 +121,7 @@ def _project(head: nn.Module, hidden: Tensor, weights: Weights | None) -> Tensor
 
 def gathers_itself(head: nn.Module) -> bool:
     """Hooks around each call of the head gather its weights from the ranks; accelerate's offloading is a forward of its own instead."""
-    return gathered(head) and "_hf_hook" not in vars(head) and not torch.compiler.is_compiling()
+    return gathered(head) and OFFLOADED not in vars(head) and not torch.compiler.is_compiling()
 
 
 def in_one_call(head: nn.Module, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:

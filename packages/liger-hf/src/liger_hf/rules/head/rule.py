@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 from transformers import PreTrainedModel
 
 from liger_core import linear_cross_entropy
+from liger_core.private_torch import IS_FSDP, has_global_backward_hook, interpreter_stack, is_exporting
 from liger_hf.patch import Patch, forward_of, own_forward, replacement, under_autocast
+from liger_hf.private_transformers import LOSS
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.head.causal_loss import MODEL_LOSSES
 from liger_hf.rules.head.check import cases
@@ -118,7 +119,7 @@ def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
         Patch(model, "liger_head", [head]),
         *([mark(head)] if isinstance(sharded, Gathering) else []),
         replacement(head, _head_forward(inner, sizes[1]), inner),
-        Patch(model, "_loss_function", MODEL_LOSSES[_loss_of(model)]),
+        Patch(model, LOSS, MODEL_LOSSES[_loss_of(model)]),
         replacement(model, _model_forward(original), original),
     ]
 
@@ -154,8 +155,8 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             and "num_items_in_batch" in options
             and not (torch.compiler.is_compiling() or _sharded(head))
         )
-        # An exported program returns tensors. The flag, since torch 2.11 answers is_exporting() with True in every compiled region.
-        lazy = (torch.is_grad_enabled() or defer or keep_logits is not None) and not torch.compiler._is_exporting_flag
+        # An exported program returns tensors.
+        lazy = (torch.is_grad_enabled() or defer or keep_logits is not None) and not is_exporting()
         running = None if torch.compiler.is_compiling() else Forward()
         before = LAZY.head, LAZY.forward
         LAZY.head, LAZY.forward = head if lazy else None, running
@@ -176,9 +177,9 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _needs_logits(head: nn.Module) -> bool:
     """Something sees the head's real output, or would see parts of it more than once, were it computed later."""
-    if head._backward_hooks or head._backward_pre_hooks or global_hooks._global_backward_hooks or global_hooks._global_backward_pre_hooks:
+    if head._backward_hooks or head._backward_pre_hooks or has_global_backward_hook():
         return True
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and interpreter_stack() is not None:
         return True
     # Called again to compute logits: a module in the head always, the head itself if only its hooks have its weights.
     again = [part for part in head.modules() if part is not head] if head._modules else []
@@ -197,7 +198,7 @@ def _hooked(module: nn.Module) -> bool:
 
 def _sharded(head: nn.Module) -> bool:
     """Sharded by FSDP or ZeRO-3, or offloaded: the weights may be freed before the logits are read."""
-    return gathered(head) or getattr(head, "_is_fsdp_managed_module", False)
+    return gathered(head) or getattr(head, IS_FSDP, False)
 
 
 def _settled(outputs: Any, keep: bool, defer: bool) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from liger_hf.patch import Patch, slot
+from liger_hf.private_transformers import TP_FORWARD, TP_ORIGINAL
 
 # Set on an instance whose weight is sharded over the classes.
 SHARDED = "liger_sharded_over_classes"
@@ -46,10 +47,10 @@ class Gathering:
 def gathering(head: nn.Module) -> Gathering | str | None:
     """The forward of tensor parallelism on a head that is sharded over its classes; None without one, or why another one must stay."""
     own = head.__dict__.get(slot(head))
-    if not inspect.isfunction(own) or own.__name__ != "tp_forward" or not own.__globals__["__name__"].startswith("transformers."):
+    if not inspect.isfunction(own) or own.__name__ != TP_FORWARD or not own.__globals__["__name__"].startswith("transformers."):
         return None
     known = inspect.getclosurevars(own).nonlocals
-    style, inside, mesh = (known.get(name) for name in ("self", "original_forward", "mesh"))
+    style, inside, mesh = (known.get(name) for name in ("self", TP_ORIGINAL, "mesh"))
     if not (isinstance(inside, MethodType) and inside.__self__ is head and inside.__func__ is type(head).forward):
         return "its forward was already replaced on this instance before the tensor-parallel plan; call apply after it"
     layout: Any = getattr(style, "input_layouts", None)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from liger_core.private_torch import FSDP_STATE
 from liger_hf.errors import LogitsError
+from liger_hf.private_transformers import OFFLOADED
 from liger_hf.rules.head.tensor_parallel import over_classes
 
 
@@ -62,7 +64,7 @@ def gathered(head: nn.Module) -> bool:
 
 def brought(head: nn.Module) -> bool:
     """Hooks on the head itself bring its weights for each call: it is offloaded by accelerate, or sharded by itself."""
-    return _brought_again(head) or hasattr(head, "_get_fsdp_state")
+    return _brought_again(head) or hasattr(head, FSDP_STATE)
 
 
 def weights_of(head: nn.Module) -> Weights | None:
@@ -71,7 +73,7 @@ def weights_of(head: nn.Module) -> Weights | None:
 
 
 def _brought_again(head: nn.Module) -> bool:
-    hook = head.__dict__.get("_hf_hook")
+    hook = head.__dict__.get(OFFLOADED)
     offloaded = any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,)))
     return offloaded or any(hasattr(p, "ds_id") for p in head.parameters())
 

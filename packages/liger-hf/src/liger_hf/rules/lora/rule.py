@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import module as global_hooks
 
 from liger_core import lora_linear
+from liger_core.private_torch import FakeTensor, has_global_hook
 from liger_hf.passing import hooked
 from liger_hf.patch import forward_of, replacement
+from liger_hf.private_transformers import enable_adapters
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, of_length, replica, sized, trial
 
@@ -115,7 +115,7 @@ def computed(module: Any, x: Any) -> Adapter | None:
     """What this call adds to the layer, if the op computes it."""
     if module.disable_adapters or module.merged or not getattr(module, "cast_input_dtype_enabled", True):
         return None
-    if global_hooks._has_any_global_hook():
+    if has_global_hook():
         return None
     adapter = active_adapter(module)
     if isinstance(adapter, str) or not _is_plain(x) or not (_is_plain(adapter.a.weight) and _is_plain(adapter.b.weight)):
@@ -268,7 +268,8 @@ def _run(module: Any, layers: dict[str, nn.Module], plain: bool, adapter: torch.
         if "magnitude" in made:
             children["lora_magnitude_vector"] = {name: made["magnitude"]}
         twin = replica(module, children={n: nn.ModuleDict(part) if isinstance(part, dict) else part for n, part in children.items()})
-        twin._disable_adapters, twin.merged_adapters, twin.scaling = False, [], {name: 0.5}
+        enable_adapters(twin)
+        twin.merged_adapters, twin.scaling = [], {name: 0.5}
         return {"output": function(twin, inputs["x"])}
 
     weights = {

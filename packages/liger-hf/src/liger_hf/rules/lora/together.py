@@ -16,6 +16,7 @@ from liger_hf.patch import Patch, installed_in, replacement, slot
 from liger_hf.rebinding import unwrapped
 from liger_hf.rules.lora.rule import ADAPTED, Adapter, brings_weight, computed, drops, fits
 from liger_hf.rules.lora.source import TAKE, TOGETHER, with_shared_inputs
+from liger_hf.unread import unread
 
 NOTE = "In {count} modules, linear layers with adapters that read the same input read it once."
 MOST = 3
@@ -39,7 +40,7 @@ def patches(model: nn.Module, installed: Iterable[Patch]) -> Iterator[Patch]:
     """
     ours = {id(patch.value) for patch in installed}
     for module in model.modules():
-        names = frozenset(name for name, child in module._modules.items() if child is not None and is_adapted(child))
+        names = _adapted_in(module)
         own = module.__dict__.get(slot(module))
         if len(names) > 1 and (own is None or id(own) in ours):
             function = unwrapped(type(module).forward) if own is None else installed_in(own.__func__)
@@ -49,6 +50,20 @@ def patches(model: nn.Module, installed: Iterable[Patch]) -> Iterator[Patch]:
                 made[names] = with_shared_inputs(function, names, {TOGETHER: together, TAKE: _take})
             if made[names] is not None:
                 yield replacement(module, made[names], function)
+
+
+def unread_forwards(model: nn.Module) -> Iterator[str]:
+    """One sentence for each class of modules whose forward may do so, but could not be read."""
+    sentences = (
+        unread(module, names, "", "its linear layers with adapters read the same input one after the other")
+        for module in model.modules()
+        if len(names := _adapted_in(module)) > 1
+    )
+    return (f"{sentence}." for sentence in dict.fromkeys(sentences) if sentence is not None)
+
+
+def _adapted_in(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, child in module._modules.items() if child is not None and is_adapted(child))
 
 
 def _take(parts: list[Any], place: int) -> Any:

@@ -22,8 +22,9 @@ from liger_hf.rules.modulation.source import modulated_norms, with_one_call
 from liger_hf.rules.norm import rule as norms
 from liger_hf.rules.norm.within import norm_in, refusal, untouched
 from liger_hf.stand_in import Case, Draw, Run, device_of, replica, trial
+from liger_hf.unread import unread
 
-NOTHING = "no forward has the form self.norm(x) * (1 + scale) + shift (only undecorated forwards whose source is available are read)"
+NOTHING = "no forward has the form self.norm(x) * (1 + scale) + shift"
 OPS: dict[str, Op[..., Any]] = {"layer_norm": modulated_layer_norm, "rms_norm": modulated_rms_norm}
 # (the norm's module, x, scale, shift) → the modulated rows; scale and shift have one row for all tokens of a sample.
 Step = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
@@ -32,9 +33,11 @@ Step = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 def look(module: nn.Module) -> Found | None:
     with_eps = [name for name, child in module._modules.items() if child is not None and norms.eps_of(child) is not None]
     names = tuple(name for name in modulated_norms(unwrapped(type(module).forward)) if name in with_eps) if with_eps else ()
+    if not names:
+        return _unread(module, with_eps)
     children = {name: getattr(module, name) for name in names}
     kinds = [kind for kind in OPS if any(norm_in(child, kind) is not None for child in children.values())]
-    if not names or not kinds:
+    if not kinds:
         return None
     (kind, *others) = kinds
     op = f"modulated_{kind}"
@@ -57,6 +60,14 @@ def look(module: nn.Module) -> Found | None:
         device=lambda: device_of(module),
         dtype=next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32),
     )
+
+
+def _unread(module: nn.Module, norms_in_it: list[str]) -> Found | None:
+    # Most norms that are scaled and shifted have no weights of their own; those with weights are before sums.
+    bare = [name for name in norms_in_it if next(getattr(module, name).parameters(), None) is None]
+    lost = unread(module, bare, "+*", "norms that it scales and shifts are left alone") if bare else None
+    kind = next((kind for kind in OPS if any(norm_in(getattr(module, name), kind) is not None for name in bare)), None) if lost else None
+    return Found(f"modulated_{kind}", refusal=lost) if kind else None
 
 
 def _refusal(found: Found | None, child: nn.Module) -> str | None:

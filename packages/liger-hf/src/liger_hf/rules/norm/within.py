@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as global_hooks
 
+from liger_core.private_torch import has_global_hook
 from liger_hf.passing import may_pass
 from liger_hf.patch import MARK, forward_of
+from liger_hf.private_transformers import OFFLOADED
 from liger_hf.rule import Found
 from liger_hf.rules.norm import rule as norms
 from liger_hf.stand_in import replica
@@ -26,7 +27,7 @@ def norm_in(child: nn.Module, op: str = "rms_norm") -> Found | None:
 
 def refusal(child: nn.Module) -> str | None:
     """Why it must be called as the module that it is."""
-    if "_hf_hook" in child.__dict__ or _hooked(child):
+    if OFFLOADED in child.__dict__ or _hooked(child):
         return "hooks on it have to run"
     own = forward_of(child)
     return own if isinstance(own, str) and not hasattr(getattr(child.forward, "__func__", None), MARK) else None
@@ -34,7 +35,7 @@ def refusal(child: nn.Module) -> str | None:
 
 def untouched(child: Any, forward: Callable[..., Any]) -> bool:
     """Calling the module would run its class's forward, or what stands for that, and nothing else."""
-    if _hooked(child) or global_hooks._has_any_global_hook() or not may_pass(child):
+    if _hooked(child) or has_global_hook() or not may_pass(child):
         return False
     own = getattr(child.forward, "__func__", None)
     # What apply put there is for the class of that time.

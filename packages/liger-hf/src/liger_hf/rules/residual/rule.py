@@ -22,8 +22,9 @@ from liger_hf.rules.norm import rule as norms
 from liger_hf.rules.norm.within import norm_in, refusal, untouched
 from liger_hf.rules.residual.source import norms_of_sums, with_one_call
 from liger_hf.stand_in import Case, Run, device_of, replica, trial
+from liger_hf.unread import unread
 
-NOTHING = "no forward adds two tensors and passes the sum straight to {} (only undecorated forwards whose source is available are read)"
+NOTHING = "no forward adds two tensors and passes the sum straight to {}"
 
 
 def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
@@ -31,10 +32,11 @@ def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
     with_eps = [name for name, child in module._modules.items() if child is not None and norms.eps_of(child) is not None]
     summed = [name for name in norms_of_sums(unwrapped(type(module).forward)) if name in with_eps] if with_eps else []
     children = {name: found for name in summed if (found := norm_in(getattr(module, name), norm)) is not None}
-    names = tuple(children)
+    names, op = tuple(children), f"add_{norm}"
     if not names:
-        return None
-    op = f"add_{norm}"
+        lost = unread(module, with_eps, "+", "sums before its norms are left alone") if with_eps else None
+        alike = lost is not None and any(norm_in(getattr(module, name), norm) is not None for name in with_eps)
+        return Found(op, refusal=lost) if alike else None
     original = forward_of(module)
     if isinstance(original, str):
         return Found(op, refusal=original)

@@ -26,11 +26,9 @@ from liger_hf.rules.rotary.forms import Form, Signature, Tried, read, returned, 
 from liger_hf.rules.rotary.rule import PREFIX, calls, cast_call, fitting_forms, keeps_dtype, results_of, rotary_functions
 from liger_hf.rules.rotary_norm.source import CATCH_UP, MAY, NORM, ROTATE, norms_before_rotary, with_held_norms
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, of_length, replica, trial
+from liger_hf.unread import unread
 
-NOTHING = (
-    "no forward normalizes queries and keys by an RMSNorm of each head and passes them straight to a function apply_rotary… "
-    "(only undecorated forwards whose source is available are read)"
-)
+NOTHING = "no forward normalizes queries and keys by an RMSNorm of each head and passes them straight to a function apply_rotary…"
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,9 @@ class Step:
 def look(module: nn.Module) -> Found | None:
     step = _step(module)
     if step is None:
-        return None
+        lost = unread(module, module._modules, "", "norms of queries and keys are left alone")
+        has_parts = lost is not None and _norms_in(module) and rotary_functions(unwrapped(type(module).forward))
+        return Found("qk_norm_rope", refusal=lost) if has_parts else None
     children = [getattr(module, name) for names in step.places for name in names]
     original = forward_of(module)
     if isinstance(original, str):
@@ -71,7 +71,7 @@ def look(module: nn.Module) -> Found | None:
 
 def _step(module: nn.Module) -> Step | None:
     own = unwrapped(type(module).forward)
-    heads = {name for name, child in module._modules.items() if child is not None and _is_norm(child)}
+    heads = _norms_in(module)
     if not heads:
         return None
     found = [(function, names) for function, names in norms_before_rotary(own, PREFIX) if heads.issuperset(names)]
@@ -85,8 +85,9 @@ def _step(module: nn.Module) -> Step | None:
     return Step(name, functions[name], readable, places) if readable is not None and places else None
 
 
-def _is_norm(child: nn.Module) -> bool:
-    return child._parameters.get("weight") is not None and norm_in(child) is not None
+def _norms_in(module: nn.Module) -> set[str]:
+    children = {name: child for name, child in module._modules.items() if child is not None and child._parameters.get("weight") is not None}
+    return {name for name, child in children.items() if norm_in(child) is not None}
 
 
 def _refusal(child: nn.Module) -> str | None:

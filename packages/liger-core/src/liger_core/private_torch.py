@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private name of torch that the packages use. Its fallback is the safe answer: slower, or an error in the one feature that needs it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.modules import module as hooks_of_modules
+
+from liger_core.private_names import PrivateNames
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TORCH = PrivateNames()
+
+# -- modes and transforms
+
+dispatch_stack_length = TORCH.look_up(
+    "torch._C:_len_torch_dispatch_stack",
+    "Eager calls skip the dispatcher unless a dispatch mode watches.",
+    "Every call goes through the dispatcher, main_grad is refused and values of targets are not checked.",
+    lambda: 1,
+)
+interpreter_stack = TORCH.look_up(
+    "torch._C:_functorch.peek_interpreter_stack",
+    "Recognizes torch.func transforms, which need plain PyTorch.",
+    "Every argument is asked whether a transform has wrapped it; nothing is overwritten, and the inductor backend runs references.",
+    lambda: (),
+)
+is_wrapped = TORCH.look_up(
+    "torch._C:_functorch.is_functorch_wrapped_tensor",
+    "Recognizes tensors of torch.func transforms.",
+    "All tensors count as wrapped while a transform is open.",
+    lambda tensor: bool(interpreter_stack()),
+)
+is_legacy_batched = TORCH.look_up(
+    "torch._C:_functorch.is_legacy_batchedtensor",
+    "Refuses batches of upstream gradients (is_grads_batched=True) with a message.",
+    "The error is torch's own: such tensors have no memory.",
+    lambda tensor: False,
+)
+_FORWARD_LEVEL = TORCH.word(
+    "torch.autograd.forward_ad:_current_level",
+    "Tells whether forward-mode AD is on without asking every argument.",
+    "Every argument is asked; the inductor backend runs references.",
+)
+forward_mode_enabled = TORCH.look_up(
+    "torch._C:_is_fwd_grad_enabled",
+    "Tells whether a custom autograd function runs its forward, to which logits computed on demand cannot give a gradient.",
+    "Such a function is not recognized.",
+    lambda: True,
+)
+_EXPORTING = TORCH.word(
+    "torch.compiler:_is_exporting_flag",
+    "Recognizes torch.export. The public is_exporting() of torch 2.11 is true in every compiled region.",
+    "torch.compiler.is_exporting() is asked instead.",
+)
+_CONSTANT = TORCH.word(
+    "torch._dynamo.decorators:_dynamo_marked_constant",
+    "Marks functions whose result Dynamo takes as a constant. The public decorator imports the whole compiler.",
+    "Dynamo traces these functions, and may break the graph at them.",
+)
+
+
+def constant_when_traced(function: F) -> F:
+    """Mark a function whose result a compiler takes as it is. torch.compiler.assume_constant_result does the same, and imports the compiler."""
+    setattr(function, _CONSTANT, True)
+    return function
+
+
+@constant_when_traced
+def is_transforming() -> bool:
+    """Whether a torch.func transform or a level of forward-mode AD is open."""
+    return getattr(forward_ad, _FORWARD_LEVEL, 0) >= 0 or interpreter_stack() is not None
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces a program."""
+    exporting: bool = getattr(torch.compiler, _EXPORTING)
+    return exporting
+
+
+if not hasattr(torch.compiler, _EXPORTING):
+    is_exporting = torch.compiler.is_exporting
+
+
+@contextmanager
+def _autocast_off() -> Iterator[None]:
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        for device in {"cpu", *([] if accelerator is None else [accelerator.type])}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+autocast_is_on = TORCH.look_up(
+    "torch._C:_is_any_autocast_enabled",
+    "Kernels run without autocast; tells whether there is any to switch off.",
+    "Autocast is switched off around every kernel.",
+    lambda: True,
+)
+DisableAutocast = TORCH.look_up(
+    "torch._C:_DisableAutocast",
+    "Switches autocast off around a kernel.",
+    "torch.autocast(enabled=False) for the CPU and the accelerator, which takes longer.",
+    _autocast_off,
+)
+
+# -- the running backward pass
+
+keeps_graph = TORCH.look_up(
+    "torch._C:_autograd._get_current_graph_task_keep_graph",
+    "A backward pass that frees its graph may work in saved tensors.",
+    "It allocates new memory.",
+    lambda: True,
+)
+graph_task = TORCH.look_up(
+    "torch._C:_current_graph_task_id",
+    "Tells whether a backward pass runs, which may work in saved tensors if it frees its graph.",
+    "It allocates new memory, and `liger plan` predicts that.",
+    lambda: -1,
+)
+saved_tensors_hooks = TORCH.look_up(
+    "torch._C:_autograd._top_saved_tensors_default_hooks",
+    "Recognizes activation checkpointing, which recomputes logits.",
+    "Checkpointing is assumed.",
+    lambda ignore_tracing: (),
+)
+
+# -- who holds a tensor
+
+storage_uses = TORCH.look_up(
+    "torch._C:_storage_Use_Count",
+    "Tells whether anything else holds the memory of a tensor, so that it may be overwritten.",
+    "Nothing is overwritten.",
+    None,
+)
+_tensor_uses = TORCH.look_up(
+    "torch:Tensor._use_count",
+    "Tells whether anything else holds a tensor, so that its memory may be overwritten.",
+    "Nothing is overwritten.",
+    None,
+)
+_STORAGE = TORCH.word(
+    "torch.storage:_cdata",
+    "Identifies the memory of a tensor, also of a fake one, which has no address.",
+    "The identity of the Python object, which a storage keeps while it lives.",
+)
+COUNTS_HOLDERS = storage_uses is not None and _tensor_uses is not None and hasattr(torch.UntypedStorage, _STORAGE)
+DisableTorchFunction = TORCH.look_up(
+    "torch._C:DisableTorchFunction",
+    "Makes a tensor whose holders are known, whatever modes are on.",
+    "Under a mode of torch functions, nothing is overwritten.",
+    nullcontext,
+)
+without_modes = TORCH.look_up(
+    "torch.utils._python_dispatch:_disable_current_modes",
+    "Makes a tensor whose holders are known, whatever modes are on.",
+    "Under a dispatch mode, nothing is overwritten.",
+    nullcontext,
+)
+
+
+def holders(tensors: tuple[Any, ...], index: int) -> tuple[int, ...]:
+    """Count the references to the Python object, to the tensor behind it and to its memory; for a view the first two of its base, too.
+
+    The tensor has no name here and is not passed to Python code: a debugger holds variables, and a frame evaluator, which a failed
+    torch.compile leaves behind, arguments.
+    """
+    counts = (
+        sys.getrefcount(tensors[index]),
+        tensors[index]._use_count(),
+        storage_uses(tensors[index].untyped_storage()._cdata),
+    )
+    if tensors[index]._base is None:
+        return counts
+    return *counts, sys.getrefcount(tensors[index]._base), tensors[index]._base._use_count()
+
+
+def storage_id(storage: Any) -> int:
+    """Return a number that identifies a storage while it lives."""
+    address: int | None = getattr(storage, _STORAGE, None)
+    return id(storage) if address is None else address
+
+
+# -- hooks of all modules
+
+has_global_hook = TORCH.look_up(
+    "torch.nn.modules.module:_has_any_global_hook",
+    "A fused forward passes over child modules only if no hook of all modules would see them.",
+    "The dictionaries of hooks are looked at one by one.",
+    lambda: any(global_hooks().values()),
+)
+_BACKWARD_HOOKS = TORCH.word(
+    "torch.nn.modules.module:_global_backward_hooks",
+    "Logits are computed at once if a backward hook of all modules sees them.",
+    "Any hook of all modules counts as one.",
+)
+_BACKWARD_PRE_HOOKS = TORCH.word(
+    "torch.nn.modules.module:_global_backward_pre_hooks",
+    "Logits are computed at once if a backward hook of all modules sees them.",
+    "Any hook of all modules counts as one.",
+)
+_GLOBAL_HOOKS = TORCH.word(
+    "torch.nn.modules.module:_global_",
+    "Checks of `apply` run without the hooks of all modules, whose names start so.",
+    "These hooks see the checks.",
+)
+
+
+def global_hooks() -> dict[str, Any]:
+    """Name → hooks of all modules, of every kind."""
+    return {name: value for name, value in vars(hooks_of_modules).items() if name.startswith(_GLOBAL_HOOKS) and isinstance(value, dict)}
+
+
+def has_global_backward_hook() -> bool:
+    """Whether a backward hook of all modules is registered."""
+    for name in (_BACKWARD_HOOKS, _BACKWARD_PRE_HOOKS):
+        hooks = getattr(hooks_of_modules, name, None)
+        if has_global_hook() if hooks is None else hooks:
+            return True
+    return False
+
+
+# -- schemas of operators
+
+
+class _Field(NamedTuple):
+    name: str
+    type: str
+
+
+class _Schema(NamedTuple):
+    arguments: list[_Field]
+    returns: list[_Field]
+
+
+def _read_schema(schema: str) -> _Schema:
+    """Read the schema of one of the kernels, "name(Tensor x, bool[] needs) -> (Tensor y)"."""
+    fields = [
+        [_Field(name, "List[bool]" if kind == "bool[]" else kind) for kind, _, name in (one.partition(" ") for one in side.split(", "))]
+        for side in schema.partition("(")[2].removesuffix(")").split(") -> (")
+    ]
+    return _Schema(*fields)
+
+
+parse_schema = TORCH.look_up(
+    "torch._C:parse_schema",
+    "Reads the schema of a kernel: the names and types of its parameters.",
+    "A parser of the few types that kernels have.",
+    _read_schema,
+)
+_SCHEMA = TORCH.word(
+    "torch._ops:_schema", "`liger plan` binds the arguments of an operator to their names.", "Scratch memory of operators is not predicted."
+)
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of an operator's parameters; none where torch does not say."""
+    return [argument.name for argument in getattr(getattr(operator, _SCHEMA, None), "arguments", ())]
+
+
+# -- operators
+
+grouped_mm = TORCH.look_up(
+    "torch:_grouped_mm",
+    "Multiplies the groups of experts in bfloat16 on a GPU.",
+    "The Triton kernel for other dtypes multiplies them.",
+    None,
+)
+
+
+def _operators(names: tuple[str, ...], purpose: str) -> frozenset[Any]:
+    found = (TORCH.look_up(f"torch:ops.aten.{name}.default", purpose, "They are recomputed.", None) for name in names)
+    return frozenset(operator for operator in found if operator is not None)
+
+
+MATMULS = _operators(("_scaled_mm", "_grouped_mm"), "Partial checkpointing keeps the outputs of matmuls.")
+ATTENTION = _operators(
+    (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ),
+    "Partial checkpointing keeps the outputs of attention.",
+)
+
+# -- ranks
+
+collectives = TORCH.look_up(
+    "torch:ops._c10d_functional",
+    "The ranks of a sharded vocabulary exchange a few numbers per row. The public functions warn of deprecations.",
+    "An error in calls with a sharded vocabulary.",
+    None,
+)
+process_group = TORCH.require("torch.distributed.distributed_c10d:_resolve_process_group", "Finds the ranks of a sharded vocabulary.")
+flatten_mesh = TORCH.require(
+    "torch.distributed.device_mesh:DeviceMesh._flatten", "`liger verify` shards over data-parallel and context-parallel ranks."
+)
+IS_FSDP = TORCH.word(
+    "torch.distributed.fsdp._fully_shard._fully_shard:_is_fsdp_managed_module",
+    "Logits of an evaluation are computed at once if FSDP frees the weights of the head.",
+    "They may be read only before the next forward pass.",
+)
+FSDP_STATE = TORCH.word(
+    "torch.distributed.fsdp._fully_shard._fully_shard:_get_fsdp_state",
+    "Recognizes a head that FSDP2 shards by itself.",
+    "Hooks of such a head make its logits be computed at once.",
+)
+
+# -- devices
+
+current_device = TORCH.look_up(
+    "torch._C:_cuda_getDevice",
+    "Finds the current GPU for each kernel.",
+    "torch.cuda.current_device(), which takes longer.",
+    torch.cuda.current_device,
+)
+raw_stream = TORCH.look_up(
+    "torch._C:_cuda_getCurrentRawStream",
+    "Finds the current stream for each kernel.",
+    "torch.cuda.current_stream(), which takes longer.",
+    lambda device: torch.cuda.current_stream(device).cuda_stream,
+)
+end_allocate_to_pool = TORCH.look_up(
+    "torch._C:_cuda_endAllocateToPool",
+    "Cleans up after a CUDA graph that could not be captured.",
+    "The memory of the graph stays reserved.",
+    lambda device, pool: None,
+)
+
+multiplies_bfloat16, multiplies_float16 = (
+    TORCH.look_up(
+        f"torch:ops.mkldnn._is_mkldnn_{dtype}_supported",
+        "Tells whether PyTorch has a fast matmul in 16 bits for this processor.",
+        "It is taken to have one: on an older processor, ops in that dtype take several times as long.",
+        lambda: True,
+    )
+    for dtype in ("bf16", "fp16")
+)
+
+# -- fake tensors
+
+
+class _Nothing(Exception):
+    """Stands for a class of errors or tensors that torch does not have."""
+
+
+FakeTensor = TORCH.look_up(
+    "torch._subclasses.fake_tensor:FakeTensor",
+    "Fake tensors stand for plain ones when a training run is planned.",
+    "They do not.",
+    _Nothing,
+)
+FakeTensorMode = TORCH.require(
+    "torch._subclasses.fake_tensor:FakeTensorMode",
+    "`liger plan` and `liger bench` run models and ops without memory, and `explain` asks a backend.",
+)
+unset_fake_temporarily = TORCH.look_up(
+    "torch._subclasses.fake_tensor:unset_fake_temporarily",
+    "Checks of `apply` compute with numbers while a training run is planned.",
+    "These checks fail, so `liger plan` predicts the model without Liger.",
+    nullcontext,
+)
+DataDependentOutput, DynamicOutputShape = (
+    TORCH.look_up(
+        f"torch._subclasses.fake_tensor:{name}Exception",
+        "`liger plan` says that a model reads values.",
+        "It shows torch's error.",
+        _Nothing,
+    )
+    for name in ("DataDependentOutput", "DynamicOutputShape")
+)
+
+# -- the compiler, whose import takes a second
+
+compiler_counters = TORCH.look_up_later(
+    "torch._dynamo.utils:counters",
+    "`liger train` reports how many compiled graphs came from the cache.",
+    "It reports none.",
+    Counter({"inductor": Counter[str]()}),
+)
+compiler_times = TORCH.look_up_later(
+    "torch._dynamo.utils:calculate_time_spent", "`liger train` reports how long it has compiled.", "It reports 0.", dict[str, float]
+)
+CompilerError = TORCH.look_up_later(
+    "torch._dynamo.exc:TorchDynamoException",
+    "`liger train` goes on without torch.compile if that fails.",
+    "The error of the compiler ends the run.",
+    _Nothing,
+)

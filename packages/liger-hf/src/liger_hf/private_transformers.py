@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private name of Transformers, accelerate, PEFT and TRL that the packages use, and every fact about their code, with a fallback.
+
+Without a name, what needs it is left as it is, so a model trains as without Liger there, or one feature raises an error when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import CodeType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from liger_core.private_names import PrivateNames
+
+TRANSFORMERS = PrivateNames()
+
+# -- classes and functions
+
+
+def _uncalled(name: str) -> Callable[..., Any]:
+    """Return a function of this name that no model calls, since Transformers does not have it."""
+
+    def function(*args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+    function.__name__ = name
+    return function
+
+
+create_causal_mask = TRANSFORMERS.look_up(
+    "transformers.masking_utils:create_causal_mask",
+    "Compiled models call attention with is_causal=True instead of a mask.",
+    "They make a mask.",
+    _uncalled("create_causal_mask"),
+)
+is_cuda_stream_capturing = TRANSFORMERS.look_up(
+    "transformers.utils.import_utils:is_cuda_stream_capturing",
+    "Models that are captured in a CUDA graph call attention with is_causal=True instead of a mask.",
+    "torch is asked.",
+    lambda: torch.cuda.is_available() and torch.cuda.is_current_stream_capturing(),
+)
+ForCausalLMLoss = TRANSFORMERS.look_up(
+    "transformers.loss.loss_utils:ForCausalLMLoss",
+    "Recognizes the loss of a model, which is computed without the logits.",
+    "The head and its loss are left to Transformers.",
+    _uncalled("ForCausalLMLoss"),
+)
+ForMaskedLMLoss = TRANSFORMERS.look_up(
+    "transformers.loss.loss_utils:ForMaskedLMLoss",
+    "Recognizes the loss of a model, which is computed without the logits.",
+    "The head and its loss are left to Transformers.",
+    _uncalled("ForMaskedLMLoss"),
+)
+_checkpointed_class = TRANSFORMERS.look_up(
+    "transformers.modeling_layers:GradientCheckpointingLayer",
+    "Finds the layers that can be checkpointed, and the forward that Transformers wraps to checkpoint it.",
+    "`liger train` finds no layer to checkpoint; forwards are taken to be unwrapped.",
+    None,
+)
+GradientCheckpointingLayer: type[nn.Module] = _checkpointed_class or type("GradientCheckpointingLayer", (nn.Module,), {})
+_experts_functions = TRANSFORMERS.look_up(
+    "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS",
+    "Finds the function that runs the experts of a layer.",
+    "The forward of the layer is taken for it.",
+    {},
+)
+_forget_liger_kernel = TRANSFORMERS.look_up(
+    "transformers.utils.import_utils:is_liger_kernel_available.cache_clear",
+    "`liger_hf.compat` makes Transformers look for the package liger_kernel again.",
+    "Transformers is taken to look for it each time.",
+    lambda: None,
+)
+
+
+def checkpointing_wrappers() -> frozenset[CodeType]:
+    """Return the code of the functions with which Transformers wraps the forward of every class of layers to checkpoint it; 5.17 has none."""
+    makes = getattr(GradientCheckpointingLayer.__init_subclass__, "__func__", None)
+    constants = getattr(getattr(makes, "__code__", None), "co_consts", ())
+    return frozenset(constant for constant in constants if isinstance(constant, CodeType))
+
+
+def experts_function(name: str | None) -> Callable[..., Any] | None:
+    """Return the function that runs experts by the implementation of this name; None if Transformers has no such function."""
+    function: Callable[..., Any] | None = _experts_functions.get(name)
+    return function
+
+
+def forget_liger_kernel() -> None:
+    """Make Transformers look for the package liger_kernel again."""
+    _forget_liger_kernel()
+
+
+# -- attributes of configs and models
+
+_ATTENTION = TRANSFORMERS.word(
+    "transformers.configuration_utils:_attn_implementation", "Finds the attention of a model.", "The model makes a mask as without Liger."
+)
+_EXPERTS = TRANSFORMERS.word(
+    "transformers.configuration_utils:_experts_implementation",
+    "Finds the implementation that runs the experts of a layer.",
+    "The op experts is not used.",
+)
+_EXPERTS_CHOSEN = TRANSFORMERS.word(
+    "transformers.configuration_utils:_experts_implementation_internal",
+    "Checks of experts run the loop of Transformers, which supports float64.",
+    "These checks fail, and the experts are left to Transformers.",
+)
+LOSS = TRANSFORMERS.word(
+    "transformers.modeling_utils:_loss_function",
+    "Puts a loss that computes no logits into a model.",
+    "The check of the head fails, and the head is left to Transformers.",
+)
+USES_KERNELS = TRANSFORMERS.word(
+    "transformers.modeling_utils:_use_kernels", "Notes that a model was loaded with use_kernels=True.", "No note."
+)
+GATE = TRANSFORMERS.word(
+    "transformers.integrations.moe:_apply_gate", "Replaces the gate of experts between two grouped matmuls.", "It is left to Transformers."
+)
+CHECKPOINT = TRANSFORMERS.word(
+    "transformers.modeling_layers:_gradient_checkpointing_func",
+    "`liger train` chooses layer by layer what is kept for the backward pass.",
+    "Setting it has no effect: every checkpointed layer keeps its input.",
+)
+_PLAN = TRANSFORMERS.word(
+    "transformers.modeling_utils:_tp_plan", "`liger plan` shards a model as its tensor-parallel plan says.", "An error with --tp."
+)
+_FROM_CONFIG = TRANSFORMERS.word(
+    "transformers.modeling_utils:_from_config", "`inspect` makes a model without weights.", "Models are made by their constructor."
+)
+_MAPPING = TRANSFORMERS.word(
+    "transformers.models.auto.auto_factory:_model_mapping", "`inspect` finds the class of a model.", "An error for configs that name none."
+)
+LIGER_KERNEL = TRANSFORMERS.word(
+    "transformers.integrations.liger:_apply_liger_kernel_to_instance",
+    "`liger_hf.compat` answers the call of a Trainer with use_liger_kernel=True.",
+    "An error in the Trainer.",
+)
+
+
+def attention_implementation(module: nn.Module | None) -> str | None:
+    """Return the name of the attention in the config of a module."""
+    return _chosen(module, _ATTENTION)
+
+
+def experts_implementation(module: nn.Module | None) -> str | None:
+    """Return the name of the implementation of experts in the config of a module."""
+    return _chosen(module, _EXPERTS)
+
+
+def _chosen(module: nn.Module | None, attribute: str) -> str | None:
+    name: str | None = getattr(getattr(module, "config", None), attribute, None)
+    return name
+
+
+def run_experts_in_a_loop(config: Any) -> None:
+    """Choose the implementation of experts that supports every dtype."""
+    setattr(config, _EXPERTS_CHOSEN, "eager")
+
+
+def tensor_parallel_plan(model: Any) -> dict[str, str]:
+    """Return the tensor-parallel plan of a model, pattern → style; an empty one if it has none."""
+    return getattr(model, _PLAN, None) or {}
+
+
+def without_weights(kind: Any, config: Any, **options: Any) -> Any:
+    """Make a model of this class from a config."""
+    return getattr(kind, _FROM_CONFIG, kind)(config, **options)
+
+
+def makes(auto: Any, config: Any) -> bool:
+    """Whether an Auto class makes models with such a config."""
+    return type(config) in (getattr(auto, _MAPPING, None) or ())
+
+
+# -- masks
+
+_PACKED = TRANSFORMERS.word(
+    "transformers.masking_utils:find_packed_sequence_indices",
+    "`liger train` and `liger plan` never pack several texts into a row, so Transformers need not look for them.",
+    "It looks, for which the host waits in each step, or makes masks.",
+)
+_TRACING = TRANSFORMERS.word(
+    "transformers.masking_utils:is_tracing",
+    "While a graph is captured, Transformers adds no mask that attention does not need.",
+    "It adds masks.",
+)
+
+
+def without_packing() -> AbstractContextManager[Any]:
+    """Make Transformers not look for several texts in a row."""
+    return _replacing({_PACKED: lambda position_ids: None})
+
+
+def as_outside_a_capture() -> AbstractContextManager[Any]:
+    """Make Transformers choose masks as if no graph were captured."""
+    return _replacing({_TRACING: lambda tensor=None: False})
+
+
+def _replacing(functions: dict[str, Callable[..., Any]]) -> AbstractContextManager[Any]:
+    from transformers import masking_utils
+
+    with ExitStack() as stack:
+        for name, function in functions.items():
+            if hasattr(masking_utils, name):
+                stack.enter_context(mock.patch.object(masking_utils, name, function))
+        return stack.pop_all()
+
+
+# -- tensor parallelism
+
+TP_FORWARD = TRANSFORMERS.word(
+    "transformers.distributed.tensor_parallel:tp_forward",
+    "Recognizes a head that is sharded over its classes, whose logits are not gathered.",
+    "They are.",
+)
+TP_ORIGINAL = TRANSFORMERS.word(
+    "transformers.distributed.tensor_parallel:original_forward",
+    "Finds the forward of such a head in the closure of its wrapper.",
+    "The head is left to Transformers.",
+)
+PARTIAL_GRADIENTS = TRANSFORMERS.word(
+    "transformers.distributed.tensor_parallel:ReplicatedWithGradAllReduce",
+    "Recognizes norms over the heads of a rank, whose accumulated gradients Transformers would add up several times.",
+    "It does.",
+)
+ALL_REDUCE_GRAD = TRANSFORMERS.word(
+    "transformers.distributed.tensor_parallel:_all_reduce_grad",
+    "The function that adds these gradients up, in the closure of a wrapper; 5.17 has none.",
+    "The hook on the module itself is looked at.",
+)
+
+# -- the Trainer
+
+_GPUS = TRANSFORMERS.word(
+    "transformers.training_args:_n_gpu",
+    "A measured training run uses one GPU.",
+    "The Trainer splits the batch over all GPUs of the process.",
+)
+_DEVICES = TRANSFORMERS.word(
+    "transformers.training_args:_setup_devices", "A checkpoint that was trained on the CPU can be resumed.", "An error when it is resumed."
+)
+
+
+def use_one_gpu(arguments: Any) -> None:
+    """Keep the Trainer from splitting the batch over all GPUs that the process sees."""
+    setattr(arguments, _GPUS, 1)
+
+
+def set_device(arguments: Any, device: torch.device) -> None:
+    """Set the device of the Trainer, which is otherwise that of accelerate."""
+    vars(arguments)[_DEVICES] = device
+
+
+# -- accelerate
+
+OFFLOADED = TRANSFORMERS.word(
+    "accelerate.hooks:_hf_hook",
+    "Recognizes modules whose weights accelerate offloads.",
+    "They count as replaced on the instance, and are left.",
+)
+OFFLOADED_FORWARD = TRANSFORMERS.word(
+    "accelerate.hooks:_old_forward", "Replaces the forward inside the hooks of offloading.", "The module counts as replaced, and is left."
+)
+AUTOCAST_FORWARD = TRANSFORMERS.word(
+    "accelerate.accelerator:_original_forward",
+    "Replaces the forward inside the wrapper of mixed precision.",
+    "The model counts as replaced, and its head is left.",
+)
+_PREPARE_TP = TRANSFORMERS.word(
+    "accelerate.accelerator:_prepare_tp",
+    "FSDP2 over tensor parallelism: accelerate 1.15 converts weights by a class that Transformers no longer has.",
+    "accelerate is taken to have mended it.",
+)
+_reset_state = TRANSFORMERS.look_up_later(
+    "accelerate.state:AcceleratorState._reset_state",
+    "`liger train` shards over processes on the CPU.",
+    "The state stays, which has an effect only in a second run of the process.",
+    lambda reset_partial_state: None,
+)
+_shared_state = TRANSFORMERS.look_up_later(
+    "accelerate.state:PartialState._shared_state",
+    "`liger train` shards over processes on the CPU.",
+    "accelerate decides, which shards on GPUs alone.",
+    {},
+)
+
+
+def shard_on_cpu(kind: Any) -> None:
+    """Set accelerate's state up for this kind of distributed training on the CPU."""
+    from accelerate.state import PartialState
+
+    _reset_state()(reset_partial_state=True)
+    PartialState(cpu=True)
+    _shared_state()["distributed_type"] = kind
+
+
+def leave_weights_of_tensor_parallelism(accelerator: Any) -> None:
+    """Make accelerators of this class return what they are to prepare for tensor parallelism as it is."""
+    setattr(accelerator, _PREPARE_TP, lambda self, *prepared: prepared)
+
+
+# -- PEFT and TRL
+
+LORA_FACTORS = TRANSFORMERS.word(
+    "peft.tuners.lora.layer:_LoraFactorsProxy",
+    "Finds the adapters of experts.",
+    "They are merged into the weights in each call, as by PEFT.",
+)
+_DISABLED = TRANSFORMERS.word(
+    "peft.tuners.tuners_utils:_disable_adapters",
+    "Checks of adapters run with the adapter on.",
+    "The check has the state of the checked layer.",
+)
+TRL_HEAD = TRANSFORMERS.word(
+    "trl.trainer.utils:_ChunkedLogProbFunction", "`use_in_trl` replaces the head of TRL's trainers.", "`use_in_trl` raises Unsupported."
+)
+
+
+def enable_adapters(layer: Any) -> None:
+    """Make a layer of PEFT use its adapters."""
+    setattr(layer, _DISABLED, False)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards that a rule would rebuild from their source, and that have none: the report names them."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+from collections.abc import Collection
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from liger_hf.rebinding import innermost, names_in, unwrapped
+from liger_hf.source import definition_of
+
+
+def unread(module: nn.Module, names: Collection[str], operators: str, left: str) -> str | None:
+    """Return why a rule cannot rewrite this forward; None if its source can be read, or if its code rules out what the rule rewrites.
+
+    names, operators  what the rule rewrites has one of these names, and all of these operators
+    left              what stays as it is
+    """
+    forward = innermost(unwrapped(type(module).forward))
+    if definition_of(forward) is not None:
+        return None
+    # A function that is not Python's does not tell what it names: its children do.
+    is_python = isinstance(forward, FunctionType)
+    code = _names_and_operators(forward) if is_python else {*module._modules, *operators}
+    if not {*operators} <= code or code.isdisjoint(names):
+        return None
+    if not is_python:
+        reason = "it is not a Python function"
+    elif forward.__closure__:
+        reason = "it has a closure, as super() and decorators without functools.wraps make one"
+    else:
+        reason = "its source is missing, or is not that of the running code"
+    return f"{type(module).__name__}.forward could not be read, so {left}: {reason}"
+
+
+def _names_and_operators(function: Any, depth: int = 0) -> set[str]:
+    """Those in the code of a function and of the functions in its closure."""
+    if not isinstance(function, FunctionType) or depth > 4:
+        return set()
+    operators = {step.argrepr.rstrip("=") for step in dis.get_instructions(function.__code__) if step.opname == "BINARY_OP"}
+    code = {*names_in(function.__code__), *operators}
+    for cell in function.__closure__ or ():
+        # A cell may be empty.
+        with contextlib.suppress(ValueError):
+            code |= _names_and_operators(cell.cell_contents, depth + 1)
+    return code
