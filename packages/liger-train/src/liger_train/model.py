@@ -124,10 +124,15 @@ def _tensor_parallel(setup: Setup, device: torch.device) -> Any:
 
 @torch.no_grad()
 def _copy_shards(model: nn.Module) -> None:
-    """A shard that Transformers loads may be a view of the whole weight, which would stay in memory."""
+    """Copy the shards, since one that Transformers loads may be a view of the whole weight, which would stay in memory."""
     for weight in model.parameters():
         if isinstance(weight, DTensor):
-            weight._local_tensor.data = weight._local_tensor.clone()
+            mesh, placements = weight.device_mesh, weight.placements
+            copy = DTensor.from_local(
+                weight.to_local().clone(), mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+            )
+            # In place, so that tied weights and hooks keep theirs.
+            torch.utils.swap_tensors(weight, nn.Parameter(copy, weight.requires_grad))
 
 
 def _is_random(setup: Setup) -> bool:
