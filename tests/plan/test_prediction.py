@@ -21,6 +21,7 @@ from liger_train.plan.ledger import CATEGORIES, CHECKPOINTS, LOGITS, OPTIMIZER, 
 from liger_train.plan.step import _step, predict
 from liger_train.plan.tables import cells_of
 from liger_train.setup import Setup
+from liger_train.train.data import _trained
 from plan.measuring import CPU, measured_bytes, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan-accuracy.md"
@@ -74,6 +75,7 @@ def test_an_untied_head_is_not_in_4_bits(precision: str, liger: str, tmp_path: P
     pytest.importorskip("bitsandbytes")
     config = AutoConfig.for_model("llama", **{**LLAMA, "tie_word_embeddings": False})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    _trained([__doc__], config.vocab_size).save_pretrained(tmp_path / "model")
     setup = replace(tiny(adapter="qlora", precision=precision, liger=liger), model=str(tmp_path / "model"))
     assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup), rel=0.02)
 

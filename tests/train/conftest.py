@@ -35,9 +35,11 @@ def no_garbage_among_what_was_imported() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a Llama of two layers and 400 tokens, and without a tokenizer."""
+    """A folder with a Llama of two layers and 400 tokens, and with a tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from liger_train.train.data import _trained
 
     folder = tmp_path_factory.mktemp("model")
     sizes = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": True}
@@ -45,6 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(
         LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)
     ).save_pretrained(folder)
+    _trained([TEXT], 400).save_pretrained(folder)
     return folder
 
 

@@ -91,7 +91,7 @@ def test_what_is_reported_is_logged(small: Setup, tmp_path: Path) -> None:
 
 
 def test_values_that_transformers_rejects_together_are_a_clear_error(small: Setup, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="got warmup_steps=-1: warmup_steps must be"):
+    with pytest.raises(OptionError, match=r"got warmup_steps=-1: .*warmup_steps"):
         training_arguments(replace(small, set="warmup_steps=-1"), tmp_path)
 
 
@@ -124,7 +124,7 @@ def test_epochs_determine_the_number_of_steps(small: Setup, tmp_path: Path) -> N
     text = tmp_path / "text.txt"
     text.write_text("A text of a few steps, which is read more than once. " * 40)
     setup = replace(small, data=str(text), set="num_train_epochs=2.5")
-    sequences = len(read(setup, 400, own_tokenizer=False).sequences)
+    sequences = len(read(setup, 400, own_tokenizer=True).sequences)
     row = run(setup)
     assert row.losses is not None
     assert row.steps == len(row.losses) == -(-sequences // 2 * 5 // 2)

@@ -20,7 +20,7 @@ from liger_train.plan.comparison import compared
 from liger_train.report.command import _sizes
 from liger_train.row import row_of
 from liger_train.setup import Setup
-from liger_train.train.data import read
+from liger_train.train.data import _trained, read
 
 SIZES = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 CODE = """
@@ -60,6 +60,7 @@ def model(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     config |= {"model_type": "its_own", "auto_map": {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(CODE.format(marker=str(marker)))
+    _trained([CODE], SIZES["vocab_size"]).save_pretrained(folder)
     # Transformers copies the code there.
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))

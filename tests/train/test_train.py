@@ -81,7 +81,9 @@ def test_the_peak_before_a_run_was_resumed_counts(small: Setup, row: Row, tmp_pa
     assert run(small, folder=tmp_path, resume=True).peak_bytes == 1 << 40
 
 
-def test_a_row_carries_what_was_decided(row: Row) -> None:
+def test_a_row_carries_what_was_decided(small: Setup, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    row = run(replace(small, model=str(tmp_path), random_weights=True, steps=1), notes=["A note from before."])
     assert row.notes[0] == "A note from before."
     assert "cannot be loaded (" in row.notes[1]
 
@@ -367,7 +369,10 @@ def test_the_train_split_of_a_saved_dataset_is_read(small: Setup, tmp_path: Path
     data = data_of(small, tmp_path / "saved", sequence=8)
     assert "train words" in data.tokenizer.decode(data.sequences.flatten())
     assert "test" not in data.tokenizer.decode(data.sequences.flatten())
-    assert data.notes == [f"Training on the split 'train' of the dataset {tmp_path / 'saved'}."]
+    assert data.notes == [
+        f"Training on the split 'train' of the dataset {tmp_path / 'saved'}.",
+        f"Training on the column text of {tmp_path / 'saved'}; not used: number.",
+    ]
 
 
 def test_a_model_with_a_tokenizer_is_trained_on_its_own_tokens(small: Setup, model: Path, tmp_path: Path) -> None:
@@ -390,6 +395,9 @@ def test_a_config_is_enough_to_train_from_random_weights(adapter: str, small: Se
         pytest.importorskip("peft")
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     bare = replace(small, model=str(tmp_path), adapter=adapter, steps=2)
+    with pytest.raises(OptionError, match=r"there is no tokenizer\.json; .*, or use --random-weights"):
+        run(bare)
+    (tmp_path / "tokenizer.json").write_text((model / "tokenizer.json").read_text())
     with pytest.raises(OptionError, match=r"no file named model\.safetensors.*; --random-weights takes only its config\."):
         run(bare)
     one, same, other = (run(replace(bare, random_weights=True, seed=seed)) for seed in (0, 0, 1))

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf.two_ranks import on_two_ranks
 from liger_core.errors import OptionError
 from liger_train import techniques
 from liger_train.setup import Setup
 from liger_train.train.command import _figures
 from liger_train.train.data import read
 from liger_train.train.run import run
+from train.conversations import CHATML, USER, model_with, written
+from train.training import setup_of
 
 
 def test_held_out_sequences_are_spread_over_the_text_and_never_trained_on(small: Setup, tmp_path: Path) -> None:
@@ -27,8 +32,8 @@ def test_held_out_sequences_are_spread_over_the_text_and_never_trained_on(small:
     assert data.held is not None
     trained, held = ({tuple(one.tolist()) for one in part} for part in (data.sequences, data.held))
     assert not trained & held
-    assert len(held) == pytest.approx(0.1 * len(whole), abs=2)
-    assert len(data.held) % plain.batch == 0
+    assert len(held) == round(0.1 * len(whole))
+    assert torch.equal(data.held, read(replace(split, batch=5), 400, False).held)
     at = [index for index, one in enumerate(whole) if tuple(one.tolist()) in held]
     assert max(b - a for a, b in itertools.pairwise(at)) <= 11
     again = read(split, 400, False).held
@@ -46,6 +51,55 @@ def test_the_validation_loss_is_that_of_the_trained_model_on_held_out_text(small
     assert row.validation_loss == pytest.approx(float(loss), rel=1e-4)
     assert (row.validation_losses, row.validation_steps) == ([row.validation_loss], [6])
     assert _figures(row)["validation loss"] == f"{row.validation_loss:.5f}"
+
+
+def chats(tmp_path: Path) -> Setup:
+    """A setup whose tokens differ in loss, as those of a trained model do, with answers of many lengths."""
+    model = model_with(CHATML, tmp_path / "model")
+    weights = AutoModelForCausalLM.from_pretrained(model)
+    weights.lm_head.weight.data *= 40
+    weights.save_pretrained(model)
+    pytest.importorskip("trl")
+    words = ["two", "four", "and", "three", "seven", "of", "course", "what", "is"]
+    draw = random.Random(0)
+    rows = [
+        {"messages": [USER, {"role": "assistant", "content": " ".join(draw.choices(words, k=draw.choice([1, 2, 9, 10])))}]}
+        for _ in range(40)
+    ]
+    setup = setup_of(model, data=written(tmp_path / "chats.jsonl", rows), steps=1, learning_rate=1e-12, validation=0.175)
+    return replace(setup, batch=1, sequence=96)
+
+
+def mean_over_tokens(setup: Setup) -> float:
+    """In float64, over all held-out tokens with labels."""
+    held = read(setup, 400, True).held
+    assert held is not None
+    model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float64)
+    with torch.no_grad():
+        return float(model(input_ids=held[:, 0], labels=held[:, 1]).loss)
+
+
+@pytest.mark.parametrize("liger", ["none", "all"])
+@pytest.mark.parametrize("options", [{"batch": 1}, {"batch": 2}, {"batch": 4, "accumulation": 2}, {"batch": 9}], ids=str)
+def test_it_is_the_mean_over_all_tokens_with_labels(options: dict[str, int], liger: str, tmp_path: Path) -> None:
+    setup = replace(chats(tmp_path), liger=liger, **options)  # type: ignore[arg-type]
+    assert run(setup).validation_loss == pytest.approx(mean_over_tokens(setup), rel=1e-6)
+
+
+def on_a_rank(rank: int, setup: Setup, folder: str) -> None:
+    torch.set_num_threads(1)
+    row = run(setup)
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps([*(row.losses or []), row.validation_loss]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "fsdp2"])
+def test_ranks_have_the_losses_of_one_process(shard: str, tmp_path: Path) -> None:
+    setup = chats(tmp_path)
+    expected = [*(run(replace(setup, batch=4)).losses or []), mean_over_tokens(setup)]
+    on_two_ranks(on_a_rank, replace(setup, ranks=2, batch=2, shard=shard), str(tmp_path))
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == pytest.approx(expected, rel=1e-6)
 
 
 def test_it_is_computed_as_often_as_asked_and_kept_when_resumed(small: Setup, tmp_path: Path) -> None:

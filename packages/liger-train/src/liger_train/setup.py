@@ -45,7 +45,7 @@ class Setup:
 
     model         preset, folder or name on the hub
     batch         sequences per micro-batch and rank, of `sequence` tokens each; ranks of tp and cp share theirs
-    data          a file, a folder, a dataset saved by Hugging Face's datasets, or "library"
+    data          a file of text or of rows, a folder, a dataset saved by Hugging Face's datasets, or "library"
     liger         "all", "none", "all-but-loss", or ops separated by commas
     precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16; "fp8…": as one of these in float8.py
     checkpoint    "none", "full", "offload", "auto", or the number of layers to recompute

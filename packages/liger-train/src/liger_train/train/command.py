@@ -46,8 +46,8 @@ def train(
     data: Annotated[
         str,
         typer.Option(
-            help="Text to train on: a file, a folder, a dataset saved by datasets, conversations as JSON lines with messages, or library, the "
-            "sources of Python's standard library."
+            help="Text to train on: a file, a folder, or library, the sources of Python's standard library. Rows of conversations, of prompts and "
+            "completions, or of texts: a .json, .jsonl, .parquet or .csv file, or a dataset saved by datasets."
         ),
     ] = LIBRARY,
     validation: Annotated[float, typer.Option(help="Share of the text to hold out for a validation loss, for instance 0.02.")] = 0.0,

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training text as sequences of tokens: from a file, a folder, a saved dataset, or Python's standard library."""
+"""The training data as sequences of tokens: from a file, a folder, a saved dataset, or Python's standard library."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
-import importlib.util
 import math
 import os
 import sys
@@ -27,13 +25,16 @@ from liger_hf.presets import VOCABULARY
 from liger_train.configs import has_code_of_its_own, loading_options
 from liger_train.fields import epochs
 from liger_train.setup import LIBRARY, Setup
-from liger_train.train.chats import holds_chats, read_chats
+from liger_train.train.labels import labeled
+from liger_train.train.rows import FILES_OF_ROWS, TEXT, Rows, open_rows
 
 # Longer texts are cut to this length, or to what the steps need, at no more than six characters per token.
 CHARACTERS, CHARACTERS_OF_A_TOKEN = 4_000_000, 6
 # As git does: a file with a zero byte among the first 8000 is binary.
 HEAD = 8000
 NAMED = 3
+# Files of tokenizers, besides their configs.
+VOCABULARIES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 # Special tokens of a tokenizer that is trained here; fine-tuning the saved model needs padding.
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 
@@ -42,7 +43,7 @@ END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 class Data:
     """Sequences of tokens, the same number for each step, and their tokenizer.
 
-    held    sequences that are never trained on, a whole number of batches
+    held    sequences that are never trained on
     digest  identifies the data
     """
 
@@ -66,15 +67,20 @@ def check_source(source: str) -> None:
 def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     """The data of a setup, for a model with `vocabulary` embeddings and perhaps its own tokenizer.
 
-    Raises OptionError if there is no text, or not enough.
+    Raises OptionError if there is no text, or not enough, or if the model has weights but no tokenizer.
     """
     notes: list[str] = []
     a_step = setup.sequences_per_step
-    if holds_chats(setup.data):
-        tokenizer, whole = _chats(setup, own_tokenizer, notes)
-        needed, count = f"the data must have at least the {a_step} conversations of a step", len(whole)
+    # First: the text may take long to read.
+    tokenizer = _tokenizer(setup, notes) if own_tokenizer else None
+    rows = open_rows(setup.data, notes)
+    if rows is not None:
+        notes.append(rows.described())
+    if rows is not None and rows.columns != TEXT:
+        whole = _labeled(rows, setup, tokenizer, notes)
+        needed, count = f"the data must have at least the {a_step} sequences of a step", len(whole)
     else:
-        tokenizer, whole, count = _texts(setup, vocabulary, own_tokenizer, notes)
+        tokenizer, whole, count = _texts(rows, setup, vocabulary, tokenizer, notes)
         needed = f"the text must have at least the {a_step} × {setup.sequence} tokens of a step"
     largest = int(whole.max()) if len(whole) else 0
     if largest >= vocabulary:
@@ -93,23 +99,21 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     return Data(sequences, tokenizer, hashlib.sha256(sequences.numpy().tobytes()).hexdigest(), notes, held)
 
 
-def _chats(setup: Setup, own_tokenizer: bool, notes: list[str]) -> tuple[Any, Tensor]:
-    """The tokenizer of the model, and conversations as sequences with labels."""
+def _labeled(rows: Rows, setup: Setup, tokenizer: Any, notes: list[str]) -> Tensor:
+    """Rows as sequences with labels."""
     if setup.cp > 1:
-        raise OptionError(f"train: --data {setup.data} has conversations, and --cp {setup.cp} shards text; use --cp 1")
-    tokenizer = _tokenizer(setup, notes) if own_tokenizer else None
-    return tokenizer, read_chats(setup.data, tokenizer, setup.model, setup.sequence, notes)
+        raise OptionError(f"train: --data {setup.data} has {' and '.join(rows.columns)}, and --cp {setup.cp} shards text; use --cp 1")
+    return labeled(rows, tokenizer, setup, notes)
 
 
-def _texts(setup: Setup, vocabulary: int, own_tokenizer: bool, notes: list[str]) -> tuple[Any, Tensor, int]:
+def _texts(rows: Rows | None, setup: Setup, vocabulary: int, tokenizer: Any, notes: list[str]) -> tuple[Any, Tensor, int]:
     """The tokenizer of the model or of the text, sequences, and the number of tokens."""
     wanted = math.ceil(CHARACTERS_OF_A_TOKEN * setup.steps * setup.sequences_per_step * setup.sequence / (1 - setup.validation))
     # An epoch is the whole text.
     limit = max(CHARACTERS, wanted) if epochs(setup.set) is None else sys.maxsize
-    texts = _up_to(_documents(setup.data, notes), limit)
+    texts = _up_to(_documents(setup.data, notes) if rows is None else rows.texts(), limit)
     if not any(texts):
         raise OptionError(f"train: --data must hold text, got {setup.data}, which has none{'; ' + notes[0] if notes else ''}")
-    tokenizer = _tokenizer(setup, notes) if own_tokenizer else None
     if tokenizer is not None:
         ids = _tokens(tokenizer, texts)
     elif setup.data == LIBRARY:
@@ -121,11 +125,10 @@ def _texts(setup: Setup, vocabulary: int, own_tokenizer: bool, notes: list[str])
 
 
 def _split(whole: Tensor, setup: Setup) -> tuple[Tensor, Tensor | None]:
-    """The sequences to train on, and those held out: evenly spaced, and a whole number of batches, over which losses are averaged."""
+    """The sequences to train on, and those held out: evenly spaced, and the same for every batch size."""
     if not setup.validation:
         return whole, None
-    batch = setup.batch * setup.replicas
-    count = min(max(1, round(setup.validation * len(whole) / batch)) * batch, len(whole))
+    count = min(max(1, round(setup.validation * len(whole))), len(whole))
     places = (2 * torch.arange(count) + 1) * len(whole) // (2 * max(count, 1))
     chosen = torch.zeros(len(whole), dtype=torch.bool)
     chosen[places] = True
@@ -147,7 +150,7 @@ def _documents(source: str, notes: list[str]) -> Iterator[str]:
     check_source(source)
     path = Path(source).expanduser()
     if path.is_dir():
-        yield from _dataset(path, notes) if _is_dataset(path) else _folder(path, notes)
+        yield from _folder(path, notes)
         return
     yield _text(path) or _no_text(path)
 
@@ -166,6 +169,7 @@ def _up_to(texts: Iterable[str], limit: int) -> list[str]:
 def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
     """The text files in a folder and its subfolders, in a fixed order; hidden files are ignored, and other files are named in a note."""
     skipped: list[str] = []
+    tables: list[str] = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
@@ -173,10 +177,17 @@ def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
             if text is None:
                 skipped.append(str(name))
             else:
+                if path.suffix in FILES_OF_ROWS:
+                    tables.append(str(name))
                 yield text
     if skipped:
-        more = f" and {len(skipped) - NAMED} more" if len(skipped) > NAMED else ""
-        notes.append(f"Files in {folder} that are not text were skipped: {', '.join(skipped[:NAMED])}{more}.")
+        notes.append(f"Files in {folder} that are not text were skipped: {_names(skipped)}.")
+    if tables:
+        notes.append(f"Files in {folder} were read as text, not as rows: {_names(tables)}; give one as --data to train on its rows.")
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def _text(path: Path) -> str | None:
@@ -194,39 +205,38 @@ def _no_text(path: Path) -> str:
     raise OptionError(f"train: --data must be a file of text, got {path}, which is empty, binary or cannot be read")
 
 
-def _is_dataset(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
-
-
-def _dataset(folder: Path, notes: list[str]) -> Iterator[str]:
-    """The texts of a dataset written by `save_to_disk`; of several splits, `train`."""
-    if importlib.util.find_spec("datasets") is None:
-        raise OptionError(f"train: --data {folder} needs datasets, not installed here; pip install 'liger-train[datasets]'")
-    found: Any = importlib.import_module("datasets").load_from_disk(str(folder))
-    if isinstance(found, dict):
-        split = "train" if "train" in found else next(iter(found))
-        notes.append(f"Training on the split {split!r} of the dataset {folder}.")
-        found = found[split]
-    strings = [name for name, feature in found.features.items() if getattr(feature, "dtype", None) == "string"]
-    if not strings:
-        raise OptionError(f"train: --data must have a column of texts, got {folder} with the columns {', '.join(found.features)}")
-    column = "text" if "text" in strings else strings[0]
-    for row in found.select_columns([column]):
-        yield row[column] or ""
-
-
 def _tokenizer(setup: Setup, notes: list[str]) -> Any:
-    """The tokenizer of the model; None if it has none."""
+    """Return the tokenizer of the model, or None if it has none and its weights are random: others know the tokens of theirs alone."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(setup.model, **loading_options(setup))
-    except (OSError, ValueError, KeyError, ImportError) as problem:
+        tokenizer = AutoTokenizer.from_pretrained(setup.model, **loading_options(setup))
+    # Of any class: a damaged tokenizer.json raises Exception itself, and tokenizers in Python without a file a TypeError.
+    except Exception as problem:
         if (refused := has_code_of_its_own(setup.model, problem)) is not None:
             raise refused from problem
-        reason = str(problem).strip().split("\n")[0].rstrip(".")
+        reason = " ".join(str(problem).split()).rstrip(".")
+    else:
+        if _has_words(tokenizer):
+            return tokenizer
+        reason = "it has only special tokens"
+    folder = Path(setup.model)
+    if folder.is_dir() and not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
+        reason = "there is no tokenizer.json"
+    if setup.random_weights:
         notes.append(f"The tokenizer of {setup.model} cannot be loaded ({reason}), so one was trained on the text.")
         return None
+    raise OptionError(
+        f"train: --model must have a tokenizer, got {setup.model}, whose tokenizer cannot be loaded: {reason}; "
+        "save one there with tokenizer.save_pretrained, or use --random-weights, which trains one on the text"
+    )
+
+
+def _has_words(tokenizer: Any) -> bool:
+    """Whether it has more than special tokens: without files, Transformers makes a tokenizer of these, and at most "▁", for many model types."""
+    # Tokenizers of mistral-common have no such method, and no vocabulary without files.
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    return len(tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, *added}) > 1
 
 
 def _trained(texts: list[str], vocabulary: int) -> Any:

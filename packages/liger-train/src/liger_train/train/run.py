@@ -30,6 +30,7 @@ from liger_bench.process import failure
 from liger_bench.text import Sequences
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_hf.presets import PRESETS
+from liger_hf.private_transformers import set_device
 from liger_train import techniques
 from liger_train.combinations import ZERO
 from liger_train.configs import config_of
@@ -42,6 +43,7 @@ from liger_train.train.arguments import training_arguments
 from liger_train.train.compiled import Compiled
 from liger_train.train.cpu_memory import CpuMemory
 from liger_train.train.data import Data, read, with_steps
+from liger_train.train.labels import MASKED
 from liger_train.train.profile import Profile
 from liger_train.train.record import Interruption, Recorder
 from liger_train.train.snapshot import Snapshot
@@ -64,7 +66,7 @@ def run(
     deterministic: bool = False,
     observers: Sequence[TrainerCallback] = (),
     bar: Progress | None = None,
-    notes: Sequence[str] = (),
+    notes: list[str] | None = None,
     export: Path | None = None,
 ) -> Row:
     """Train, and return the results. Running out of memory, a failure and an interruption are results, too.
@@ -73,7 +75,7 @@ def run(
     resume         resume from the latest intact checkpoint there; the losses are then those of an uninterrupted run
     deterministic  use deterministic algorithms, so that two runs have bit-identical losses
     observers      more callbacks for the Trainer
-    notes          decisions made so far, one sentence each
+    notes          decisions made so far, one sentence each; those about the data are printed above the bar, and added
     export         where to write the trained model, with adapters merged into its weights
 
     Raises OptionError or DeviceError for an unsupported setup, before anything large is loaded.
@@ -84,7 +86,7 @@ def run(
     if resume:
         _check_resumable(setup)
     device = _device(setup)
-    current = _Run(setup, device, list(notes), bar, deterministic)
+    current = _Run(setup, device, [] if notes is None else notes, bar, deterministic)
     memory = current.recorder.memory = _memory(setup, current.notes, observers)
     results: dict[str, Any] = {}
     try:
@@ -187,12 +189,13 @@ class _Run:
     """A run in progress, and its results so far."""
 
     def __init__(self, setup: Setup, device: torch.device, notes: list[str], bar: Progress | None, deterministic: bool) -> None:
-        self.setup, self.device, self.notes, self.bar, self.deterministic = setup, device, notes, bar, deterministic
+        self.setup, self.device, self.bar, self.deterministic = setup, device, bar, deterministic
+        self.printed, self.notes = notes, list(notes)
         if deterministic:
-            notes.append("--deterministic: the times include the cost of deterministic algorithms.")
+            self.notes.append("--deterministic: the times include the cost of deterministic algorithms.")
         self.interruption = Interruption()
         self.recorder = Recorder(setup, device, self.interruption, self._show)
-        self.compiled = Compiled(setup, self.recorder, notes)
+        self.compiled = Compiled(setup, self.recorder, self.notes)
         self.known: dict[str, Any] = {}
         self.task = bar.add_task("preparing", total=setup.steps, unit="step") if bar else None
 
@@ -203,7 +206,7 @@ class _Run:
             self._show(None, "reading the text")
             vocabulary = config_of(self.setup).get_text_config().vocab_size
             data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in PRESETS)
-            self.notes.extend(data.notes)
+            self._print([note for note in data.notes if note not in self.notes])
             self.setup = with_steps(self.setup, data)
             self._show(None, "preparing")
             # Before the model: while these arguments exist, DeepSpeed shards weights as they are created.
@@ -250,7 +253,7 @@ class _Run:
         arguments = training_arguments(setup, place, **more)
         if self.device.type == "cpu":
             # accelerate 1.15 numbers the CPU by rank, but torch.load does not know "cpu:0" when the Trainer restores an optimizer.
-            vars(arguments)["_setup_devices"] = self.device
+            set_device(arguments, self.device)
         return arguments
 
     def _before(self, folder: Path | None, resume: bool, data: Data) -> saved.Saved | None:
@@ -296,6 +299,14 @@ class _Run:
             exporting.export(self.setup, model, tokenizer, folder)
         self.notes.append(f"Exported the trained model to {folder}.")
 
+    def _print(self, notes: list[str]) -> None:
+        """Note sentences, and print them above the progress bar: a run may be long."""
+        self.notes.extend(notes)
+        if self.bar is not None:
+            self.printed.extend(notes)
+            for note in notes:
+                self.bar.console.print(note, markup=False, highlight=False, soft_wrap=True)
+
     def _decided(self, sentence: str) -> None:
         """Note a decision that changes the time of later steps."""
         self.notes.append(sentence)
@@ -318,7 +329,10 @@ class _Trainer(Trainer):
         callbacks: list[TrainerCallback],
         parts: Callable[[], int],
     ) -> None:
-        held = None if data.held is None else Sequences(data.held)
+        whole = None if data.held is None else _whole_batches(data.held, arguments.eval_batch_size * arguments.world_size)
+        held = None if whole is None else Sequences(whole)
+        if whole is not None:
+            self.predicted = int((whole[:, 1, 1:] != MASKED).sum()) / (len(whole) // arguments.eval_batch_size)
         super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), eval_dataset=held, callbacks=callbacks)
         if self.accelerator.ddp_handler is not None:
             # Otherwise a gradient is held twice, in its bucket and beside it.
@@ -336,6 +350,23 @@ class _Trainer(Trainer):
         loss = losses[0] if parts == 1 else torch.stack(losses).sum()
         self.micro.append(loss.detach().clone())
         return loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Tensor | Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        count = (inputs["labels"][:, 1:] != MASKED).sum()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss: Any = self.compute_loss(model, inputs)
+        # The Trainer averages over batches, whatever the number of their tokens.
+        return torch.where(count > 0, loss.detach() * count / self.predicted, 0.0), None, None
+
+
+def _whole_batches(held: Tensor, size: int) -> Tensor:
+    """Held-out sequences with labels, and more without any, so that the last batch is whole."""
+    labeled = held if held.dim() == 3 else torch.stack([held, held], 1)
+    more = labeled[:1].repeat(-len(held) % size, 1, 1)
+    more[:, 1] = MASKED
+    return torch.cat([labeled, more])
 
 
 class _Sealer(TrainerCallback):

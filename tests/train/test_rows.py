@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--data` with rows: conversations, or prompts and completions, of which TRL makes tokens and labels; what comes out is checked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from liger_bench.progress import progress_bar
+from liger_bench.text import Sequences
+from liger_core.errors import OptionError
+from liger_train.setup import Setup
+from liger_train.train import rows as rows_of_files
+from liger_train.train.data import Data, read
+from liger_train.train.labels import MASKED
+from liger_train.train.run import run
+from train.conversations import CHATML, FOUR, TAGS, USER, model_with, written
+from train.training import setup_of
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+# TRL has a template for training in the place of this one.
+QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+# An answer is ended by the role that comes next.
+GLM = (
+    "[gMask]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+TAGS_BEFORE_THE_END = TAGS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+# As templates that drop the reasoning of earlier answers.
+FORGETFUL = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else '' }}")
+STRICT = "{% if messages[0].role == 'assistant' %}{{ raise_exception('The user must begin.') }}{% endif %}" + CHATML
+AGAIN, SEVEN = {"role": "user", "content": "and three"}, {"role": "assistant", "content": "seven of course"}
+SYSTEM = {"role": "system", "content": "be brief"}
+TURNS = [USER, FOUR, AGAIN, SEVEN]
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]
+WITH_TOOLS = [USER, {"role": "assistant", "content": "", "tool_calls": CALLS}, {"role": "tool", "content": "4"}, FOUR]
+NAMES = {"user": "human", "assistant": "gpt", "system": "system"}
+
+MESSAGES = [{"messages": TURNS}, {"messages": [USER, FOUR]}]
+# The names of the formats, and their rows.
+FORMATS: dict[str, list[dict[str, Any]]] = {
+    "messages": MESSAGES,
+    "system messages": [{"messages": [SYSTEM, *row["messages"]]} for row in MESSAGES],
+    "ShareGPT": [{"conversations": [{"from": NAMES[m["role"]], "value": m["content"]} for m in row["messages"]]} for row in MESSAGES],
+    "prompt and completion": [{"prompt": "two and two is", "completion": " four"}, {"prompt": "and three:", "completion": " seven"}],
+    "prompt and completion with messages": [
+        {"prompt": TURNS[:3], "completion": [SEVEN]},
+        {"prompt": [USER], "completion": [FOUR]},
+    ],
+    "tools": [{"messages": WITH_TOOLS, "tools": TOOLS}, {"messages": [USER, FOUR]}],
+}
+FOUR_ENDS, SEVEN_ENDS = "four<|im_end|>", "seven of course<|im_end|>"
+THOUGHT = "<think>\n\n</think>\n\n"
+CALLED = '<call>{"name": "add", "arguments": {"a": 2}}<|im_end|>'
+
+
+def data_of(template: str | None, folder: Path, rows: list[Any] | str, end: str = "<|im_end|>", **options: Any) -> Data:
+    model = model_with(template, folder / "model", end)
+    source = rows if isinstance(rows, str) else written(folder / "chats.jsonl", rows)
+    return read(replace(setup_of(model, data=source), **({"batch": 1, "sequence": 768} | options)), 400, own_tokenizer=True)
+
+
+def trained_on(data: Data) -> list[str]:
+    """The tokens with labels of each sequence."""
+    return [data.tokenizer.decode(labels[labels != MASKED]) for labels in data.sequences[:, 1]]
+
+
+def of_sft_trainer(tokenizer: Any, rows: list[dict[str, Any]], folder: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
+    """Tokens and labels of SFTTrainer with its defaults."""
+    arguments = trl.SFTConfig(str(folder / "sft"), report_to="none", use_cpu=True, bf16=False, max_length=768, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    trainer = trl.SFTTrainer(model, arguments, train_dataset=table, processing_class=tokenizer)
+    return [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
+
+
+def split(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A prompt and a completion for every answer."""
+    return [
+        {"prompt": row["messages"][:index], "completion": row["messages"][index : index + 1]} | {k: row[k] for k in row if k == "tools"}
+        for row in rows
+        for index, message in enumerate(row["messages"])
+        if message["role"] == "assistant"
+    ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("template", [CHATML, TAGS, QWEN3], ids=["no tags", "tags", "TRL's own"])
+def test_tokens_and_labels_are_those_of_sft_trainer(template: str, name: str, tmp_path: Path) -> None:
+    data = data_of(template, tmp_path, FORMATS[name])
+    rows = MESSAGES if name == "ShareGPT" else FORMATS[name]
+    tags = "messages" in rows[0] and template != CHATML
+    rows = split(rows) if "messages" in rows[0] and not tags else rows
+    expected = of_sft_trainer(data.tokenizer, rows, tmp_path, assistant_only_loss=tags)
+    assert len(data.sequences) == len(expected)
+    for (ids, labels), (wanted, wanted_labels) in zip(data.sequences.tolist(), expected, strict=True):
+        missing = 768 - len(wanted)
+        assert ids == wanted + [data.tokenizer.pad_token_id] * missing
+        assert labels == wanted_labels + [MASKED] * missing
+
+
+ONE, TWO = f"{FOUR_ENDS}\n", f"{SEVEN_ENDS}\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "answers"),
+    [
+        (CHATML, "messages", [ONE, TWO, ONE]),
+        (CHATML, "system messages", [ONE, TWO, ONE]),
+        (CHATML, "ShareGPT", [ONE, TWO, ONE]),
+        (CHATML, "prompt and completion", [" four<|im_end|>", " seven<|im_end|>"]),
+        (CHATML, "prompt and completion with messages", [TWO, ONE]),
+        (CHATML, "tools", [f"{CALLED}\n", ONE, ONE]),
+        (TAGS, "messages", [FOUR_ENDS + SEVEN_ENDS, FOUR_ENDS]),
+        (TAGS, "ShareGPT", [FOUR_ENDS + SEVEN_ENDS, FOUR_ENDS]),
+        (TAGS, "tools", [CALLED + FOUR_ENDS, FOUR_ENDS]),
+        (QWEN3, "messages", [THOUGHT + ONE + THOUGHT + TWO, THOUGHT + ONE]),
+        (FORGETFUL, "messages", [ONE, TWO, ONE]),
+        (TAGS_BEFORE_THE_END, "messages", [FOUR_ENDS, SEVEN_ENDS, FOUR_ENDS]),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 40 else "",
+)
+def test_answers_with_their_ends_are_trained_on(template: str, name: str, answers: list[str], tmp_path: Path) -> None:
+    data = data_of(template, tmp_path, FORMATS[name])
+    assert trained_on(data) == answers
+    assert data.notes[-1] == f"The first trained answer: {(data.tokenizer.decode(first_answer(data)))!r}."
+
+
+def first_answer(data: Data) -> list[int]:
+    labels = data.sequences[0, 1].tolist()
+    begin = next(index for index, label in enumerate(labels) if label != MASKED)
+    return labels[begin : labels.index(MASKED, begin)]
+
+
+def test_answers_are_trained_on_after_the_messages_before_them(tmp_path: Path) -> None:
+    data = data_of(FORGETFUL, tmp_path, [{"messages": TURNS}])
+    words = [data.tokenizer.decode(ids).replace("<|pad|>", "") for ids in data.sequences[:, 0]]
+    asked = "<|im_start|>user\nwhat is two and two<|im_end|>\n<|im_start|>assistant\n"
+    again = "<|im_end|>\n<|im_start|>user\nand three<|im_end|>\n<|im_start|>assistant\n"
+    assert words == [asked + ONE, asked + again + TWO]
+    assert data.notes[1:3] == [
+        "The chat template has no {% generation %} tags, and TRL has none for it.",
+        "Each answer is an example of its own, after the messages before it.",
+    ]
+
+
+def test_the_trainer_gets_the_labels(tmp_path: Path) -> None:
+    data = data_of(CHATML, tmp_path, [{"messages": TURNS}])
+    row = Sequences(data.sequences)[0]
+    assert torch.equal(torch.stack([row["input_ids"], row["labels"]]), data.sequences[0])
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (2, 2), (1, 4)])
+def test_a_step_has_the_loss_of_sft_trainer_however_it_is_split(batch: int, accumulation: int, tmp_path: Path) -> None:
+    model = model_with(TAGS, tmp_path / "model")
+    source = written(tmp_path / "chats.jsonl", MESSAGES * 2)
+    row = run(replace(setup_of(model, data=source, steps=1), batch=batch, accumulation=accumulation, sequence=128))
+    arguments = trl.SFTConfig(
+        str(tmp_path / "sft"), report_to="none", use_cpu=True, bf16=False, max_steps=1, per_device_train_batch_size=4, logging_steps=1,
+        assistant_only_loss=True,
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(str(model), arguments, train_dataset=datasets.Dataset.from_list(MESSAGES * 2))
+    trainer.train()
+    assert row.losses == [pytest.approx(trainer.state.log_history[0]["loss"], rel=1e-6)]
+
+
+def saved(rows: list[dict[str, Any]], folder: Path) -> str:
+    datasets.Dataset.from_list(rows).save_to_disk(str(folder / "saved"))
+    return str(folder / "saved")
+
+
+def array(rows: list[dict[str, Any]], folder: Path) -> str:
+    (folder / "rows.json").write_text(json.dumps(rows, indent=1))
+    return str(folder / "rows.json")
+
+
+def parquet(rows: list[dict[str, Any]], folder: Path) -> str:
+    datasets.Dataset.from_list(rows).to_parquet(str(folder / "rows.parquet"))
+    return str(folder / "rows.parquet")
+
+
+def csv(rows: list[dict[str, Any]], folder: Path) -> str:
+    datasets.Dataset.from_list(rows).to_csv(str(folder / "rows.csv"))
+    return str(folder / "rows.csv")
+
+
+@pytest.mark.parametrize("write", [saved, array, parquet, csv])
+def test_other_files_of_rows_are_read_as_json_lines_are(
+    write: Callable[[list[dict[str, Any]], Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = FORMATS["prompt and completion"] if write is csv else MESSAGES
+    data = data_of(TAGS, tmp_path, write(rows, tmp_path))
+    assert torch.equal(data.sequences, data_of(TAGS, tmp_path, rows).sequences)
+
+
+def test_columns_that_are_read_and_others_are_named(tmp_path: Path) -> None:
+    row = {"prompt": "what is two and two", "prompt_id": "0f" * 32, "messages": [USER, FOUR]}
+    for columns in (["prompt", "prompt_id", "messages"], ["prompt_id", "messages"]):
+        source = saved([{name: row[name] for name in columns}] * 3, tmp_path)
+        data = data_of(TAGS, tmp_path, source)
+        assert trained_on(data) == [FOUR_ENDS] * 3
+        assert data.notes[0] == f"Training on the column messages of {source}; not used: {', '.join(columns[:-1])}."
+
+
+def test_a_table_without_a_column_to_train_on_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"row 1: a row must have messages, .*, or text, got the columns prompt_id, answer; rename"):
+        data_of(TAGS, tmp_path, saved([{"prompt_id": "0f", "answer": "four"}], tmp_path))
+
+
+def test_a_column_of_texts_is_text(tmp_path: Path) -> None:
+    data = data_of(None, tmp_path, [{"text": "two and two "}, {"text": None}, {"text": "and three"}] * 9, sequence=16)
+    assert data.sequences.dim() == 2
+    assert data.tokenizer.decode(data.sequences.flatten()).startswith("two and two <|im_end|>and three<|im_end|>two and two")
+    with pytest.raises(OptionError, match=r"line 2: text must be a string, got \[1\]"):
+        data_of(None, tmp_path, [{"text": "two"}, {"text": [1]}])
+
+
+def test_files_of_rows_in_a_folder_of_texts_are_named(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    written(tmp_path / "texts" / "chats.jsonl", MESSAGES)
+    data = data_of(None, tmp_path, str(tmp_path / "texts"), sequence=16)
+    assert data.notes == [
+        f"Files in {tmp_path}/texts were read as text, not as rows: chats.jsonl; give one as --data to train on its rows."
+    ]
+
+
+@pytest.mark.parametrize("name", ["weight", "train"])
+@pytest.mark.parametrize("template", [CHATML, TAGS], ids=["no tags", "tags"])
+def test_an_answer_that_the_data_excludes_is_not_trained_on(template: str, name: str, tmp_path: Path) -> None:
+    data = data_of(template, tmp_path, [{"messages": [USER, {**FOUR, name: 0}, AGAIN, {**SEVEN, name: 1}]}])
+    assert [text.strip() for text in trained_on(data)] == [SEVEN_ENDS]
+    (note,) = (note for note in data.notes if note.startswith("Each answer is an example of its own"))
+    assert note.endswith("before it; left out, without a message before them or with a weight of 0: 1.")
+
+
+def test_fields_that_nobody_reads_are_named(tmp_path: Path) -> None:
+    answer = {**FOUR, "mood": "calm", "tool_calls": None, "note": None}
+    data = data_of(TAGS, tmp_path, [{"messages": [USER, answer], "tools": TOOLS}])
+    assert "The chat template does not read these fields, which have no effect: mood, tools." in data.notes
+
+
+def test_a_prompt_that_differs_when_the_model_is_to_answer_is_named(tmp_path: Path) -> None:
+    thinking = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+    data = data_of(thinking, tmp_path, [{"messages": TURNS}])
+    assert "Prompts end with '<think>\\n' when the model is to answer, which the chat template leaves out in training." in data.notes
+
+
+def test_an_answer_that_begins_with_a_newline_is_trained_on_from_the_token_with_that_newline(tmp_path: Path) -> None:
+    data = data_of(CHATML, tmp_path, [{"messages": [USER, {"role": "assistant", "content": "\nfour"}]}])
+    assert trained_on(data) == ["\n\nfour<|im_end|>\n"]
+    assert not any("Prompts end" in note for note in data.notes)
+
+
+def test_answers_that_do_not_end_are_refused(tmp_path: Path) -> None:
+    sentence = r"must end with a token that ends generation \(<\|endoftext\|>\), got 'four' from .*; let the chat template end answers"
+    with pytest.raises(OptionError, match=sentence):
+        data_of(GLM, tmp_path, MESSAGES, "<|endoftext|>")
+    ending = GLM.replace("{% endfor %}", "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% endif %}{% endfor %}")
+    data = data_of(ending, tmp_path, MESSAGES, "<|endoftext|>")
+    assert trained_on(data) == ["four<|endoftext|>", "seven of course<|endoftext|>", "four<|endoftext|>"]
+
+
+def test_answers_that_end_with_another_token_are_named(tmp_path: Path) -> None:
+    data = data_of(TAGS, tmp_path, MESSAGES, "<|endoftext|>")
+    assert data.notes[-1] == (
+        "Answers end with <|im_end|>, which does not end generation (<|endoftext|> does); generate with it as eos_token_id."
+    )
+
+
+def test_long_examples_are_cut_and_those_without_an_answer_left_are_left_out(tmp_path: Path) -> None:
+    long = [{"role": "user", "content": "two " * 60}, {"role": "assistant", "content": "four"}]
+    data = data_of(TAGS, tmp_path, [{"messages": turns} for turns in ([USER, FOUR], [USER, FOUR, *long], long)], sequence=64)
+    assert len(data.sequences) == 2
+    assert data.notes[2] == "Examples longer than --sequence 64 were cut: 2, 1 of them before the first answer, which were left out."
+    with pytest.raises(OptionError, match=r"must have answers that begin within --sequence 8 tokens, got .*, which has none"):
+        data_of(TAGS, tmp_path, [{"messages": long}], sequence=8)
+
+
+def test_some_are_held_out_for_validation_with_their_labels(tmp_path: Path) -> None:
+    data = data_of(TAGS, tmp_path, MESSAGES * 5, validation=0.2)
+    assert data.held is not None
+    assert (tuple(data.sequences.shape), tuple(data.held.shape)) == ((8, 2, 768), (2, 2, 768))
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        (["{not json"], r"line 2: must be JSON, .* got '{not json' \(Expecting property name"),
+        (["[1]"], r"line 2: must have messages, as the rows before, got \[1\]"),
+        ([{"comment": "v1"}], "line 2: must have messages, as the rows before, got comment"),
+        ([{"messages": []}], "line 2: messages must have messages, got none"),
+        ([{"messages": "hi"}], "line 2: messages must be a list of messages, got "),
+        ([{"messages": [{"content": "hi"}]}], "line 2: messages: message 1 must have a role and content"),
+        (["", {"messages": [USER]}], "line 3: must have a message of the role assistant, on which to train, got user"),
+        ([{"messages": [FOUR, AGAIN, SEVEN]}], "line 2: the chat template must accept the messages, .*: The user must begin."),
+        ([{"messages": [USER, {**FOUR, "weight": 0.5}]}], "line 2: weight must be 0 or 1 in a message of the assistant, .*, got 0.5"),
+        ([{"messages": [{**USER, "train": True}, FOUR]}], "line 2: train must be 0 or 1 .*, and not 1 in others, got True for user"),
+    ],
+    ids=["not JSON", "no row", "other keys", "empty", "no list", "no role", "no answer", "refused by the template", "a weight", "a prompt"],
+)
+def test_the_line_of_a_bad_row_is_named(rows: list[Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=f"^train: --data .*chats.jsonl, {sentence}"):
+        data_of(STRICT, tmp_path, [{"messages": TURNS}, *rows])
+
+
+@pytest.mark.parametrize(("content", "line"), [('[\n {"text": "two"},\n {"text":', 3), ('[{"text": "two"},\n', 2), ("[1]\n[2]\n", 2)])
+def test_the_line_where_an_array_breaks_off_is_named(content: str, line: int, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(OptionError, match=f"rows.json, line {line}: must be JSON, a row on each line or an array of rows, got "):
+        data_of(TAGS, tmp_path, str(tmp_path / "rows.json"))
+
+
+def test_a_completion_of_other_roles_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"line 1: completion must have messages of the assistant alone, .*, got assistant, user; give"):
+        data_of(TAGS, tmp_path, [{"prompt": [USER], "completion": [FOUR, AGAIN, SEVEN]}])
+    with pytest.raises(OptionError, match="line 2: prompt and completion must be strings or lists of messages, the same in every row"):
+        data_of(TAGS, tmp_path, [{"prompt": [USER], "completion": [FOUR]}, {"prompt": "two", "completion": "four"}])
+
+
+def test_a_file_whose_first_line_is_another_shape_is_not_read_as_text(tmp_path: Path) -> None:
+    with pytest.raises(
+        OptionError, match=r"line 1: a row must have messages, .*, got the columns comment; rename a column, or give text as"
+    ):
+        data_of(TAGS, tmp_path, [{"comment": "v1"}, *MESSAGES])
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="has messages, which need a model whose tokenizer has a chat template, got "):
+        data_of(None, tmp_path, MESSAGES)
+    with pytest.raises(OptionError, match="has a chat template, got tiny"):
+        read(Setup("tiny", data=written(tmp_path / "chats.jsonl", MESSAGES)), 400, own_tokenizer=False)
+
+
+def test_prompts_and_completions_need_no_chat_template(tmp_path: Path) -> None:
+    assert trained_on(data_of(None, tmp_path, FORMATS["prompt and completion"])) == [" four<|im_end|>", " seven<|im_end|>"]
+    with pytest.raises(OptionError, match="has prompt and completion, which need a model with a tokenizer, got tiny"):
+        read(Setup("tiny", data=str(tmp_path / "chats.jsonl")), 400, own_tokenizer=False)
+
+
+def test_too_few_examples_for_a_step_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="must have at least the 4 sequences of a step, got 1 from"):
+        data_of(TAGS, tmp_path, MESSAGES[:1], batch=4)
+
+
+def test_a_missing_library_is_named_with_its_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_of_files.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"needs trl, not installed here; pip install 'liger-train\[trl\]'"):
+        data_of(TAGS, tmp_path, MESSAGES)
+
+
+def test_the_tokenizer_is_left_as_it_was(tmp_path: Path) -> None:
+    model = model_with(TAGS, tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({name: value for name, value in settings.items() if name != "pad_token"}))
+    setup = replace(setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES)), batch=1, sequence=64)
+    assert read(setup, 400, own_tokenizer=True).tokenizer.pad_token is None
+
+
+def test_text_needs_neither_trl_nor_datasets(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("trl", "datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    text = written(tmp_path / "text.jsonl", [{"text": "two and two make four "}] * 40)
+    for source in (small.data, text):
+        assert len(read(replace(small, data=source), 400, own_tokenizer=True).sequences)
+
+
+def test_what_is_read_is_printed_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_with(TAGS, tmp_path / "model")
+    source = written(tmp_path / "chats.jsonl", MESSAGES)
+    notes = ["A decision."]
+    with progress_bar() as bar:
+        row = run(replace(setup_of(model, data=source, steps=1), batch=1, sequence=128), bar=bar, notes=notes)
+    printed = capsys.readouterr().err
+    expected = [
+        f"Training on the column messages of {source}.",
+        "Training on 10 of 256 tokens (3.9%) in 2 sequences, those of answers; the rest is prompts and padding.",
+        "The first trained answer: 'four<|im_end|>'.",
+    ]
+    assert "\n".join(expected) in printed.partition("loss")[0]
+    assert notes == ["A decision.", *expected]
+    assert row.notes is not None
+    assert row.notes[:4] == notes
+
+
+@pytest.mark.parametrize("liger", ["none", "all"])
+def test_a_run_learns_the_answers(liger: str, tmp_path: Path) -> None:
+    model = model_with(CHATML, tmp_path / "model")
+    setup = replace(setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES * 4), liger=liger, steps=12), sequence=96)
+    row = run(setup)
+    assert row.losses is not None
+    assert row.losses[-1] < 0.7 * row.losses[0]
+    assert any("in 12 sequences, those of answers" in note for note in row.notes or [])
