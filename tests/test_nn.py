@@ -111,7 +111,6 @@ MLPS = {
 }
 # Of their configurations.
 SETTINGS = {
-    "gemma_exact": {"hidden_activation": "gelu", "hidden_act": "gelu"},
     "falcon_h1": {"mlp_multipliers": [0.4, 2.5]},
     "falcon_h1_bias": {"mlp_multipliers": [0.4, 1.0], "mlp_bias": True},
 }
@@ -121,6 +120,9 @@ SETTINGS = {
 def test_a_gated_mlp_takes_the_state_of_the_one_in_transformers(kind: str) -> None:
     module, name, options = MLPS[kind]
     theirs = of_transformers(module, name)(config(module.partition(".")[0], **SETTINGS.get(kind, {})))
+    if kind == "gemma_exact":
+        # Not by its configuration, of which "gelu" means the approximation since Transformers 5.24.
+        theirs.act_fn = torch.nn.GELU()
     ours = nn.GatedMLP(16, 24, **options)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(3, 16)

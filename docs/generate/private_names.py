@@ -47,7 +47,7 @@ ANYWHERE: dict[str, tuple[str, ...]] = {
         "_orig_mod",
     ),
     "Attributes of Tensor that the type stubs of PyTorch declare": ("_version", "_base", "_is_view", "_post_accumulate_grad_hooks"),
-    "PyTorch's documentation tells users to call them": (
+    "PyTorch's documentation asks users to call them": (
         "torch.utils._pytree",
         "torch.utils._python_dispatch",
         "_make_wrapper_subclass",
@@ -124,7 +124,7 @@ def bindings(module: ModuleType, names: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _pattern(node: ast.Constant | ast.JoinedStr) -> str:
-    """What matches a string; anything may be in the place of a value."""
+    """What matches a string; a value may be anything."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
     return "".join(re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".*" for part in parts)
 

@@ -37,7 +37,7 @@ def without_source(forward: Any) -> Any:
 
 
 class Compiled:
-    """As a forward that is no function of Python."""
+    """Like a forward that is not a Python function."""
 
     def __init__(self, forward: Any) -> None:
         self.forward = forward
@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
 }
 
 
-# One that is compiled does not tell that it rotates.
+# The code of a compiled one does not show that it rotates.
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name in MODELS for way in WAYS if (name, way) != ("rotary_norm", "compiled")])
 def test_a_forward_that_a_rule_would_rewrite_but_cannot_read_is_one_row(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     build, kind, op, left = MODELS[name]
@@ -149,7 +149,7 @@ def test_a_decorated_forward_is_read(kind: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 class Looked(nn.Embedding):
-    """A norm within a forward that calls super(), which is no sum."""
+    """A norm within a forward that calls super(), which is not a sum."""
 
     def __init__(self) -> None:
         super().__init__(10, 16)
@@ -159,7 +159,7 @@ class Looked(nn.Embedding):
         return self.norm(super().forward(ids))
 
 
-def test_a_forward_that_cannot_be_read_but_has_no_sum_in_its_code_is_no_row() -> None:
+def test_a_forward_that_cannot_be_read_but_has_no_sum_in_its_code_gives_no_row() -> None:
     assert rows(nn.Sequential(Looked())) == []
 
 

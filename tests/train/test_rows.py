@@ -28,7 +28,7 @@ from train.training import setup_of
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
-# TRL has a template for training in the place of this one.
+# TRL has a template for training instead of this one.
 QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
 # An answer is ended by the role that comes next.
 GLM = (

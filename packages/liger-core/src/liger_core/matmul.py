@@ -17,7 +17,7 @@ TILE = 1024
 
 
 def _emulated() -> frozenset[torch.dtype]:
-    """The 16-bit dtypes that PyTorch multiplies slowly on this processor; none where it cannot tell."""
+    """The 16-bit dtypes that PyTorch multiplies slowly on this processor; none where it cannot say."""
     if not torch.backends.mkldnn.is_available():
         return frozenset({torch.bfloat16, torch.float16})
     multiplies = {torch.bfloat16: multiplies_bfloat16(), torch.float16: multiplies_float16()}

@@ -47,12 +47,12 @@ is_legacy_batched = TORCH.look_up(
 )
 _FORWARD_LEVEL = TORCH.word(
     "torch.autograd.forward_ad:_current_level",
-    "Tells whether forward-mode AD is on without asking every argument.",
+    "Shows whether forward-mode AD is on without asking every argument.",
     "Every argument is asked; the inductor backend runs references.",
 )
 forward_mode_enabled = TORCH.look_up(
     "torch._C:_is_fwd_grad_enabled",
-    "Tells whether a custom autograd function runs its forward, to which logits computed on demand cannot give a gradient.",
+    "Shows whether a custom autograd function runs its forward, to which logits computed on demand cannot give a gradient.",
     "Such a function is not recognized.",
     lambda: True,
 )
@@ -101,7 +101,7 @@ def _autocast_off() -> Iterator[None]:
 
 autocast_is_on = TORCH.look_up(
     "torch._C:_is_any_autocast_enabled",
-    "Kernels run without autocast; tells whether there is any to switch off.",
+    "Kernels run without autocast; shows whether there is any to switch off.",
     "Autocast is switched off around every kernel.",
     lambda: True,
 )
@@ -122,7 +122,7 @@ keeps_graph = TORCH.look_up(
 )
 graph_task = TORCH.look_up(
     "torch._C:_current_graph_task_id",
-    "Tells whether a backward pass runs, which may work in saved tensors if it frees its graph.",
+    "Shows whether a backward pass runs, which may work in saved tensors if it frees its graph.",
     "It allocates new memory, and `liger plan` predicts that.",
     lambda: -1,
 )
@@ -137,13 +137,13 @@ saved_tensors_hooks = TORCH.look_up(
 
 storage_uses = TORCH.look_up(
     "torch._C:_storage_Use_Count",
-    "Tells whether anything else holds the memory of a tensor, so that it may be overwritten.",
+    "Shows whether anything else holds the memory of a tensor, so that it may be overwritten.",
     "Nothing is overwritten.",
     None,
 )
 _tensor_uses = TORCH.look_up(
     "torch:Tensor._use_count",
-    "Tells whether anything else holds a tensor, so that its memory may be overwritten.",
+    "Shows whether anything else holds a tensor, so that its memory may be overwritten.",
     "Nothing is overwritten.",
     None,
 )
@@ -339,7 +339,7 @@ end_allocate_to_pool = TORCH.look_up(
 multiplies_bfloat16, multiplies_float16 = (
     TORCH.look_up(
         f"torch:ops.mkldnn._is_mkldnn_{dtype}_supported",
-        "Tells whether PyTorch has a fast matmul in 16 bits for this processor.",
+        "Shows whether PyTorch has a fast matmul in 16 bits for this processor.",
         "It is taken to have one: on an older processor, ops in that dtype take several times as long.",
         lambda: True,
     )
@@ -392,7 +392,7 @@ compiler_times = TORCH.look_up_later(
 )
 CompilerError = TORCH.look_up_later(
     "torch._dynamo.exc:TorchDynamoException",
-    "`liger train` goes on without torch.compile if that fails.",
+    "`liger train` continues without torch.compile if that fails.",
     "The error of the compiler ends the run.",
     _Nothing,
 )

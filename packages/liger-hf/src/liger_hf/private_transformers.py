@@ -47,13 +47,13 @@ is_cuda_stream_capturing = TRANSFORMERS.look_up(
 ForCausalLMLoss = TRANSFORMERS.look_up(
     "transformers.loss.loss_utils:ForCausalLMLoss",
     "Recognizes the loss of a model, which is computed without the logits.",
-    "The head and its loss are left to Transformers.",
+    "The LM head and loss are left to Transformers.",
     _uncalled("ForCausalLMLoss"),
 )
 ForMaskedLMLoss = TRANSFORMERS.look_up(
     "transformers.loss.loss_utils:ForMaskedLMLoss",
     "Recognizes the loss of a model, which is computed without the logits.",
-    "The head and its loss are left to Transformers.",
+    "The LM head and loss are left to Transformers.",
     _uncalled("ForMaskedLMLoss"),
 )
 _checkpointed_class = TRANSFORMERS.look_up(

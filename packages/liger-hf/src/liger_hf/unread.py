@@ -24,7 +24,7 @@ def unread(module: nn.Module, names: Collection[str], operators: str, left: str)
     forward = innermost(unwrapped(type(module).forward))
     if definition_of(forward) is not None:
         return None
-    # A function that is not Python's does not tell what it names: its children do.
+    # The code of a function that is not Python's has no names: its children do.
     is_python = isinstance(forward, FunctionType)
     code = _names_and_operators(forward) if is_python else {*module._modules, *operators}
     if not {*operators} <= code or code.isdisjoint(names):
