@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import runpy
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,10 +20,19 @@ from liger_core.private_names import PrivateNames
 from without_private_names import remove
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "docs" / "generate"))
 
-import private_names as generated  # noqa: E402
 
+def generator() -> ModuleType:
+    """Import the generator of the page without its folder on sys.path, which has other modules with the names of tests."""
+    spec = importlib.util.spec_from_file_location("private_names", ROOT / "docs" / "generate" / "private_names.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generated = generator()
 SOURCES = {path.as_posix().partition("/src/")[2]: path for path in sorted(ROOT.glob("packages/*/src/**/*.py"))}
 HOMES = ("liger_core/private_names.py", "liger_core/private_torch.py", "liger_hf/private_transformers.py")
 # Triton's interpreter has a file of its own; peers are libraries that are measured, and a fault in one is reported there.
