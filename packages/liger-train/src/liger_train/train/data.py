@@ -74,10 +74,8 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     # First: the text may take long to read.
     tokenizer = _tokenizer(setup, notes) if own_tokenizer else None
     rows = open_rows(setup.data, notes)
-    if rows is not None:
-        notes.append(rows.described())
     if rows is not None and rows.columns != TEXT:
-        whole = _labeled(rows, setup, tokenizer, notes)
+        whole = labeled(rows, tokenizer, setup, notes)
         needed, count = f"the data must have at least the {a_step} sequences of a step", len(whole)
     else:
         tokenizer, whole, count = _texts(rows, setup, vocabulary, tokenizer, notes)
@@ -85,25 +83,19 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     largest = int(whole.max()) if len(whole) else 0
     if largest >= vocabulary:
         raise OptionError(f"train: the tokens must be below {vocabulary}, the number of embeddings of {setup.model}, got token {largest}")
-    kept, held = _split(whole, setup)
-    steps = len(kept) // a_step
-    if steps == 0:
+    is_held = _held(len(whole), setup.validation)
+    sequences = whole[~is_held]
+    # Drop the rest of the text, which does not fill a step.
+    sequences = sequences[: len(sequences) // a_step * a_step]
+    if not len(sequences):
         raise OptionError(
             f"train: {needed}, got {count} from {setup.data}; "
             "use more text, or a smaller --batch, --accumulation, --sequence or --validation"
         )
-    # Drop the rest of the text, which does not fill a step.
-    sequences = kept[: steps * a_step]
-    if held is not None:
-        notes.append(f"Held out {len(held)} of {len(whole)} sequences for validation.")
-    return Data(sequences, tokenizer, hashlib.sha256(sequences.numpy().tobytes()).hexdigest(), notes, held)
-
-
-def _labeled(rows: Rows, setup: Setup, tokenizer: Any, notes: list[str]) -> Tensor:
-    """Rows as sequences with labels."""
-    if setup.cp > 1:
-        raise OptionError(f"train: --data {setup.data} has {' and '.join(rows.columns)}, and --cp {setup.cp} shards text; use --cp 1")
-    return labeled(rows, tokenizer, setup, notes)
+    if setup.validation:
+        notes.append(f"Held out {is_held.sum()} of {len(whole)} sequences for validation.")
+    digest = hashlib.sha256(sequences.numpy().tobytes()).hexdigest()
+    return Data(sequences, tokenizer, digest, notes, whole[is_held] if setup.validation else None)
 
 
 def _texts(rows: Rows | None, setup: Setup, vocabulary: int, tokenizer: Any, notes: list[str]) -> tuple[Any, Tensor, int]:
@@ -124,15 +116,12 @@ def _texts(rows: Rows | None, setup: Setup, vocabulary: int, tokenizer: Any, not
     return tokenizer, ids[: ids.numel() // setup.sequence * setup.sequence].view(-1, setup.sequence), ids.numel()
 
 
-def _split(whole: Tensor, setup: Setup) -> tuple[Tensor, Tensor | None]:
-    """The sequences to train on, and those held out: evenly spaced, and the same for every batch size."""
-    if not setup.validation:
-        return whole, None
-    count = min(max(1, round(setup.validation * len(whole))), len(whole))
-    places = (2 * torch.arange(count) + 1) * len(whole) // (2 * max(count, 1))
-    chosen = torch.zeros(len(whole), dtype=torch.bool)
-    chosen[places] = True
-    return whole[~chosen], whole[chosen]
+def _held(number: int, share: float) -> Tensor:
+    """Which of the sequences are held out: evenly spaced ones, the same for every batch size."""
+    count = min(max(1, round(share * number)), number) if share else 0
+    is_held = torch.zeros(number, dtype=torch.bool)
+    is_held[(2 * torch.arange(count) + 1) * number // (2 * max(count, 1))] = True
+    return is_held
 
 
 def with_steps(setup: Setup, data: Data) -> Setup:
@@ -152,7 +141,10 @@ def _documents(source: str, notes: list[str]) -> Iterator[str]:
     if path.is_dir():
         yield from _folder(path, notes)
         return
-    yield _text(path) or _no_text(path)
+    text = _text(path)
+    if not text:
+        raise OptionError(f"train: --data must be a file of text, got {path}, which is empty, binary or cannot be read")
+    yield text
 
 
 def _up_to(texts: Iterable[str], limit: int) -> list[str]:
@@ -172,14 +164,13 @@ def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
     tables: list[str] = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if path.is_file() and not any(part.startswith(".") for part in name.parts):
-            text = _text(path)
-            if text is None:
-                skipped.append(str(name))
-            else:
-                if path.suffix in FILES_OF_ROWS:
-                    tables.append(str(name))
-                yield text
+        if not path.is_file() or any(part.startswith(".") for part in name.parts):
+            continue
+        text = _text(path)
+        if text is None or path.suffix in FILES_OF_ROWS:
+            (skipped if text is None else tables).append(str(name))
+        if text is not None:
+            yield text
     if skipped:
         notes.append(f"Files in {folder} that are not text were skipped: {_names(skipped)}.")
     if tables:
@@ -192,17 +183,10 @@ def _names(names: list[str]) -> str:
 
 def _text(path: Path) -> str | None:
     """The text of a file; None if it is binary or cannot be read."""
-    try:
-        with path.open("rb") as file:
-            if b"\0" in file.read(HEAD):
-                return None
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-
-
-def _no_text(path: Path) -> str:
-    raise OptionError(f"train: --data must be a file of text, got {path}, which is empty, binary or cannot be read")
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if b"\0" not in file.read(HEAD):
+            return path.read_text(encoding="utf-8", errors="replace")
+    return None
 
 
 def _tokenizer(setup: Setup, notes: list[str]) -> Any:

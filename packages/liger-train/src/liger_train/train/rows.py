@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,8 @@ from typing import Any
 from liger_core.errors import OptionError
 
 # The columns that are trained on: the first of these that a table has.
-TEXT = ("text",)
-PAIRS = ("prompt", "completion")
+TEXT, PAIRS = ("text",), ("prompt", "completion")
 SHAPES = (("messages",), ("conversations",), PAIRS, TEXT)
-WANTED = "messages, conversations, prompt and completion, or text"
 FILES_OF_ROWS = (".json", ".jsonl", ".parquet", ".csv")
 # Further columns, which go to the chat template.
 OPTIONS = ("tools", "chat_template_kwargs")
@@ -26,53 +25,49 @@ ASSISTANT = "assistant"
 ROLES = {"human": "user", "gpt": ASSISTANT}
 NAMED = 60
 
+Row = tuple[str, dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows, each with its place in the source for errors, and the names of the columns that are trained on and that are not."""
+    """Rows, each with its place in the source for errors, and the columns that are trained on."""
 
     source: str
     columns: tuple[str, ...]
-    unused: list[str]
-    placed: Iterator[tuple[str, dict[str, Any]]]
-
-    def described(self) -> str:
-        """A sentence that says what is read."""
-        columns = f"the column{'s' if len(self.columns) > 1 else ''} {' and '.join(self.columns)}"
-        return f"Training on {columns} of {self.source}" + (f"; not used: {', '.join(self.unused)}." if self.unused else ".")
+    placed: Iterator[Row]
 
     def texts(self) -> Iterator[str]:
         """The texts of a table with a column of them."""
         for place, row in self.placed:
-            text = row["text"]
-            if not isinstance(text, str | None):
-                raise OptionError(f"{place}: text must be a string, got {shortened(text)}")
-            if text:
-                yield text
+            if not isinstance(row["text"], str | None):
+                raise OptionError(f"{place}: text must be a string, got {shortened(row['text'])}")
+            if row["text"]:
+                yield row["text"]
 
 
 def open_rows(source: str, notes: list[str]) -> Rows | None:
     """The rows of a file of JSON, Parquet or CSV or of a dataset written by `save_to_disk`; None for any other source, which is text."""
-    path = Path(source).expanduser()
-    if path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
-        placed = _numbered(source, _saved(path, notes))
-    elif path.is_file() and path.suffix in FILES_OF_ROWS[:2]:
-        placed = _json(path, f"train: --data {source}")
-    elif path.is_file() and path.suffix in FILES_OF_ROWS:
-        kind = library("datasets", source).Dataset
-        placed = _numbered(source, (kind.from_parquet if path.suffix == ".parquet" else kind.from_csv)(str(path)))
+    path, place = Path(source).expanduser(), f"train: --data {source}"
+    placed: Iterator[tuple[str, Any]]
+    if path.is_file() and path.suffix in FILES_OF_ROWS[:2]:
+        placed = _json(path, place)
+    elif (path.is_file() and path.suffix in FILES_OF_ROWS) or any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+        placed = ((f"{place}, row {number}", row) for number, row in enumerate(_table(path, notes), start=1))
     else:
         return None
     first = next(placed, None)
     if first is None:
         raise OptionError(f"train: --data must have rows, got {source}, which has none")
-    place, row = first
-    columns = next((shape for shape in SHAPES if isinstance(row, dict) and row.keys() >= {*shape}), None)
+    columns = next((shape for shape in SHAPES if _has(first[1], shape)), None)
     if columns is None:
-        there = f"the columns {', '.join(row)}" if isinstance(row, dict) else shortened(row)
-        raise OptionError(f"{place}: a row must have {WANTED}, got {there}; rename a column, or give text as a .txt file")
-    used = {*columns, *(OPTIONS if columns != TEXT else ())}
-    return Rows(source, columns, [name for name in row if name not in used], _alike(first, placed, columns))
+        raise OptionError(
+            f"{first[0]}: a row must have messages, conversations, prompt and completion, or text, got "
+            f"{'the columns ' * isinstance(first[1], dict)}{_names(first[1])}; rename a column, or give text as a .txt file"
+        )
+    unused = [name for name in first[1] if name not in (*columns, *(() if columns == TEXT else OPTIONS))]
+    named = f"the column{'s' if len(columns) > 1 else ''} {' and '.join(columns)}"
+    notes.append(f"Training on {named} of {source}" + (f"; not used: {', '.join(unused)}." if unused else "."))
+    return Rows(source, columns, _alike(itertools.chain([first], placed), columns))
 
 
 def library(name: str, source: str) -> Any:
@@ -88,57 +83,57 @@ def shortened(value: Any) -> str:
     return words if len(words) <= NAMED else words[:NAMED] + "…"
 
 
-def _saved(folder: Path, notes: list[str]) -> Any:
-    """A dataset in a folder; of several splits, `train`."""
-    found = library("datasets", str(folder)).load_from_disk(str(folder))
-    if isinstance(found, dict):
-        split = "train" if "train" in found else next(iter(found))
-        notes.append(f"Training on the split {split!r} of the dataset {folder}.")
-        found = found[split]
-    return found
-
-
-def _numbered(source: str, table: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, row in enumerate(table, start=1):
-        yield f"train: --data {source}, row {number}", row
+def _table(path: Path, notes: list[str]) -> Any:
+    """A table that datasets reads; of several splits, `train`."""
+    datasets = library("datasets", str(path))
+    if path.is_file():
+        return (datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_csv)(str(path))
+    table = datasets.load_from_disk(str(path))
+    if isinstance(table, dict):
+        split = "train" if "train" in table else next(iter(table))
+        notes.append(f"Training on the split {split!r} of the dataset {path}.")
+        return table[split]
+    return table
 
 
 def _json(path: Path, place: str) -> Iterator[tuple[str, Any]]:
     """The rows of a file of JSON lines, or of one array."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
-        first = next((line for line in file if line.strip()), "")
+        is_array = next(filter(str.strip, file), "").lstrip().startswith("[")
         file.seek(0)
-        if first.lstrip().startswith("["):
-            for number, row in enumerate(_parsed(file.read(), place, 1), start=1):
-                yield f"{place}, row {number}", row
-            return
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{place}, line {number}", _parsed(line, place, number)
+        for number, words in enumerate([file.read()] if is_array else file, start=1):
+            if not words.strip():
+                continue
+            try:
+                parsed = json.loads(words)
+            except json.JSONDecodeError as problem:
+                bad = words.split("\n")[problem.lineno - 1].strip()[:NAMED]
+                raise OptionError(
+                    f"{place}, line {number + problem.lineno - 1}: must be JSON, a row on each line or an array of rows, got {bad!r} "
+                    f"({problem.msg}); to train on the text of the file as it is, give it another suffix"
+                ) from None
+            yield from (
+                ((f"{place}, row {i}", row) for i, row in enumerate(parsed, 1)) if is_array else [(f"{place}, line {number}", parsed)]
+            )
 
 
-def _parsed(words: str, place: str, line: int) -> Any:
-    try:
-        return json.loads(words)
-    except json.JSONDecodeError as problem:
-        bad = words.split("\n")[problem.lineno - 1].strip()[:NAMED]
-        raise OptionError(
-            f"{place}, line {line + problem.lineno - 1}: must be JSON, a row on each line or an array of rows, got {bad!r} "
-            f"({problem.msg}); to train on the text of the file as it is, give it another suffix"
-        ) from None
+def _has(row: Any, columns: tuple[str, ...]) -> bool:
+    return isinstance(row, dict) and row.keys() >= {*columns}
 
 
-def _alike(first: tuple[str, Any], others: Iterator[tuple[str, Any]], columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _names(row: Any) -> str:
+    return ", ".join(row) if isinstance(row, dict) else shortened(row)
+
+
+def _alike(placed: Iterable[tuple[str, Any]], columns: tuple[str, ...]) -> Iterator[Row]:
     """The rows, all with the columns of the first one."""
-    yield first
-    for place, row in others:
-        if not isinstance(row, dict) or not row.keys() >= {*columns}:
-            there = ", ".join(row) if isinstance(row, dict) else shortened(row)
-            raise OptionError(f"{place}: must have {' and '.join(columns)}, as the rows before, got {there}")
+    for place, row in placed:
+        if not _has(row, columns):
+            raise OptionError(f"{place}: must have {' and '.join(columns)}, as the rows before, got {_names(row)}")
         yield place, row
 
 
-def conversations(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
+def conversations(rows: Rows) -> Iterator[Row]:
     """Rows with messages, or with prompt and completion, that were checked, in the names that TRL reads."""
     convert = library("trl", rows.source).maybe_convert_to_chatml
     kinds: set[type] = set()
@@ -149,28 +144,23 @@ def conversations(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
             wanted = "strings or lists of messages, the same in every row" if rows.columns == PAIRS else "a list of messages"
             raise OptionError(f"{place}: {' and '.join(rows.columns)} must be {wanted}, got {shortened(row)}")
         if kinds == {list}:
-            example = convert(example)
-            for name in example.keys() - {*OPTIONS}:
-                _check_messages(example[name], f"{place}: {name}")
-            roles = list(dict.fromkeys(message["role"] for message in example["completion" if rows.columns == PAIRS else "messages"]))
-            if ASSISTANT not in roles:
-                raise OptionError(f"{place}: must have a message of the role assistant, on which to train, got {', '.join(roles)}")
-            if rows.columns == PAIRS and len(roles) > 1:
-                raise OptionError(
-                    f"{place}: completion must have messages of the assistant alone, since all of it is trained on, got {', '.join(roles)}; "
-                    "give the conversation as messages"
-                )
+            _check_messages(convert(example), place)
         yield place, example
 
 
-def _check_messages(messages: list[Any], place: str) -> None:
-    if not messages:
-        raise OptionError(f"{place} must have messages, got none")
-    for index, message in enumerate(messages, start=1):
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or not ("content" in message or "tool_calls" in message)
-        ):
-            raise OptionError(f"{place}: message {index} must have a role and content, got {shortened(message)}")
-        message["role"] = ROLES.get(message["role"], message["role"])
+def _check_messages(example: dict[str, Any], place: str) -> None:
+    for name in example.keys() - {*OPTIONS}:
+        if not example[name]:
+            raise OptionError(f"{place}: {name} must have messages, got none")
+        for index, message in enumerate(example[name], start=1):
+            if not _has(message, ("role",)) or not isinstance(message["role"], str) or not message.keys() & {"content", "tool_calls"}:
+                raise OptionError(f"{place}: {name}: message {index} must have a role and content, got {shortened(message)}")
+            message["role"] = ROLES.get(message["role"], message["role"])
+    roles = list(dict.fromkeys(message["role"] for message in example.get("completion") or example["messages"]))
+    if ASSISTANT not in roles:
+        raise OptionError(f"{place}: must have a message of the role assistant, on which to train, got {', '.join(roles)}")
+    if "completion" in example and len(roles) > 1:
+        raise OptionError(
+            f"{place}: completion must have messages of the assistant alone, since all of it is trained on, got {', '.join(roles)}; "
+            "give the conversation as messages"
+        )
