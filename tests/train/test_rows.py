@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_bench.progress import progress_bar
 from liger_bench.text import Sequences
 from liger_core.errors import OptionError
+from liger_train.model import build
 from liger_train.setup import Setup
 from liger_train.train import rows as rows_of_files
 from liger_train.train.data import Data, read
@@ -59,6 +60,8 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
         {"prompt": [USER], "completion": [FOUR]},
     ],
     "tools": [{"messages": WITH_TOOLS, "tools": TOOLS}, {"messages": [USER, FOUR]}],
+    "tools as text": [{"messages": WITH_TOOLS, "tools": json.dumps(TOOLS)}, {"messages": [USER, FOUR]}],
+    "roles in conversations": [{"conversations": row["messages"]} for row in MESSAGES],
 }
 FOUR_ENDS, SEVEN_ENDS = "four<|im_end|>", "seven of course<|im_end|>"
 THOUGHT = "<think>\n\n</think>\n\n"
@@ -76,13 +79,17 @@ def trained_on(data: Data) -> list[str]:
     return [data.tokenizer.decode(labels[labels != MASKED]) for labels in data.sequences[:, 1]]
 
 
-def of_sft_trainer(tokenizer: Any, rows: list[dict[str, Any]], folder: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
-    """Tokens and labels of SFTTrainer with its defaults."""
-    arguments = trl.SFTConfig(str(folder / "sft"), report_to="none", use_cpu=True, bf16=False, max_length=768, **options)
+def sft_trainer(template: str, name: str, tokenizer: Any, folder: Path, **options: Any) -> Any:
+    """An SFTTrainer with its defaults, for the rows of a format as TRL documents them."""
+    rows = MESSAGES if name in ("ShareGPT", "roles in conversations") else FORMATS[name]
+    by_tags = "messages" in rows[0] and template != CHATML
+    rows = split(rows) if "messages" in rows[0] and not by_tags else rows
+    arguments = trl.SFTConfig(
+        str(folder / "sft"), report_to="none", use_cpu=True, bf16=False, max_length=768, assistant_only_loss=by_tags, **options
+    )
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
-    trainer = trl.SFTTrainer(model, arguments, train_dataset=table, processing_class=tokenizer)
-    return [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
+    return trl.SFTTrainer(model, arguments, train_dataset=table, processing_class=tokenizer)
 
 
 def split(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -99,15 +106,30 @@ def split(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("template", [CHATML, TAGS, QWEN3], ids=["no tags", "tags", "TRL's own"])
 def test_tokens_and_labels_are_those_of_sft_trainer(template: str, name: str, tmp_path: Path) -> None:
     data = data_of(template, tmp_path, FORMATS[name])
-    rows = MESSAGES if name == "ShareGPT" else FORMATS[name]
-    tags = "messages" in rows[0] and template != CHATML
-    rows = split(rows) if "messages" in rows[0] and not tags else rows
-    expected = of_sft_trainer(data.tokenizer, rows, tmp_path, assistant_only_loss=tags)
+    expected = sft_trainer(template, name, data.tokenizer, tmp_path).train_dataset
     assert len(data.sequences) == len(expected)
-    for (ids, labels), (wanted, wanted_labels) in zip(data.sequences.tolist(), expected, strict=True):
-        missing = 768 - len(wanted)
-        assert ids == wanted + [data.tokenizer.pad_token_id] * missing
-        assert labels == wanted_labels + [MASKED] * missing
+    for (ids, labels), row in zip(data.sequences.tolist(), expected, strict=True):
+        missing = 768 - len(row["input_ids"])
+        assert ids == row["input_ids"] + [data.tokenizer.pad_token_id] * missing
+        assert labels == row["labels"] + [MASKED] * missing
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("template", [CHATML, TAGS, QWEN3], ids=["no tags", "tags", "TRL's own"])
+def test_packed_documents_have_the_labels_and_the_loss_of_sft_trainer(template: str, name: str, tmp_path: Path) -> None:
+    data = data_of(template, tmp_path, FORMATS[name], packing=True)
+    trainer = sft_trainer(template, name, data.tokenizer, tmp_path, packing=True)
+    (number,) = (len(row["seq_lengths"]) for row in trainer.train_dataset)
+    assert any(note.startswith(f"Packed {number} documents into 1 sequence; ") for note in data.notes)
+    expected = trainer.data_collator(list(trainer.train_dataset))
+    length = expected["input_ids"].shape[1]
+    for row, key in zip(data.sequences[0], ("input_ids", "labels", "position_ids"), strict=True):
+        assert torch.equal(row[:length], expected[key][0])
+    assert (data.sequences[0, 1, length:] == MASKED).all()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        loss = model(**{key: value[None] for key, value in Sequences(data.sequences)[0].items()}, use_cache=False).loss
+        assert float(loss) == pytest.approx(float(trainer.compute_loss(trainer.model, expected)), rel=1e-6)
 
 
 ONE, TWO = f"{FOUR_ENDS}\n", f"{SEVEN_ENDS}\n"
@@ -161,18 +183,62 @@ def test_the_trainer_gets_the_labels(tmp_path: Path) -> None:
     assert torch.equal(torch.stack([row["input_ids"], row["labels"]]), data.sequences[0])
 
 
-@pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (2, 2), (1, 4)])
-def test_a_step_has_the_loss_of_sft_trainer_however_it_is_split(batch: int, accumulation: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "packing"), [(4, 1, False), (2, 2, False), (1, 4, False), (2, 1, True), (1, 2, True)], ids=str
+)
+def test_a_step_has_the_loss_of_sft_trainer_however_it_is_split(batch: int, accumulation: int, packing: bool, tmp_path: Path) -> None:
     model = model_with(TAGS, tmp_path / "model")
     source = written(tmp_path / "chats.jsonl", MESSAGES * 2)
-    row = run(replace(setup_of(model, data=source, steps=1), batch=batch, accumulation=accumulation, sequence=128))
+    setup = setup_of(model, data=source, steps=1, packing=packing, liger="all" if packing else "none")
+    row = run(replace(setup, batch=batch, accumulation=accumulation, sequence=128))
     arguments = trl.SFTConfig(
         str(tmp_path / "sft"), report_to="none", use_cpu=True, bf16=False, max_steps=1, per_device_train_batch_size=4, logging_steps=1,
-        assistant_only_loss=True,
+        assistant_only_loss=True, packing=packing, max_length=128,
     )  # fmt: skip
     trainer = trl.SFTTrainer(str(model), arguments, train_dataset=datasets.Dataset.from_list(MESSAGES * 2))
     trainer.train()
     assert row.losses == [pytest.approx(trainer.state.log_history[0]["loss"], rel=1e-6)]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("liger", ["none", "all"])
+def test_a_packed_document_does_not_change_the_loss_of_another(liger: str, attention: str, tmp_path: Path) -> None:
+    data = data_of(TAGS, tmp_path, MESSAGES, packing=True)
+    model = build(setup_of(tmp_path / "model", liger=liger), torch.device("cpu")).model
+    model.set_attn_implementation(attention)
+    ids, labels, positions = data.sequences.unbind(1)
+    second = int(positions[0].eq(0).nonzero()[1])
+    losses = []
+    for token in (5, 6):
+        changed = torch.cat([torch.full_like(ids[:, :second], token), ids[:, second:]], 1)
+        masked = torch.cat([torch.full_like(labels[:, :second], MASKED), labels[:, second:]], 1)
+        losses.append(float(model(input_ids=changed, labels=masked, position_ids=positions).loss))
+    assert losses[0] == losses[1]
+
+
+OF_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"]}
+OF_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("mamba", {}), ("lfm2", OF_CONVOLUTIONS), ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64}), ("gpt_oss", OF_EXPERTS)],
+    ids=["recurrent", "with convolutions", "with a mask of its own", "whose mask knows no positions"],
+)
+def test_a_model_that_mixes_packed_documents_is_refused(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = model_with(TAGS, tmp_path / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"vocab_size": 400, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(kind, **tokens, **sizes, **options)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    setup = setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES), steps=1, packing=True)
+    with pytest.raises(OptionError, match="--packing needs a model whose layers keep the documents of a sequence apart by their positions"):
+        run(replace(setup, batch=1, sequence=128))
+
+
+def test_text_is_not_packed(small: Setup) -> None:
+    with pytest.raises(OptionError, match=r"--packing needs rows with answers, got .*, whose text fills each sequence; leave it out"):
+        read(replace(small, packing=True), 400, own_tokenizer=True)
 
 
 def saved(rows: list[dict[str, Any]], folder: Path) -> str:

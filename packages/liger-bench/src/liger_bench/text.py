@@ -71,7 +71,7 @@ def library(limit: int) -> list[str]:
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """What the Trainer reads: every sequence is its own label, unless the sequences are (number, 2, sequence), each with its labels."""
+    """What the Trainer reads: every sequence is its own label, unless sequences are (number, 2 or 3, sequence), with labels and positions."""
 
     def __init__(self, sequences: Tensor) -> None:
         self.sequences = sequences
@@ -81,5 +81,4 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         found = self.sequences[index]
-        ids, labels = found if found.dim() == 2 else (found, found)
-        return {"input_ids": ids, "labels": labels}
+        return dict(zip(("input_ids", "labels", "position_ids"), found if found.dim() == 2 else (found, found), strict=False))

@@ -57,7 +57,8 @@ class Setup:
     random_weights     use only the config of a folder or name
     set           more fields of transformers.TrainingArguments, as "name=value" words; with num_train_epochs, `steps` has no effect
     adapter_targets    "all-linear", or names of linear layers separated by commas
-    validation    share of the sequences that is never trained on, for the validation loss
+    validation    share of the sequences, or documents, that is never trained on, for the validation loss
+    packing       put several documents into one sequence
     """
 
     model: str
@@ -88,6 +89,7 @@ class Setup:
     adapter_alpha: int = 32
     adapter_targets: str = ALL_LINEAR
     validation: float = 0.0
+    packing: bool = False
     compile: str = "none"
     mlp: str = "whole"
 

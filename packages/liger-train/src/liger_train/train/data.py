@@ -26,6 +26,7 @@ from liger_train.configs import has_code_of_its_own, loading_options
 from liger_train.fields import epochs
 from liger_train.setup import LIBRARY, Setup
 from liger_train.train.labels import labeled
+from liger_train.train.packing import in_sequences
 from liger_train.train.rows import FILES_OF_ROWS, TEXT, Rows, open_rows
 
 # Longer texts are cut to this length, or to what the steps need, at no more than six characters per token.
@@ -47,7 +48,7 @@ class Data:
     digest  identifies the data
     """
 
-    sequences: Tensor  # (number, sequence), or (number, 2, sequence) with labels
+    sequences: Tensor  # (number, sequence), (number, 2, sequence) with labels, or (number, 3, sequence) with labels and positions
     tokenizer: Any
     digest: str
     notes: list[str]
@@ -75,16 +76,24 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     tokenizer = _tokenizer(setup, notes) if own_tokenizer else None
     rows = open_rows(setup.data, notes)
     if rows is not None and rows.columns != TEXT:
-        whole = labeled(rows, tokenizer, setup, notes)
-        needed, count = f"the data must have at least the {a_step} sequences of a step", len(whole)
+        documents = labeled(rows, tokenizer, setup, notes)
+        is_held = _held(len(documents), setup.validation)
+        training, others = ([documents[i] for i in chosen.nonzero().flatten().tolist()] for chosen in (~is_held, is_held))
+        sequences, held = (in_sequences(chosen, tokenizer, setup) for chosen in (training, others))
+        if setup.packing:
+            padding = 1 - sum(document.shape[1] for document in training) / max(1, sequences[:, 0].numel())
+            packed = f"{len(training)} documents into {len(sequences)} sequence{'s' * (len(sequences) > 1)}"
+            notes.append(f"Packed {packed}; {padding:.1%} of their tokens are padding.")
+        needed, count = f"the data must have at least the {a_step} sequences of a step", len(sequences)
     else:
         tokenizer, whole, count = _texts(rows, setup, vocabulary, tokenizer, notes)
+        is_held = _held(len(whole), setup.validation)
+        sequences, held = whole[~is_held], whole[is_held]
         needed = f"the text must have at least the {a_step} × {setup.sequence} tokens of a step"
-    largest = int(whole.max()) if len(whole) else 0
+    ids = (each[:, 0] if each.dim() == 3 else each for each in (sequences, held) if len(each))
+    largest = max((int(each.max()) for each in ids), default=0)
     if largest >= vocabulary:
         raise OptionError(f"train: the tokens must be below {vocabulary}, the number of embeddings of {setup.model}, got token {largest}")
-    is_held = _held(len(whole), setup.validation)
-    sequences = whole[~is_held]
     # Drop the rest of the text, which does not fill a step.
     sequences = sequences[: len(sequences) // a_step * a_step]
     if not len(sequences):
@@ -93,13 +102,15 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
             "use more text, or a smaller --batch, --accumulation, --sequence or --validation"
         )
     if setup.validation:
-        notes.append(f"Held out {is_held.sum()} of {len(whole)} sequences for validation.")
+        notes.append(f"Held out {is_held.sum()} of {len(is_held)} {'documents' if setup.packing else 'sequences'} for validation.")
     digest = hashlib.sha256(sequences.numpy().tobytes()).hexdigest()
-    return Data(sequences, tokenizer, digest, notes, whole[is_held] if setup.validation else None)
+    return Data(sequences, tokenizer, digest, notes, held if setup.validation else None)
 
 
 def _texts(rows: Rows | None, setup: Setup, vocabulary: int, tokenizer: Any, notes: list[str]) -> tuple[Any, Tensor, int]:
     """The tokenizer of the model or of the text, sequences, and the number of tokens."""
+    if setup.packing:
+        raise OptionError(f"train: --packing needs rows with answers, got {setup.data}, whose text fills each sequence; leave it out")
     wanted = math.ceil(CHARACTERS_OF_A_TOKEN * setup.steps * setup.sequences_per_step * setup.sequence / (1 - setup.validation))
     # An epoch is the whole text.
     limit = max(CHARACTERS, wanted) if epochs(setup.set) is None else sys.maxsize

@@ -30,8 +30,8 @@ LAUNCHER = re.compile("RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|ACCELERATE_.*
 LONGEST = 80
 
 
-def labeled(rows: Rows, tokenizer: Any, setup: Setup, notes: list[str]) -> Tensor:
-    """Token sequences and their labels, (number, 2, sequence): one example each, padded, with labels for what is trained.
+def labeled(rows: Rows, tokenizer: Any, setup: Setup, notes: list[str]) -> list[Tensor]:
+    """The tokens and labels of each example, (2, tokens), cut to the sequence; without those that are left without labels.
 
     Raises OptionError, with the line, for a row that cannot be read, rendered or trained on, and if no answer ends.
     """
@@ -57,12 +57,9 @@ def labeled(rows: Rows, tokenizer: Any, setup: Setup, notes: list[str]) -> Tenso
             raise OptionError(f"train: --data must have an answer to train on, with a message before it, got {setup.data}, which has none")
         notes.extend(_differing_prompt(examples[0][1], tokenizer))
     # TRL sets a padding token where there is none.
-    padded = copy.deepcopy(tokenizer)
-    with tempfile.TemporaryDirectory(prefix="liger-train-") as folder, _apart():
-        prepared = _prepared(examples, padded, by_tags, folder)
-    documents = _checked(prepared, tokenizer, setup, notes)
-    filling = torch.tensor([[padded.pad_token_id], [MASKED]]).expand(2, setup.sequence)
-    return torch.stack([torch.cat([document, filling], 1)[:, : setup.sequence] for document in documents])
+    with tempfile.TemporaryDirectory(prefix="liger-train-") as folder, quiet_trl():
+        prepared = _prepared(examples, copy.deepcopy(tokenizer), by_tags, folder)
+    return _checked(prepared, tokenizer, setup, notes)
 
 
 def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
@@ -169,8 +166,8 @@ def _prepared(examples: list[Row], tokenizer: Any, by_tags: bool, folder: str) -
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """Construct a trainer of TRL without ranks, telemetry, progress bars and warnings; the checks here say what these warn of."""
+def quiet_trl() -> Iterator[None]:
+    """Call TRL without ranks, telemetry, progress bars and warnings; the checks here say what these warn of."""
     import datasets
     from accelerate.utils import clear_environment
 
@@ -198,11 +195,11 @@ def _checked(table: Any, tokenizer: Any, setup: Setup, notes: list[str]) -> list
         raise OptionError(
             f"train: --data must have answers that begin within --sequence {setup.sequence} tokens, got {setup.data}, which has none"
         )
-    number, every = len(examples), len(examples) * setup.sequence
+    number, every = len(examples), sum(example.shape[1] if setup.packing else setup.sequence for example in examples)
     trained = sum(int((example[1, 1:] != MASKED).sum()) for example in examples)
     notes.append(
-        f"Training on {trained:,} of {every:,} tokens ({trained / every:.1%}) in {number} sequence{'s' * (number > 1)}, those of answers; "
-        "the rest is prompts and padding."
+        f"Training on {trained:,} of {every:,} tokens ({trained / every:.1%}) in {number} {'document' if setup.packing else 'sequence'}"
+        f"{'s' * (number > 1)}, those of answers; the rest is prompts{'' if setup.packing else ' and padding'}."
     )
     if cut := sum(example.shape[1] > setup.sequence for example in whole):
         without = len(whole) - number

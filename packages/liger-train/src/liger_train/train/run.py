@@ -44,6 +44,7 @@ from liger_train.train.compiled import Compiled
 from liger_train.train.cpu_memory import CpuMemory
 from liger_train.train.data import Data, read, with_steps
 from liger_train.train.labels import MASKED
+from liger_train.train.packing import check_documents_are_apart
 from liger_train.train.profile import Profile
 from liger_train.train.record import Interruption, Recorder
 from liger_train.train.snapshot import Snapshot
@@ -340,8 +341,17 @@ class _Trainer(Trainer):
         # It prints a summary to standard output, which may have to be a single JSON object.
         self.remove_callback(PrinterCallback)
         self.compiled, self.micro, self.parts = compiled, compiled.recorder.micro, parts
+        # The model, if it is not known yet whether it keeps packed documents apart.
+        self.unchecked = compiled.setup.model if compiled.setup.packing else None
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        if self.unchecked is not None:
+            model.eval()
+            # Without compilation, since no other step runs without gradients.
+            with torch.no_grad(), self.compute_loss_context_manager(), torch.compiler.set_stance("force_eager"):
+                check_documents_are_apart(model, partial(self.compute_loss, model), inputs, self.unchecked)
+            model.train()
+            self.unchecked = None
         # Only a loss normalized by the tokens of the whole batch is the sum of the losses of its parts.
         parts = 1 if num_items_in_batch is None else self.parts()
         pieces = zip(*(value.tensor_split(min(parts, len(value))) for value in inputs.values()), strict=True)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents as sequences: one in each, or with --packing as many as fit, of which none may see another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_core.errors import OptionError
+from liger_train.setup import Setup
+from liger_train.train.labels import MASKED, quiet_trl
+
+# The document before has the most effect on the first tokens.
+FIRST = 8
+# The share of that effect that may be rounding: experts compute tokens of all documents together, and float8 scales them together.
+ROUNDING = 0.05
+
+
+def in_sequences(documents: list[Tensor], tokenizer: Any, setup: Setup) -> Tensor:
+    """Tokens and labels, (number, 2, sequence), padded; with --packing also the position of each token in its document, (number, 3, sequence).
+
+    TRL packs documents, longest first, each into the sequence where it leaves the least space. Padding is a document of its own.
+    """
+    if not documents:
+        return torch.empty(0, 2 + setup.packing, setup.sequence, dtype=torch.long)
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    filling = torch.tensor([[padding], [MASKED]]).expand(2, setup.sequence)
+    if not setup.packing:
+        return torch.stack([torch.cat([document, filling], 1)[:, : setup.sequence] for document in documents])
+    from datasets import Dataset
+    from trl import pack_dataset
+
+    columns = {name: [document[i].tolist() for document in documents] for i, name in enumerate(("input_ids", "labels"))}
+    sequences: list[Tensor] = []
+    with quiet_trl():
+        for row in pack_dataset(Dataset.from_dict(columns), setup.sequence):
+            lengths = (*row["seq_lengths"], setup.sequence - len(row["input_ids"]))
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            whole = torch.cat([torch.tensor([row["input_ids"], row["labels"]]), filling], 1)[:, : setup.sequence]
+            # The first token of a document is not predicted from the one before it.
+            whole[1, positions == 0] = MASKED
+            sequences.append(torch.cat([whole, positions[None]]))
+    return torch.stack(sequences)
+
+
+def check_documents_are_apart(model: nn.Module, loss: Callable[[dict[str, Tensor]], Any], inputs: dict[str, Tensor], name: str) -> None:
+    """Raise OptionError if the tokens of a packed document change the loss of the document after it.
+
+    Transformers makes a mask from positions for most models. Some make masks of their own, and flash attention reads positions of a
+    single sequence only, so the effect is measured. That of recurrent layers and convolutions may be small before they are trained.
+    The tokens are the same on all ranks, so all come to the same verdict.
+    """
+    recurrent = any(isinstance(module, nn.Conv1d) or getattr(module, "_is_stateful", False) for module in model.modules())
+    batch, length = inputs["input_ids"].shape
+    index = torch.arange(length, device=inputs["input_ids"].device)
+    half = length // 2
+    tokens = index % 2
+    labels = tokens.masked_fill((index <= half) | (index > half + FIRST), MASKED)
+
+    def change(positions: Tensor) -> Tensor:
+        rows = [{"input_ids": ids, "labels": labels, "position_ids": positions} for ids in (tokens, tokens.masked_fill(index < half, 0))]
+        one, other = (loss({name: value.repeat(batch, 1) for name, value in row.items()}) for row in rows)
+        return torch.as_tensor(one - other).abs()
+
+    if recurrent or "position_ids" not in inputs or change(index % half) > ROUNDING * change(index):
+        raise OptionError(
+            f"train: --packing needs a model whose layers keep the documents of a sequence apart by their positions, got {name}, in which "
+            "one document changes the loss of the next; leave out --packing"
+        )
