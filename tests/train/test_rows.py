@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -157,6 +158,14 @@ def test_answers_with_their_ends_are_trained_on(template: str, name: str, answer
     data = data_of(template, tmp_path, FORMATS[name])
     assert trained_on(data) == answers
     assert data.notes[-1] == f"The first trained answer: {(data.tokenizer.decode(first_answer(data)))!r}."
+
+
+def test_the_first_lines_in_the_documentation_are_those_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = (Path(__file__).parents[2] / "docs" / "training.md").read_text().partition("### Rows\n")[2].partition("\n### ")[0]
+    rows, notes = (re.sub("^    ", "", block, flags=re.MULTILINE) for block in re.findall(r"(?:^    .+\n)+", section, re.MULTILINE))
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text(rows)
+    assert data_of(CHATML, tmp_path, "chats.jsonl", packing=True, sequence=256).notes == notes.splitlines()
 
 
 def first_answer(data: Data) -> list[int]:
