@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules compute what their functions do, and have the weights of torch and of Transformers."""
+"""Modules compute what their ops do, and have the weights of torch and of Transformers."""
 
 from __future__ import annotations
 
 import copy
+import doctest
 import inspect
 import pickle
 from typing import Any
@@ -13,65 +14,61 @@ import torch
 from torch import Tensor
 
 import liger_core
-from liger_core import OptionError, cross_entropy, linear_cross_entropy, losses, nn, op
+from liger_core import OptionError, linear_log_prob, merge_streams, nn, rope
 from liger_core.builtin import CATALOGUE
+from liger_core.docstrings import parts
 from liger_core.op import Op
-from liger_core.ops._inputs import normal
 
-CLASSES = {name: value for name, value in vars(nn).items() if inspect.isclass(value) and value.__module__ == nn.__name__}
-FUNCTIONS = {name: kind for name, kind in CLASSES.items() if issubclass(kind, nn.FunctionModule) and kind is not nn.FunctionModule}
-NORMS = {name: kind for name, kind in CLASSES.items() if issubclass(kind, nn.Norm) and kind is not nn.Norm}
-# What gives no loss.
-PARTS = {"kto_baseline", "top_classes"}
+CLASSES = {name: getattr(nn, name) for name in nn.__all__}
 
 
-def test_every_op_and_every_loss_has_a_module() -> None:
-    of_ops = {kind.function for kind in FUNCTIONS.values()} | {kind.op for kind in NORMS.values()}
-    of_ops |= {liger_core.qk_norm_rope, liger_core.embedding, liger_core.group_norm, liger_core.poly_norm, liger_core.dyt}
-    of_ops.add(liger_core.attention_residual)
-    # Transformers has modules of experts and PEFT of adapted layers, which `liger_hf.apply` gives these ops.
-    assert [o.name for o in CATALOGUE if o not in of_ops] == ["experts", "lora_linear", "lora_linears"]
-    functions = {name: value for name in losses.__all__ if inspect.isfunction(value := getattr(losses, name)) and name not in PARTS}
-    assert [name for name, function in functions.items() if function not in of_ops] == []
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_example_of_a_docstring_runs(name: str) -> None:
+    names = {"torch": torch, "nn": nn, "rope": rope, "merge_streams": merge_streams}
+    (example,) = doctest.DocTestFinder(recurse=False).find(CLASSES[name], name, globs=names)
+
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
-OF_OPS = {name: kind for name, kind in FUNCTIONS.items() if isinstance(kind.function, Op)}
+@pytest.mark.parametrize("name", [name for name, kind in CLASSES.items() if "__init__" in vars(kind)])
+def test_a_docstring_describes_every_argument_of_the_constructor(name: str) -> None:
+    rows = [row for part in parts(CLASSES[name].__doc__ or "") if isinstance(part, list) for row in part]
+
+    assert set(inspect.signature(CLASSES[name]).parameters) <= {argument for row in rows for argument in row.names}
 
 
-@pytest.mark.parametrize("name", OF_OPS)
-def test_a_module_is_its_op_with_the_options_of_the_constructor(name: str, device: torch.device) -> None:
-    kind = OF_OPS[name]
-    for sample in kind.function.samples(device, torch.float32):
-        torch.manual_seed(0)
-        given = kind.function.signature.bind(*sample.args, **sample.kwargs).arguments
-        options = {key: value for key, value in given.items() if key in kind.signature.parameters}
-        tensors = {key: value for key, value in given.items() if key not in options}
-        if not set(options) & {"inplace", "overwrite"}:
-            assert_same(kind(**options)(**tensors), kind.function(**given))
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    if isinstance(expected, tuple):
-        assert len(got) == len(expected)
-        for one, other in zip(got, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+NORMS = {
+    "RMSNorm": (liger_core.rms_norm, 1, {"weight_offset": 1.0, "cast": "float32"}),
+    "AddRMSNorm": (liger_core.add_rms_norm, 2, {"weight_offset": 1.0, "cast": "float32"}),
+    "GatedRMSNorm": (
+        liger_core.gated_rms_norm,
+        2,
+        {"weight_offset": 1.0, "activation": "sigmoid", "gate_first": True, "group_size": 4},
+    ),
+    "LayerNorm": (liger_core.layer_norm, 1, {}),
+    "AddLayerNorm": (liger_core.add_layer_norm, 2, {}),
+}
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_rows_are_scaled_by_one_at_first(name: str, offset: float, device: torch.device) -> None:
-    kind = NORMS[name]
-    options = {"weight_offset": offset} if "weight_offset" in kind.signature.parameters else {}
-    rows = [torch.randn(shape, device=device) for shape in shapes_of(kind)]
-    assert_same(kind(8, device=device, **options)(*rows), kind.op(*rows))
+def test_a_norm_is_its_op_and_scales_rows_by_one_at_first(name: str, device: torch.device) -> None:
+    op, inputs, options = NORMS[name]
+    rows = [torch.randn(3, 8, dtype=torch.bfloat16, device=device) for _ in range(inputs)]
+    weight = torch.full((8,), 1.0 - options.get("weight_offset", 0.0), device=device)
+    expected = op(*rows, weight, eps=1e-3, **options)
+
+    torch.testing.assert_close(CLASSES[name](8, 1e-3, device=device, **options)(*rows), expected, rtol=0, atol=0)
 
 
-def shapes_of(kind: Any) -> list[tuple[int, ...]]:
-    """Those of three rows; a sample of three tokens has one row of what modulates it."""
-    one = "tokens" in kind.op.layout.arguments["x"]
-    return [(8,) if one and name != "x" else (3, 8) for name in kind.rows]
+@pytest.mark.parametrize("name", NORMS)
+def test_without_elementwise_affine_a_norm_has_no_weight(name: str, device: torch.device) -> None:
+    op, inputs, _ = NORMS[name]
+    rows = [torch.randn(3, 8, device=device) for _ in range(inputs)]
+    norm = CLASSES[name](8, 1e-3, elementwise_affine=False)
+
+    assert norm.state_dict() == {}
+    torch.testing.assert_close(norm(*rows), op(*rows, eps=1e-3), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("name", "options"), [("RMSNorm", {}), ("LayerNorm", {}), ("LayerNorm", {"bias": False})], ids=str)
@@ -83,12 +80,6 @@ def test_a_norm_takes_the_state_of_the_one_in_torch(name: str, options: dict[str
     assert ours.load_state_dict(theirs.state_dict()) == theirs.load_state_dict(ours.state_dict())
     x = torch.randn(5, 16)
     torch.testing.assert_close(ours(x), theirs(x))
-
-
-def test_without_elementwise_affine_there_is_no_weight() -> None:
-    norm = nn.RMSNorm(8, elementwise_affine=False)
-    assert norm.state_dict() == {}
-    assert norm(torch.ones(2, 8)).shape == (2, 8)
 
 
 def of_transformers(module: str, name: str) -> Any:
@@ -156,82 +147,54 @@ def test_a_rotary_embedding_in_bfloat16_keeps_the_accuracy_of_its_angles() -> No
     assert all(map(torch.equal, nn.RotaryEmbedding(64).bfloat16()(x, places), exact))
 
 
-def test_normalized_queries_and_keys_are_those_of_qwen3() -> None:
-    attention = of_transformers("qwen3.modeling_qwen3", "Qwen3Attention")(config("qwen3", head_dim=8, num_key_value_heads=1), 0)
-    rotate = of_transformers("qwen3.modeling_qwen3", "apply_rotary_pos_emb")
-    state = {name: torch.randn(8) for name in ("q_norm.weight", "k_norm.weight")}
-    attention.load_state_dict(state, strict=False)
-    ours = nn.QKNormRoPE(8)
-    ours.load_state_dict(state)
-    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 1, 5, 8)
-    cos, sin = nn.RotaryEmbedding(8)(q, torch.arange(5)[None])
-    torch.testing.assert_close(ours(q, k, cos, sin), rotate(attention.q_norm(q), attention.k_norm(k), cos, sin))
-
-
 def test_interleaved_angles_are_for_neighboring_columns() -> None:
     q, positions = torch.randn(1, 2, 5, 8), torch.arange(5)[None]
     apart = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     (turned, _), (expected, _) = (
-        nn.RoPE(interleaved=interleaved)(x, x, *nn.RotaryEmbedding(8, interleaved=interleaved)(x, positions))
+        rope(x, x, *nn.RotaryEmbedding(8, interleaved=interleaved)(x, positions), interleaved=interleaved)
         for interleaved, x in ((True, q), (False, q[..., apart]))
     )
     torch.testing.assert_close(turned[..., apart], expected)
 
 
-# -- options
+def test_experts_take_the_state_of_those_in_transformers() -> None:
+    theirs = of_transformers("mixtral.modeling_mixtral", "MixtralExperts")(config("mixtral", num_local_experts=3))
+    ours = nn.Experts(3, 16, 24)
+    theirs.load_state_dict(ours.state_dict())
+    x, index, weight = torch.randn(5, 16), torch.tensor([[0, 2]]).expand(5, 2), torch.rand(5, 2)
+    torch.testing.assert_close(ours(x, index, weight), theirs(x, index, weight))
 
 
-def test_an_option_that_may_be_a_tensor_can_come_with_the_call() -> None:
-    logits, target = torch.randn(4, 9), torch.arange(4)
-    loss = nn.CrossEntropyLoss(reduction="mean", normalizer=2.0)
-    assert torch.equal(loss(logits, target, normalizer=8.0), cross_entropy(logits, target, normalizer=8.0))
-    assert torch.equal(loss(logits, target), cross_entropy(logits, target, normalizer=2.0))
+def test_options_of_a_head_come_with_the_constructor_or_the_call() -> None:
+    hidden, weight, target = torch.randn(5, 8), torch.randn(9, 8), torch.arange(5)
+    log_prob = nn.LogProb(temperature=0.5, softcap=3.0)
+    for temperature, call in ((0.5, {}), (0.7, {"temperature": 0.7})):
+        expected = linear_log_prob(hidden, weight, target, softcap=3.0, temperature=temperature)
+        assert torch.equal(log_prob(hidden, weight, target, **call), expected)
+    loss = nn.LinearCrossEntropyLoss(softcap=3.0)(hidden, weight, target)
+    torch.testing.assert_close(loss, -linear_log_prob(hidden, weight, target, softcap=3.0).mean())
+
+
+HEAD = (torch.ones(3, 8), torch.ones(9, 8), torch.arange(3))
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("call", "error", "message"),
     [
-        (lambda: nn.CrossEntropyLoss(label_smooting=0.1), "CrossEntropyLoss: options must be among ignore_index, .* Did you mean 'label_smoothing'"),
-        (lambda: nn.RMSNorm(8, offset=1.0), "RMSNorm: options must be among eps, .* cast, device, dtype, got 'offset'"),
-        (lambda: nn.LayerNorm(8, cast="input"), "LayerNorm: options must be among eps, elementwise_affine, bias, device, dtype, got 'cast'"),
-        (lambda: nn.GatedMLP(8, 8, activation="relu"), "GatedMLP: activation must be one of 'silu', 'gelu_tanh', .*, 'relu_squared', got 'relu'"),
-        (lambda: nn.RotaryEmbedding(7), "RotaryEmbedding: rotary must be even and > 0, got 7"),
+        (lambda: nn.LinearCrossEntropyLoss(label_smooting=0.1)(*HEAD), TypeError, "linear_cross_entropy: .* 'label_smoothing'"),
+        (lambda: nn.GatedMLP(8, 8, limt=7.0)(torch.ones(8)), TypeError, "swiglu: .* Did you mean 'limit'"),
+        (lambda: nn.GatedMLP(8, 8, activation="gelu", limit=7.0)(torch.ones(8)), TypeError, "geglu: arguments must be .* 'limit'"),
+        (lambda: nn.RMSNorm(8, eps=-1.0)(torch.ones(8)), OptionError, "rms_norm: eps must be a finite number > 0"),
+        (lambda: nn.GatedMLP(8, 8, activation="relu"), OptionError, "GatedMLP: activation must be .* got 'relu'"),
+        (lambda: nn.LayerNorm((4, 8)), OptionError, r"LayerNorm: width must be an integer, got \(4, 8\)"),
+        (lambda: nn.AddRMSNorm((4, 8)), OptionError, r"AddRMSNorm: width must be an integer, got \(4, 8\)"),
+        (lambda: nn.RotaryEmbedding(7), OptionError, "RotaryEmbedding: rotary must be even and > 0, got 7"),
+        (lambda: nn.Embedding(5, 8, sparse=True)(torch.tensor(1)), OptionError, "sparse=True; use torch.nn.Embedding"),
     ],
-    ids=["loss", "norm", "norm_without_options", "mlp", "rotary"],
-)  # fmt: skip
-def test_a_wrong_option_is_an_error_when_the_module_is_made(make: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        make()
-
-
-def test_too_many_tensors_are_an_error() -> None:
-    with pytest.raises(TypeError, match="ReLUSquared: the call must have at most x, up, got 3 values"):
-        nn.ReLUSquared()(torch.ones(1), torch.ones(1), torch.ones(1))
-    with pytest.raises(TypeError, match="RMSNorm: the call must have at most x, got 2 values"):
-        nn.RMSNorm(8)(torch.ones(8), torch.ones(8))
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_a_norm_takes_its_rows_by_name(name: str, device: torch.device) -> None:
-    kind = NORMS[name]
-    rows = {row: torch.randn(shape, device=device) for row, shape in zip(kind.rows, shapes_of(kind), strict=True)}
-    assert_same(kind(8, device=device)(**rows), kind(8, device=device)(*rows.values()))
-
-
-def test_a_call_without_a_tensor_names_it() -> None:
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'residual'"):
-        nn.AddRMSNorm(8)(torch.ones(8))
-
-
-@pytest.mark.parametrize("module", [nn.SwiGLU(), nn.GatedRMSNorm(8)], ids=["function", "norm"])
-def test_a_tensor_that_is_given_twice_is_an_error(module: torch.nn.Module) -> None:
-    with pytest.raises(TypeError, match=f"{type(module).__name__}: gate must be given once, got it by position and by name"):
-        module(torch.ones(1, 8), torch.ones(1, 8), gate=torch.ones(1, 8))
-
-
-def test_a_module_prints_its_options() -> None:
-    assert str(nn.LinearCrossEntropyLoss(softcap=30.0)) == "LinearCrossEntropyLoss(softcap=30.0)"
-    assert str(nn.RMSNorm(8, weight_offset=1.0)) == "RMSNorm(8, eps=1e-06, weight_offset=1.0)"
+)
+def test_a_wrong_option_is_an_error_that_names_it(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
 
 
 # -- modules in a model
@@ -269,38 +232,6 @@ def test_a_model_of_modules_trains_when_it_is(way: str) -> None:
     torch.testing.assert_close(gradients(other, call, ids), expected)
 
 
-def test_the_loss_module_is_the_op() -> None:
-    hidden, weight, target = normal(torch.device("cpu"), torch.float32, 5, 8), torch.randn(9, 8), torch.arange(5)
-    assert torch.equal(
-        nn.LinearCrossEntropyLoss(softcap=5.0)(hidden, weight, target), linear_cross_entropy(hidden, weight, target, softcap=5.0)
-    )
-
-
-def test_an_op_of_a_package_of_its_own_becomes_a_module() -> None:
-    def check(x: Tensor, factor: float = 2.0) -> None: ...
-
-    nothing: Any = lambda *args: iter(())  # noqa: E731
-
-    @op(check=check, samples=nothing, misuses=nothing, workloads=nothing, work=nothing)
-    def scaled(x: Tensor, factor: float = 2.0) -> Tensor:
-        return x * factor
-
-    assert nn.function_module("Scaled", scaled)(factor=3.0)(torch.ones(())) == 3.0
-
-
-def halved(x: Tensor, by: float = 2.0) -> Tensor:
-    return x / by
-
-
-Halved = nn.function_module("Halved", halved)
-
-
-def test_a_module_of_ones_own_can_be_pickled() -> None:
-    module = pickle.loads(pickle.dumps(Halved(by=4.0)))
-    assert type(module) is Halved
-    assert module(torch.ones(())) == 0.25
-
-
 def test_an_embedding_is_that_of_torch_with_exact_sums(device: torch.device) -> None:
     ours, theirs = nn.Embedding(5, 8, padding_idx=1, device=device), torch.nn.Embedding(5, 8, padding_idx=1, device=device)
     theirs.load_state_dict(ours.state_dict())
@@ -309,26 +240,27 @@ def test_an_embedding_is_that_of_torch_with_exact_sums(device: torch.device) -> 
         module(index).square().sum().backward()
     assert torch.equal(ours(index), theirs(index))
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
-    with pytest.raises(OptionError, match="sparse must be False, got True"):
-        nn.Embedding(5, 8, sparse=True)
 
 
 MADE: dict[str, Any] = {
-    **{name: lambda kind=kind, **where: kind(16, **where) for name, kind in NORMS.items()},
+    "RMSNorm": lambda **where: nn.RMSNorm(16, weight_offset=1.0, **where),
+    "AddRMSNorm": lambda **where: nn.AddRMSNorm(16, **where),
+    "GatedRMSNorm": lambda **where: nn.GatedRMSNorm(16, **where),
+    "LayerNorm": lambda **where: nn.LayerNorm(16, **where),
+    "AddLayerNorm": lambda **where: nn.AddLayerNorm(16, **where),
     "GroupNorm": lambda **where: nn.GroupNorm(4, 16, **where),
     "PolyNorm": nn.PolyNorm,
     "DyT": lambda **where: nn.DyT(16, 0.7, **where),
     "HyperConnection": lambda **where: nn.HyperConnection(16, 2, **where),
     "AttentionResidual": lambda **where: nn.AttentionResidual(16, **where),
-    "QKNormRoPE": lambda **where: nn.QKNormRoPE(16, **where),
     "GatedMLP": lambda **where: nn.GatedMLP(16, 24, **where),
+    "Experts": lambda **where: nn.Experts(3, 16, 24, **where),
     "Embedding": lambda **where: nn.Embedding(9, 16, **where),
 }
 
 
 def test_every_module_with_tensors_is_among_those_made_on_the_meta_device() -> None:
-    assert set(CLASSES) - set(FUNCTIONS) - {"FunctionModule", "Norm", "RotaryEmbedding"} == set(MADE)
-    assert not list(nn.RotaryEmbedding(16).buffers())
+    assert set(CLASSES) - {"RotaryEmbedding", "LinearCrossEntropyLoss", "LogProb"} == set(MADE)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -346,14 +278,6 @@ def test_a_module_from_the_meta_device_begins_as_any_other(name: str) -> None:
         if hasattr(part, "reset_parameters"):
             part.reset_parameters()
     torch.testing.assert_close(tensors(module), expected, rtol=0, atol=0)
-
-
-def test_a_module_from_the_meta_device_gets_memory_for_its_options() -> None:
-    with torch.device("meta"):
-        loss = nn.LinearCrossEntropyLoss(normalizer=torch.tensor(7.0))
-        mean = nn.DFTLoss(averaging=losses.Averaging(count=torch.tensor(7.0)))
-    assert loss.to_empty(device="cpu").normalizer.device.type == "cpu"
-    assert mean.to_empty(device="cpu").arguments["averaging"].count.device.type == "cpu"
 
 
 @pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: str(op.name))

@@ -1,31 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference pages of the Python API: the public names of a package, which mkdocstrings fills from the docstrings.
-
-mkdocstrings reads sources and cannot see a class that a function makes. Modules of such classes are shown as they are once imported.
-"""
+"""Reference pages of the Python API: the public names of a package, which mkdocstrings fills from the docstrings."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from types import ModuleType
 from typing import Any
 
-from docstrings import markdown
-
 from liger_core import Op
-from ops import links, signature_block
 
 # Package → what the page begins with. Ops have pages of their own.
 PACKAGES = {
     "liger_hf": "Apply Liger to Hugging Face models. `liger_hf.compat` stands in for the package liger-kernel, `liger_hf.trainers` has heads for verl, prime-rl and Megatron-core.",
     "liger_core": "Select backends, explain a call, and describe ops and backends. The ops themselves are under [Ops](../ops/index.md).",
     "liger_core.losses": "Preference, policy and fine-tuning losses on log-probabilities or heads; [Losses](../../losses.md) explains them.",
-    "liger_core.nn": "Ops and losses as modules; [a recipe](../../how-to/own-models.md) lists them all.",
+    "liger_core.nn": "Modules for models of your own; [a recipe](../../how-to/own-models.md) builds one.",
     "liger_core.kernels": "Custom ops and autograd for kernels: what a backend with kernels of its own builds on.",
 }
-
-IMPORTED = ("liger_core.nn",)
 
 
 def pages() -> dict[str, str]:
@@ -40,18 +31,8 @@ def _index() -> str:
 
 def _page(name: str) -> str:
     module = importlib.import_module(name)
-    if name in IMPORTED:
-        shown = [_imported(f"{name}.{attribute}", getattr(module, attribute)) for attribute in _public(module)]
-    else:
-        shown = [f"::: {path}" for attribute in _public(module) if (path := _path(getattr(module, attribute))) is not None]
+    shown = [f"::: {path}" for attribute in _public(module) if (path := _path(getattr(module, attribute))) is not None]
     return "\n\n".join([f"# {name}", PACKAGES[name], *shown]) + "\n"
-
-
-def _imported(path: str, value: Any) -> str:
-    """Heading, signature and docstring of a class or a function."""
-    signature = inspect.signature(value, eval_str=True)
-    shown = links(markdown(value.__doc__ or "", signature.parameters))
-    return f"## {value.__name__}\n\n{signature_block(path, signature)}\n\n{shown}"
 
 
 def _public(module: ModuleType) -> list[str]:

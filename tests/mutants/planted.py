@@ -960,22 +960,6 @@ MUTANTS = (
         "test_hyper_connections_are_those_of_transformers",
     ),
     Mutant(
-        "nn: a constructor takes options that its op refuses",
-        f"{CORE}/nn/module.py",
-        "        raise refused\n",
-        "        return\n",
-        ("tests/test_nn_constructors.py", "-k", "same_words"),
-        "test_a_constructor_refuses_what_its_op_refuses_in_the_same_words",
-    ),
-    Mutant(
-        "nn: tensors among the options are cast with the module",
-        f"{CORE}/nn/functions.py",
-        "return moved if value.is_meta else value.to(moved.device)",
-        "return moved",
-        ("tests/test_nn_constructors.py", "-k", "moves_with_its_module"),
-        "test_a_tensor_among_the_options_moves_with_its_module_and_keeps_its_value",
-    ),
-    Mutant(
         "op: a misspelled argument is reported for what implements the op",
         f"{CORE}/op.py",
         "            self._check_names(kwargs)\n",

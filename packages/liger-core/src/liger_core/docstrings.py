@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 # `name`, or `name, name`, then at least two spaces. A name that is known needs one space only.
 NAMES = r"[A-Za-z_]\w*(?:, [A-Za-z_]\w*)*"
 ALIGNED = re.compile(rf"({NAMES}) {{2,}}(\S.*)")
-RETURNS = "returns"
 
 
 class Entry(NamedTuple):
@@ -25,21 +23,11 @@ class Entry(NamedTuple):
     def text(self) -> str:
         return " ".join(line.strip() for line in self.lines).strip()
 
-    def aligned(self, column: int) -> str:
-        """The row with its text in this column."""
-        first, *rest = self.lines
-        return "\n".join(
-            [
-                f"{', '.join(self.names):{column}}{first}".rstrip(),
-                *textwrap.indent(textwrap.dedent("\n".join(rest)), " " * column).splitlines(),
-            ]
-        )
-
 
 def parts(docstring: str, known: Collection[str] = ()) -> Iterator[str | list[Entry]]:
     """The paragraphs of a docstring in order; a paragraph of aligned rows as a list of entries."""
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
-        yield from _split(block, {*known, RETURNS})
+        yield from _split(block, {*known, "returns"})
 
 
 def _split(block: str, known: Collection[str]) -> Iterator[str | list[Entry]]:

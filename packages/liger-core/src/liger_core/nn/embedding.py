@@ -1,44 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding with a gradient that is summed in float32."""
-
-from __future__ import annotations
-
-import inspect
-from typing import Any
+"""The embedding."""
 
 from torch import Tensor, nn
 
 from liger_core import ops
 from liger_core.errors import OptionError
-from liger_core.nn.arguments import like
-from liger_core.nn.module import check_size
 
 
 class Embedding(nn.Embedding):
-    """torch's module, with the gradient of `embedding`: summed in float32, in the same order in every run.
+    """Look up rows of a table, and sum its gradient in float32, in the same order in every run; see `embedding`.
 
-    num_embeddings  rows of the table
-    embedding_dim   columns of the table
-    padding_idx     a row that is 0 at first and gets no gradient; None for none
-    _weight         the table itself
-    _freeze         True if the table gets no gradient
-    device, dtype   of the table
-    max_norm, norm_type, scale_grad_by_freq, sparse
-                    as torch has them by default: others change the weights or what their gradient means, and raise OptionError
+    The constructor is that of `torch.nn.Embedding`. The call raises OptionError if max_norm, scale_grad_by_freq or
+    sparse is not the default.
 
-    weight  (num_embeddings, embedding_dim)  standard normal at first
+    index    (...)                             any integer dtype
+    returns  (..., embedding_dim)              dtype of weight
+    weight   (num_embeddings, embedding_dim)   standard normal at first; the row padding_idx is 0
 
-    The call takes indices (...) and returns (..., embedding_dim).
+    Example:
+
+        >>> embedding = nn.Embedding(100, 64, padding_idx=0)
+        >>> embedding(torch.tensor([[3, 7, 0]])).shape
+        torch.Size([1, 3, 64])
     """
 
-    @like(nn.Embedding)
-    def __init__(self, *sizes: Any, **options: Any) -> None:
-        given = inspect.signature(nn.Embedding).bind(*sizes, **options).arguments
-        check_size(self, **{name: given[name] for name in ("num_embeddings", "embedding_dim")})
-        super().__init__(*sizes, **options)
-        for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
-            if getattr(self, name) != off:
-                raise OptionError(f"Embedding: {name} must be {off}, got {getattr(self, name)!r}; use torch.nn.Embedding")
-
     def forward(self, index: Tensor) -> Tensor:
+        if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
+            options = f"max_norm={self.max_norm}, scale_grad_by_freq={self.scale_grad_by_freq}, sparse={self.sparse}"
+            raise OptionError(f"Embedding: options must have their defaults, got {options}; use torch.nn.Embedding")
         return ops.embedding(index, self.weight, padding_idx=self.padding_idx)

@@ -1,43 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of liger_core.losses as modules, each with a call by which its options are checked: losses check what they compute with."""
+"""The language-model head fused with what is computed from its logits."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from liger_core import losses
-from liger_core.nn.functions import Calls, function_module
+from liger_core import ops
 
 
-def _call(*names: str, **others: Callable[[], Any]) -> Calls:
-    """Two answers of one token: log-probabilities by these names, and their mask."""
-    return lambda: [
-        {**{name: _zeros(2, 1) for name in names}, "mask": _zeros(2, 1).bool(), **{name: make() for name, make in others.items()}}
-    ]
+class _Head(nn.Module):
+    """A module without weights that holds the options of its op, which checks them in each call."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
-def _zeros(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.float32, device="cpu")
+class LinearCrossEntropyLoss(_Head):
+    """Compute the cross entropy of a head's logits without holding them all; see `linear_cross_entropy`.
+
+    options  those of `linear_cross_entropy`, such as ignore_index, label_smoothing, softcap, reduction and budget
+    hidden   (..., H)   any floating dtype
+    weight   (V, H)     the weight of the head
+    target   (...)      int64 class indices, or ignore_index
+    call     further arguments of the op, such as bias and normalizer; they take precedence over the options
+    returns  float32: a scalar, or (...) for reduction="none"
+
+    Example:
+
+        >>> head, loss = torch.nn.Linear(64, 1000, bias=False), nn.LinearCrossEntropyLoss(softcap=30.0)
+        >>> loss(torch.randn(9, 64), head.weight, torch.randint(1000, (9,))).shape
+        torch.Size([])
+    """
+
+    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, **call: Any) -> Any:
+        return ops.linear_cross_entropy(hidden, weight, target, **self.options | call)
 
 
-def _with_entropy() -> tuple[Tensor, Tensor]:
-    """A policy that brings its entropy, which options may ask for."""
-    return _zeros(2, 1), _zeros(2, 1)
+class LogProb(_Head):
+    """Compute the log-probabilities of targets under a head without holding all logits; see `linear_log_prob`.
 
+    options  those of `linear_log_prob`, such as temperature, ignore_index and return_entropy
+    hidden   (..., H)   any floating dtype
+    weight   (V, H)     the weight of the head
+    target   (...) or (..., K)   int64 class indices, one or several a row, or ignore_index
+    call     further arguments of the op, such as bias and allowed; they take precedence over the options
+    returns  float32, the shape of target; with return_entropy also the entropy
 
-DPOLoss = function_module("DPOLoss", losses.dpo, _call("policy", "reference"))
-CPOLoss = function_module("CPOLoss", losses.cpo, _call("policy"))
-SimPOLoss = function_module("SimPOLoss", losses.simpo, _call("policy"))
-ORPOLoss = function_module("ORPOLoss", losses.orpo, _call("policy"))
-KTOLoss = function_module("KTOLoss", losses.kto, _call("policy", "reference", desirable=lambda: _zeros(2).bool()))
-GRPOLoss = function_module("GRPOLoss", losses.grpo, _call("old", "advantages", policy=_with_entropy))
-PPOLoss = function_module("PPOLoss", losses.ppo, _call("old", "advantages", policy=_with_entropy))
-DFTLoss = function_module("DFTLoss", losses.dft, _call("policy"))
-TopKDistillationLoss = function_module(
-    "TopKDistillationLoss", losses.topk_distillation, lambda: [{"log_prob": _zeros(2, 1), "teacher_log_prob": _zeros(2, 1)}]
-)
-CosineDistillationLoss = function_module("CosineDistillationLoss", losses.cosine_distillation)
+    Example:
+
+        >>> head, log_prob = torch.nn.Linear(64, 1000, bias=False), nn.LogProb(temperature=0.7)
+        >>> log_prob(torch.randn(2, 9, 64), head.weight, torch.randint(1000, (2, 9))).shape
+        torch.Size([2, 9])
+    """
+
+    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, **call: Any) -> Any:
+        return ops.linear_log_prob(hidden, weight, target, **self.options | call)

@@ -1,76 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embeddings, and the queries and keys that they rotate."""
-
-from __future__ import annotations
+"""The rotary embedding."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from liger_core import checks, ops
 from liger_core.errors import OptionError
-from liger_core.nn.module import Module, check_size, check_switches
-from liger_core.nn.norms import Norm, RMSNorm
-from liger_core.ops._norm import Cast
 
 
-class QKNormRoPE(Module):
-    """Queries and keys normalized by `q_norm` and `k_norm`, as Transformers calls them, and rotated; see `qk_norm_rope`.
+class RotaryEmbedding(nn.Module):
+    """Compute the cos and sin that `rope` and `qk_norm_rope` take, as Llama does in Transformers.
 
-    width                     of a head
-    eps, weight_offset, cast  those of the two norms, which are `RMSNorm`s with a weight (width,)
-    interleaved               pairs are neighboring columns (True), or a column of each half (False)
-    device, dtype             of the parameters
+    rotary       number of columns that are rotated, even
+    base         base of the frequencies base^(-2i / rotary)
+    interleaved  True if neighboring columns are a pair, False if a pair has a column of each half
 
-    The call takes q (batch, heads, tokens, width), k (batch, key_heads, tokens, width) and the cos and sin of `RotaryEmbedding`, and
-    returns queries and keys.
-    """
+    x             any tensor; the results have its dtype
+    position_ids  (batch, tokens)
+    returns       cos and sin, (batch, tokens, rotary); the angles are computed in float32
 
-    q_norm: Norm
-    k_norm: Norm
+    The module has no parameters and no buffers.
 
-    def __init__(
-        self,
-        width: int,
-        eps: float = 1e-6,
-        *,
-        weight_offset: float = 0.0,
-        cast: Cast = "input",
-        interleaved: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(width=width, eps=eps, weight_offset=weight_offset, cast=cast, interleaved=interleaved)
-        check_size(self, width=width)
-        check_switches(self, interleaved=interleaved)
-        for name in ("q_norm", "k_norm"):
-            self.add_module(name, RMSNorm(width, eps, weight_offset=weight_offset, cast=cast, device=device, dtype=dtype))
-        self.interleaved = interleaved
+    Example:
 
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        norm = self.q_norm
-        return ops.qk_norm_rope(
-            q, k, norm.weight, self.k_norm.weight, cos, sin, norm.eps, interleaved=self.interleaved, **norm.options
-        )  # fmt: skip
-
-
-class RotaryEmbedding(Module):
-    """The cos and sin that `rope` takes: `module(x, position_ids)` has the dtype of x, as in Transformers, and no entry in the `state_dict`.
-
-    rotary       the number of columns that are rotated, even
-    base         of the frequencies base^(-2i / rotary)
-    interleaved  neighboring columns are a pair
-
-    The call returns cos and sin, (batch, tokens, rotary) for position_ids (batch, tokens).
+        >>> q, k = torch.randn(1, 4, 9, 64), torch.randn(1, 2, 9, 64)
+        >>> cos, sin = nn.RotaryEmbedding(64)(q, torch.arange(9)[None])
+        >>> q, k = rope(q, k, cos, sin)
     """
 
     def __init__(self, rotary: int, base: float = 10000.0, *, interleaved: bool = False) -> None:
-        super().__init__(rotary=rotary, base=base, interleaved=interleaved)
-        checks.integer("RotaryEmbedding", "rotary", rotary)
+        super().__init__()
         if rotary % 2 or rotary <= 0:
             raise OptionError(f"RotaryEmbedding: rotary must be even and > 0, got {rotary}")
-        checks.positive("RotaryEmbedding", "base", base)
-        check_switches(self, interleaved=interleaved)
         self.rotary, self.base, self.interleaved = rotary, base, interleaved
+
+    def extra_repr(self) -> str:
+        return f"{self.rotary}, base={self.base}, interleaved={self.interleaved}"
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,32 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residual streams and attention over depth."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from liger_core import ops
-from liger_core.nn.module import Module, check_size, check_switches, meta
 
 
-class HyperConnection(Module):
-    """Hyper-connections around one layer, `module(x)` → (input of the layer, post, res) for streams x (..., streams, hidden_size).
+class HyperConnection(nn.Module):
+    """Mix residual streams around one layer; see `project_streams`, `sinkhorn`, `mix_streams` and `merge_streams`.
 
-    hidden_size    columns of a stream
-    streams        their number
-    iterations     of `sinkhorn`, which makes res doubly stochastic; ≥ 1
-    eps            of `sinkhorn`, also added to the coefficients by which streams are mixed; > 0
-    norm_eps       added to the mean square of the streams before they are projected; > 0
+    `module(x)` returns the input of the layer, post and res. Then `merge_streams(x, layer(input), post, res)` is the
+    next x. The parameters are those of DeepSeek V4.
+
+    hidden_size    number of columns of a stream
+    streams        number of streams
+    iterations     of `sinkhorn`, which makes res doubly stochastic
+    eps            of `sinkhorn`, also added to the coefficients by which streams are mixed
+    norm_eps       added to the mean square of the streams before they are projected
     device, dtype  of the parameters
 
-    fn     ((2 + streams) · streams, streams · hidden_size)  projects the normalized streams; normal with deviation 0.02 at first
-    base   ((2 + streams) · streams,)  is added; 0 at first
-    scale  (3,)  multiplies, for pre, post and res; 1 at first
+    x        (..., streams, hidden_size)
+    returns  (..., hidden_size), (..., streams) and (..., streams, streams)
 
-    `merge_streams(x, layer(input), post, res)` is the next x. The parameters are those of DeepSeek V4. Xie et al. 2025, arXiv:2512.24880.
+    fn     ((2 + streams) · streams, streams · hidden_size)   projects the normed streams; normal(0, 0.02) at first
+    base   ((2 + streams) · streams,)   is added; 0 at first
+    scale  (3,)   multiplies, for pre, post and res; 1 at first
+
+    Example:
+
+        >>> connection, layer, x = nn.HyperConnection(64), torch.nn.Linear(64, 64), torch.randn(2, 9, 4, 64)
+        >>> y, post, res = connection(x)
+        >>> merge_streams(x, layer(y), post, res).shape
+        torch.Size([2, 9, 4, 64])
+
+    Xie et al. 2025, arXiv:2512.24880.
     """
 
     def __init__(
@@ -40,16 +50,13 @@ class HyperConnection(Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size=hidden_size, streams=streams, iterations=iterations, eps=eps, norm_eps=norm_eps)
-        check_size(self, hidden_size=hidden_size, streams=streams)
-        ops.sinkhorn.check(meta(streams, streams), iterations, eps)
+        super().__init__()
+        self.streams, self.iterations, self.eps, self.norm_eps = streams, iterations, eps, norm_eps
         count = (2 + streams) * streams
-        ops.project_streams.check(meta(1, streams, hidden_size), meta(count, streams * hidden_size), norm_eps)
-        self.hidden_size, self.streams, self.iterations, self.eps, self.norm_eps = hidden_size, streams, iterations, eps, norm_eps
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.fn = nn.Parameter(torch.empty(count, streams * hidden_size, **place))
-        self.base = nn.Parameter(torch.empty(count, **place))
-        self.scale = nn.Parameter(torch.empty(3, **place))
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.fn = nn.Parameter(torch.empty(count, streams * hidden_size, **factory))
+        self.base = nn.Parameter(torch.empty(count, **factory))
+        self.scale = nn.Parameter(torch.empty(3, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -69,18 +76,24 @@ class HyperConnection(Module):
         return ops.mix_streams(x, pre.sigmoid() + self.eps), 2 * post.sigmoid(), res
 
 
-class AttentionResidual(Module):
-    """Attention over the outputs of earlier layers, with a query of its own; see `attention_residual`.
+class AttentionResidual(nn.Module):
+    """Attend over the outputs of earlier layers with a query of its own; see `attention_residual`.
 
-    width               columns of a row, the size of its last dimension
-    eps                 added to the mean square in the norm of the keys; > 0
+    width               size of the last dimension of the layers
+    eps                 added to the mean square in the norm of the keys
     elementwise_affine  False for no weight
     device, dtype       of the parameters
 
-    query   (width,)  0 at first, so that all layers count alike
-    weight  (width,)  of the norm of the keys; 1 at first
+    layers   (depth, ..., width)   the outputs of earlier layers, stacked
+    returns  (..., width)
+    query    (width,)   0 at first, which gives all layers the same share
+    weight   (width,)   of the norm of the keys; 1 at first
 
-    The call takes layers (depth, ..., width), stacked, and returns (..., width).
+    Example:
+
+        >>> attend, outputs = nn.AttentionResidual(64), [torch.randn(2, 9, 64) for _ in range(3)]
+        >>> attend(torch.stack(outputs)).shape
+        torch.Size([2, 9, 64])
     """
 
     weight: nn.Parameter | None
@@ -94,13 +107,11 @@ class AttentionResidual(Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(width=width, eps=eps, elementwise_affine=elementwise_affine)
-        check_size(self, width=width)
-        check_switches(self, elementwise_affine=elementwise_affine)
-        ops.attention_residual.check(meta(1, 1, width), meta(width), eps=eps)
+        super().__init__()
         self.eps = eps
         self.query = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
-        self.register_parameter("weight", nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if elementwise_affine else None)
+        weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
