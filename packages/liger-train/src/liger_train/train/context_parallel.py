@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, experimental
 from torch.nn import functional
 
+from liger_core.errors import OptionError
+
 
 def install() -> None:
     """Make accelerate use `context_parallel`."""
@@ -31,7 +33,9 @@ def context_parallel(mesh: DeviceMesh, *, buffers: Sequence[Tensor], buffer_seq_
         buffer.resize_(shard.shape).copy_(shard)
     original = functional.scaled_dot_product_attention
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None, is_causal: bool, **options: Any) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **options: Any) -> Tensor:
+        if attn_mask is not None:
+            raise OptionError("train: --cp needs attention without a mask, got one, which is of one rank's tokens; leave out --cp")
         first = mesh.get_local_rank() * query.shape[2]
         seen = torch.arange(first, first + query.shape[2])[:, None] >= torch.arange(mesh.size() * key.shape[2])
         return original(query, _gathered(key, mesh), _gathered(value, mesh), attn_mask=seen if is_causal else None, **options)
