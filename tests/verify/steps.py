@@ -181,3 +181,40 @@ class OnRankOne:
         elif world.rank == 1:
             gradients["a.b.weight"] = torch.ones(3) * self.value if isinstance(self.value, float) else None
         return torch.ones(()), gradients
+
+
+@dataclass(frozen=True)
+class KeyBias:
+    """Attention whose keys have a bias: it adds the same to all scores of a query, so its gradient is 0 by nature and round-off in practice.
+
+    fault   added to that gradient, in units of the root mean square of the weight's
+    factor  times the weight's gradient, on all ranks
+    """
+
+    fault: float = 0.0
+    factor: float = 1.0
+
+    def __call__(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+        generator = torch.Generator().manual_seed(0)
+        x, query, weight, bias = (
+            torch.randn(shape, generator=generator, dtype=torch.float32).to(world.dtype)
+            for shape in ((8, TOKENS, WIDTH), (8, TOKENS, WIDTH), (WIDTH, WIDTH), (WIDTH,))
+        )
+        rows = torch.arange(8).chunk(world.ranks)[world.rank]
+        weight.requires_grad_(), bias.requires_grad_()
+        scores = query[rows] @ F.linear(x[rows], weight, bias).mT
+        loss = (scores.softmax(-1) @ x[rows]).square().sum()
+        loss.backward()
+        if not world.alone:
+            with torch.no_grad():
+                for tensor in (loss, weight.grad, bias.grad):
+                    dist.all_reduce(tensor)
+                weight.grad *= self.factor
+                bias.grad += self.fault * weight.grad.square().mean().sqrt()
+        return loss.detach(), {"attention.key.weight": weight.grad, "attention.key.bias": bias.grad}
+
+
+def without_a_loss(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """A parameter that no loss depends on: rank 1 has zeros instead of nothing."""
+    unused = torch.zeros(3) if world.rank else None
+    return torch.ones(()), {"a.b.weight": torch.ones(3), "a.sinks": unused}

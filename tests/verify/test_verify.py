@@ -126,6 +126,30 @@ def test_the_ranks_that_are_wrong_are_named() -> None:
     assert "gradients first diverge at a.b.weight in a: it is zero on rank 1 (1 of 2 gradients differ)" in str(report)
 
 
+def test_a_gradient_that_is_zero_by_nature_is_compared_with_its_round_off() -> None:
+    report = compare(steps.KeyBias(), ranks=2)
+    assert report.right, str(report)
+    assert "attention.key.bias: within the round-off of one process in float32" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [(steps.KeyBias(fault=1e-4), "attention.key.bias"), (steps.KeyBias(factor=1.001), "attention.key.weight")],
+    ids=["bias", "weight"],
+)
+def test_round_off_hides_no_fault(step: steps.KeyBias, name: str) -> None:
+    report = compare(step, ranks=2)
+    assert [difference.name for difference in report.wrong] == [name], str(report)
+
+
+def test_a_parameter_that_no_loss_depends_on_is_named() -> None:
+    report = compare(steps.without_a_loss, ranks=2)
+    assert report.right
+    assert str(report).startswith("right: loss 1.000000 and 1 gradients on 2 ranks")
+    assert "no loss depends on a.sinks, which has no gradient" in str(report)
+    assert report.as_dict()["notes"] == report.notes
+
+
 @pytest.mark.parametrize(
     ("setup", "message"),
     [

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,8 @@ from liger_verify.report import Difference, Report
 from liger_verify.world import Step, World
 
 TRUTH = "truth.pt"
+# How far the gradients of one process in float32 are from the truth.
+ROUNDING = "rounding.pt"
 # How the file is named in which a process says why it failed.
 FAILURE = ".failure"
 # What most steps import; a process is a fork of one that has.
@@ -33,8 +36,8 @@ LIBRARIES = [
     "transformers.models.llama.modeling_llama",
     "liger_verify.training",
 ]
-# A gradient this much smaller than the usual one consists of round-off.
-NOTHING = 1e-6
+# Round-off of several processes is at most this many times that of one: sums are in another order.
+ORDER = 10.0
 
 
 class Run(NamedTuple):
@@ -61,7 +64,8 @@ def compare(step: Step, *, ranks: int, sizes: Mapping[str, int] | None = None, t
     ranks      processes, with gloo on the CPU; in each the process group is initialized and world.dtype is torch's default dtype
     sizes      name → ranks of each dimension of the setup, {"tp": 2, "dp": 4}, and any other factor by which a gradient could be wrong; the
                report names the one that explains a difference
-    tolerance  relative error of the loss or a gradient that passes. In float32 round-off is about 1e-6
+    tolerance  relative error of the loss or a gradient that passes. In float32 round-off is about 1e-6. Where a gradient differs, the step also runs
+               on one process in float32, and ten times the error of that passes, too: a gradient that is 0 by nature is round-off
     patience   seconds that a process may wait for another one
     returns    `Report`; `report.right` if nothing differs, and `print(report)` says what does
 
@@ -103,7 +107,19 @@ def compare_with_truth(
         _start(_rank, Run(step, ranks, folder, results, patience), limit)
         truth = torch.load(Path(folder, TRUTH), weights_only=True)
         measured = [torch.load(Path(results, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
-    return report_of(truth, measured, {"ranks": ranks, **(sizes or {})}, tolerance)
+    sizes = {"ranks": ranks, **(sizes or {})}
+    report = report_of(truth, measured, sizes, tolerance)
+    return report_of(truth, measured, sizes, tolerance, _rounding(step, folder, patience, limit)) if report.wrong else report
+
+
+def _rounding(step: Step, folder: str, patience: float, limit: float | None) -> dict[str, float]:
+    """Return how far the gradients of one process in float32 are from the truth; it is measured only for what differs."""
+    path = Path(folder, ROUNDING)
+    if not path.is_file():
+        # A step of one's own may refuse float32 on one process; then nothing but the tolerance counts.
+        with contextlib.suppress(ProcessException, TimeoutError):
+            _start(_rounded, Run(step, 1, folder, folder, patience), limit)
+    return torch.load(path, weights_only=True) if path.is_file() else {}
 
 
 def _start(work: Any, run: Run, limit: float | None) -> None:
@@ -152,6 +168,16 @@ def _alone(rank: int, run: Run, port: int) -> None:
         torch.save({"loss": float(loss), "gradients": found}, Path(run.folder, TRUTH))
 
 
+def _rounded(rank: int, run: Run, port: int) -> None:
+    with _process(rank, 1, run, port):
+        truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
+        _, gradients = run.step(World(0, 1, torch.float32, Path(run.folder)))
+        apart = {
+            name: measure(None if g is None else _whole(g), truth.get(name)).get("apart", math.nan) ** 0.5 for name, g in gradients.items()
+        }
+        torch.save({name: distance for name, distance in apart.items() if math.isfinite(distance)}, Path(run.folder, ROUNDING))
+
+
 def _rank(rank: int, run: Run, port: int) -> None:
     with _process(rank, run.ranks, run, port):
         truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
@@ -197,7 +223,8 @@ def measure(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
     """
     if truth is None or gradient is None or gradient.shape != truth.shape:
         return {
-            "missing": float(gradient is None),
+            # Where no loss depends on a parameter, None and 0 are the same.
+            "missing": float(gradient is None or (truth is None and not gradient.any())),
             "unknown": float(truth is None),
             "shape": float(gradient is not None and truth is not None),
         }
@@ -216,26 +243,25 @@ def _sums(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
     return {"sum square": float(added.square().sum()), "sum product": float((added * truth).sum())}
 
 
-def report_of(truth: Any, measured: list[Any], sizes: Mapping[str, int], tolerance: float) -> Report:
-    """The comparison of all ranks, from what each of them measured."""
+def report_of(
+    truth: Any, measured: list[Any], sizes: Mapping[str, int], tolerance: float, rounding: Mapping[str, float] | None = None
+) -> Report:
+    """The comparison of all ranks, from what each of them measured; `rounding` is the distance that float32 explains, for each gradient."""
     names = dict.fromkeys(name for rank in measured for name in rank["gradients"])
     gradients = {name: [rank["gradients"].get(name) for rank in measured] for name in names}
-    usual = _usual(truth["gradients"])
-    differences = [
-        Difference.of(name, ranks, usual * truth["gradients"][name].numel() ** 0.5 if truth["gradients"].get(name) is not None else 0.0)
-        for name, ranks in gradients.items()
-    ]
-    missing = [name for name in truth["gradients"] if name not in gradients]
-    return Report(
-        truth["loss"], [rank["loss"] for rank in measured], _norm(truth["gradients"]), differences, missing, dict(sizes), tolerance
-    )
+    known = {name: gradient for name, gradient in truth["gradients"].items() if gradient is not None}
+    norm = float(sum(gradient.square().sum() for gradient in known.values())) ** 0.5
+    # An element that is 0 by nature is a sum of others that cancel, of which none is more precise than float32.
+    element = torch.finfo(torch.float32).eps * norm / max(sum(gradient.numel() for gradient in known.values()), 1) ** 0.5
+    explained = {name: max(element * gradient.numel() ** 0.5, ORDER * (rounding or {}).get(name, 0.0)) for name, gradient in known.items()}
+    differences = [Difference.of(name, ranks, explained.get(name, 0.0) / tolerance) for name, ranks in gradients.items()]
+    missing = [name for name in known if name not in gradients]
+    unused = [name for name, gradient in truth["gradients"].items() if gradient is None]
+    rounded = [d.name for d in differences if d.error <= tolerance and not _within(gradients[d.name], tolerance)]
+    losses = [rank["loss"] for rank in measured]
+    return Report(truth["loss"], losses, norm, differences, missing, dict(sizes), tolerance, unused, rounded)
 
 
-def _norm(gradients: Mapping[str, Tensor | None]) -> float:
-    return float(sum(g.square().sum() for g in gradients.values() if g is not None)) ** 0.5
-
-
-def _usual(gradients: Mapping[str, Tensor | None]) -> float:
-    """What an element of a gradient is compared with at least: of one that is nothing but round-off, no error is large."""
-    count = sum(g.numel() for g in gradients.values() if g is not None)
-    return NOTHING * 1e2 * _norm(gradients) / max(count, 1) ** 0.5
+def _within(ranks: list[dict[str, float] | None], tolerance: float) -> bool:
+    """Whether a gradient that passes does so by the tolerance alone."""
+    return all(rank is None or rank.get("apart", 0.0) ** 0.5 <= tolerance * rank.get("truth", 0.0) ** 0.5 for rank in ranks)

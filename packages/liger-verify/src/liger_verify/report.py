@@ -83,6 +83,8 @@ class Report:
     differences  of every parameter's gradient, in the order of the forward pass
     missing      parameters that only the one process has a gradient for
     sizes        ranks of each dimension, as `compare` got them
+    unused       parameters that require a gradient and get none on one process
+    rounded      gradients that differ by no more than round-off does on one process, such as those that are 0 by nature
     """
 
     loss: float
@@ -92,7 +94,8 @@ class Report:
     missing: list[str]
     sizes: Mapping[str, int]
     tolerance: float
-    notes: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    rounded: list[str] = field(default_factory=list)
 
     @property
     def wrong(self) -> list[Difference]:
@@ -122,19 +125,25 @@ class Report:
             others = {self._explained(d) for d in wrong} - {self._explained(wrong[0])}
             for explanation in sorted(others):
                 alike = [d for d in wrong if self._explained(d) == explanation]
-                found.append(f"{_named(alike)}: {explanation}")
+                found.append(f"{_named([d.name for d in alike])}: {explanation}")
         if self.missing:
             found.append(f"no rank returns a gradient for {', '.join(self.missing[:3])}{' …' if len(self.missing) > 3 else ''}")
         return found
 
+    @property
+    def notes(self) -> list[str]:
+        """What the verdict does not say."""
+        unused = f"no loss depends on {_named(self.unused)}, which {'has' if len(self.unused) == 1 else 'have'} no gradient"
+        rounded = f"{_named(self.rounded)}: within the round-off of one process in float32, more than the tolerance of so small a gradient"
+        return [note for note, names in ((unused, self.unused), (rounded, self.rounded)) if names]
+
     def __str__(self) -> str:
-        if self.right:
-            ranks = len(self.losses)
-            return (
-                f"right: loss {self.loss:.6f} and {len(self.differences)} gradients on {ranks} ranks are those of one process in float64 "
-                f"(largest relative error {self.largest_error:.1e})"
-            )
-        return "wrong: " + "\n       ".join(self.sentences())
+        count = len([d for d in self.differences if d.name not in self.unused])
+        sentences = self.sentences() or [
+            f"loss {self.loss:.6f} and {count} gradients on {len(self.losses)} ranks are those of one process in float64 "
+            f"(largest relative error {self.largest_error:.1e})"
+        ]
+        return ("right: " if self.right else "wrong: ") + "\n       ".join(sentences + self.notes)
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -214,5 +223,5 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _named(alike: Sequence[Difference]) -> str:
-    return ", ".join(d.name for d in alike[:3]) + (f" and {len(alike) - 3} more" if len(alike) > 3 else "")
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -17,7 +17,7 @@ class World:
 
     rank    of this process
     ranks   how many processes there are; with 1 the step computes what the others are compared with
-    dtype   of the model's parameters: float64 in the one process, else float32
+    dtype   of the model's parameters: float64 in the one process, else float32; also float32 where the one process measures round-off
     folder  the same for all processes of both runs. The one process runs first, so it can leave a checkpoint here
     """
 
