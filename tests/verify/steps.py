@@ -183,6 +183,15 @@ class OnRankOne:
         return torch.ones(()), gradients
 
 
+class Random(Training):
+    """A model whose logits depend on the random state."""
+
+    def made(self, world: World) -> Any:
+        model = super().made(world)
+        model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * (1 + torch.rand(())))
+        return model
+
+
 @dataclass(frozen=True)
 class KeyBias:
     """Attention whose keys have a bias: it adds the same to all scores of a query, so its gradient is 0 by nature and round-off in practice.

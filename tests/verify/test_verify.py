@@ -150,6 +150,37 @@ def test_a_parameter_that_no_loss_depends_on_is_named() -> None:
     assert report.as_dict()["notes"] == report.notes
 
 
+# What a parallel step has been called wrong for, although it is right.
+BY_NATURE = {
+    "sinks": {"model": "gpt_oss", "shard": "ddp"},
+    "sinks_and_parts_of_sequences": {"model": "gpt_oss", "cp": 2},
+    "biases_of_keys_and_dropout": {"model": "opt", "shard": "ddp"},
+    "gradients_of_no_token": {"model": "biogpt", "shard": "ddp"},
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("setup", BY_NATURE.values(), ids=BY_NATURE.keys())
+def test_what_differs_by_nature_is_not_wrong(setup: dict[str, Any]) -> None:
+    training = Training(**setup, liger=False)
+    report = compare(training, ranks=2, sizes=training.sizes)
+    assert report.right, str(report)
+
+
+@pytest.mark.matrix
+def test_a_model_whose_layers_see_only_their_part_of_a_sequence_is_refused_with_a_sentence() -> None:
+    with pytest.raises(
+        OptionError, match=r"rwkv .* failed: rank \d: OptionError: verify: with cp, all 2 layers of rwkv must have attention"
+    ):
+        verify(model=["rwkv"], cp=2, liger=False)
+
+
+@pytest.mark.matrix
+def test_a_random_loss_is_refused() -> None:
+    with pytest.raises(Exception, match="verify: the loss of llama must not be random, got "):
+        compare(steps.Random(shard="ddp"), ranks=2)
+
+
 @pytest.mark.parametrize(
     ("setup", "message"),
     [
@@ -167,6 +198,12 @@ def test_a_setup_that_cannot_be_is_refused_before_anything_starts(setup: dict[st
     with pytest.raises(OptionError) as raised:
         Training(**setup).check()
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("model", ["xlnet", "prophetnet"])
+def test_a_type_that_cannot_be_made_tiny_is_refused_with_a_sentence(model: str) -> None:
+    with pytest.raises(OptionError, match=f"verify: {model} could not be made tiny: .*; pass a folder with a small checkpoint"):
+        verify(model=[model])
 
 
 def test_one_rank_has_nothing_to_be_compared_with() -> None:

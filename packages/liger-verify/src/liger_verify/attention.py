@@ -14,17 +14,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_core.errors import OptionError
 from liger_verify.batches import Batch
 
 NAME = "liger_verify"
+# Arguments of an attention function that do not change its output here: the batch says which tokens are seen, and the loss has its own arguments.
+HARMLESS = frozenset(
+    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
+    | {"num_items_in_batch", "shift_labels", "deterministic"}
+)
 
 
 class _Context:
-    """The batch that is running: that of all ranks of the group, and the tokens that are this rank's."""
+    """The batch that is running: that of all ranks of the group, and the tokens that are this rank's.
+
+    calls     how often attention ran
+    separate  whether tokens do not see other documents
+    """
 
     whole: Batch
     columns: slice
     group: Any = None
+    calls: int = 0
+    separate: bool = True
 
 
 _now = _Context()
@@ -33,12 +45,18 @@ _now = _Context()
 @contextlib.contextmanager
 def of_batch(whole: Batch, columns: slice, group: Any) -> Iterator[None]:
     """Run a model on these tokens of a batch; group is None if they are all."""
-    _now.whole, _now.columns, _now.group = whole, columns, group
+    _now.whole, _now.columns, _now.group, _now.calls = whole, columns, group, 0
     yield
 
 
-def register() -> str:
-    """Make the attention known to Transformers, under the name that is returned."""
+def calls() -> int:
+    """Return how many layers called the attention in the last forward pass."""
+    return _now.calls
+
+
+def register(separate: bool = True) -> str:
+    """Make the attention known to Transformers, under the name that is returned; `separate` keeps documents apart."""
+    _now.separate = separate
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
@@ -53,25 +71,42 @@ def attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    **options: Any,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling · q kᵀ) v over the tokens of the same document up to each; (rows, heads, tokens, width)."""
+    """softmax(scaling · q kᵀ) v over the tokens of the same document up to each; (rows, heads, tokens, width).
+
+    s_aux  (heads,) scores of one more column, a sink that has no value
+    """
+    others |= {"attention_mask": attention_mask, "dropout": dropout or None}
+    unknown = [name for name, value in others.items() if value is not None and name not in HARMLESS]
+    if unknown:
+        raise OptionError(f"verify: with cp, attention must have no {unknown[0]}, {type(module).__name__} passes one; leave out cp")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise OptionError(f"verify: with cp, attention must be causal, that of {type(module).__name__} is not; leave out cp")
+    _now.calls += 1
     if _now.group is not None:
         key, value = _Gather.apply(key, _now.group), _Gather.apply(value, _now.group)
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = query @ key.mT * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    softcap, window = options.get("softcap"), options.get("sliding_window")
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     column = torch.arange(key.shape[2])
     distance = column[_now.columns][:, None] - column
     documents = _now.whole.documents
-    seen = (distance >= 0) & (documents[:, _now.columns, None] == documents[:, None, :])
-    if window is not None:
-        seen = seen & (distance < window)
+    seen = (distance >= 0) & ((documents[:, _now.columns, None] == documents[:, None, :]) | (not _now.separate))
+    if sliding_window is not None:
+        seen = seen & (distance < sliding_window)
     scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
-    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2).contiguous(), None
 
 
 class _Gather(torch.autograd.Function):

@@ -16,11 +16,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from torch.multiprocessing.spawn import ProcessException
 
 from liger_core.errors import OptionError
 from liger_core.tables import Column, output, print_table
 from liger_verify.comparison import compare
-from liger_verify.matrix import MODELS, SETUPS, Outcome, outcomes, setups_in, steps_of
+from liger_verify.matrix import MODELS, SETUPS, Outcome, outcomes, said, setups_in, steps_of
 from liger_verify.report import Report
 from liger_verify.training import SHARDS, Training
 from liger_verify.world import Step, World
@@ -139,7 +140,10 @@ def verify(
         training = Training((model or MODELS)[0], **setup, liger=liger is not False, length=length, seed=seed)
         training.check()
         run = partial(compare, training, ranks=count, sizes=training.sizes, **options)
-        right = _single(run, training.title, as_json, all_rows, start)
+        try:
+            right = _single(run, training.title, as_json, all_rows, start)
+        except ProcessException as error:
+            raise OptionError(f"verify: {training.title} failed: {said(error)}") from error
     if not right:
         raise typer.Exit(1)
 

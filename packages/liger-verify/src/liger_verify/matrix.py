@@ -128,7 +128,7 @@ def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, l
                     try:
                         report = compare_with_truth(training, place, ranks=training.ranks, sizes=training.sizes, **options)
                     except Exception as error:
-                        problem = _said(error)
+                        problem = said(error)
                 yield Outcome(training, time.perf_counter() - start, report, problem)
 
 
@@ -137,10 +137,10 @@ def _truth(training: Training, folder: str, patience: float, limit: float) -> tu
     try:
         leave_truth(training, folder, patience=patience, limit=limit)
     except Exception as error:
-        return folder, f"one process in float64: {_said(error)}"
+        return folder, f"one process in float64: {said(error)}"
     return folder, ""
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     """A line about an exception: of a run, what its first process to fail says."""
     return next(iter(getattr(error, "__notes__", [])), f"{type(error).__name__}: {error}")

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,21 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from liger_core.errors import OptionError, nearest
+from liger_core.errors import OptionError
 from liger_core.private_torch import flatten_mesh
 from liger_hf.isolation import DoublePrecision
 from liger_verify import attention
 from liger_verify.batches import Batch, batches
+from liger_verify.tiny import check_size, tiny_config, without_chance
 from liger_verify.world import World
 
 SHARDS = ("none", "ddp", "fsdp2")
-# What makes a config small, under every name that Transformers has for it; sizes are multiples of 8 ranks.
-TINY: dict[str, Any] = {
-    "vocab_size": 192, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "num_experts": 8, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "max_position_embeddings": 64, "sliding_window": 8, "query_pre_attn_scalar": 8, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0,
-}  # fmt: skip
+# Where one process leaves the names of parameters that the loss of some micro-batch does not depend on.
+UNUSED = "unused.txt"
 # Grouped matmuls do not support float64.
 EXPERTS = {"experts_implementation": "eager"}
 # Standard deviation of what is added to each initial weight, so that every part of the model matters.
@@ -122,14 +121,35 @@ class Training:
         model = self.made(world)
         every = self.data(model)
         total = torch.tensor(float(sum(batch.valid() for batch in every)))
-        losses = []
-        for batch in every:
-            # A model casts to float32 here and there.
-            with DoublePrecision():
+        losses, used = [], Counter[str]()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.update([name]))
+        # A model casts to float32 here and there.
+        with DoublePrecision() if world.dtype == torch.float64 else contextlib.nullcontext():
+            self._check_loss(model, every[0], total)
+            for batch in every:
                 loss = Training.loss(self, model, batch, None, total)
                 loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+                losses.append(loss.detach())
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        unused = [name for name in gradients if used[name] < len(every)]
+        (world.folder / UNUSED).write_text("\n".join(unused))
+        return torch.stack(losses).sum(), gradients
+
+    def _check_loss(self, model: Any, batch: Batch, total: Tensor) -> None:
+        """Raise OptionError for a loss that is not finite or depends on the random state: nothing can be compared with it."""
+        losses = []
+        for seed in (self.seed, self.seed + 1):
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                losses.append(float(Training.loss(self, model, batch, None, total)))
+        if not math.isfinite(losses[0]):
+            raise OptionError(f"verify: the loss of {self.model} must be finite on one process, got {losses[0]}")
+        if not math.isclose(*losses, rel_tol=1e-6):
+            raise OptionError(
+                f"verify: the loss of {self.model} must not be random, got {losses[0]:.6f} and {losses[1]:.6f} for the same tokens"
+            )
 
     # -- its parts, each of which a setup of one's own may do in another way
 
@@ -187,21 +207,24 @@ class Training:
     # -- the model
 
     def config(self) -> Any:
-        """Of the model type, made tiny, or in the folder."""
+        """Of the model type, made tiny, or in the folder; without dropout."""
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.model) if _is_folder(self.model) else tiny_config(self.model, self.options)
+        config = AutoConfig.from_pretrained(self.model) if _is_folder(self.model) else tiny_config(self.model, self.options)
+        without_chance(config)
+        return config
 
     def made(self, world: World) -> Any:
         """On one process, in its dtype; saved for the others."""
         from transformers import AutoModelForCausalLM
 
-        name = attention.register()
         _quiet()
+        options: dict[str, Any] = {"attn_implementation": "eager", **EXPERTS}
         if _is_folder(self.model):
-            model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float64, attn_implementation=name, **EXPERTS)
+            model = AutoModelForCausalLM.from_pretrained(self.model, config=self.config(), dtype=torch.float64, **options)
         else:
-            model = AutoModelForCausalLM.from_config(self.config(), attn_implementation=name, **EXPERTS)
+            check_size(self.model, self.config(), **options)
+            model = AutoModelForCausalLM.from_config(self.config(), **options)
             generator = torch.Generator().manual_seed(self.seed)
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -209,7 +232,7 @@ class Training:
         # What both runs start from is float32.
         nn.Module.to(model, torch.float32)
         model.save_pretrained(world.folder / "model")
-        return nn.Module.to(model, torch.float64).train()
+        return nn.Module.to(model, world.dtype).train()
 
     def parallel(self, world: World, mesh: Any) -> Any:
         """The same model on every rank of a mesh, patched and wrapped."""
@@ -221,18 +244,20 @@ class Training:
         import liger_hf
 
         _quiet()
-        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention.register(), **EXPERTS}
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", **EXPERTS}
         if self.tp > 1 and self._places_all_ranks():
             options["distributed_config"] = DistributedConfig(tp_size=self.tp, tp_plan="auto", fsdp_size=self.dp * self.cp)
         elif self.tp > 1:
             options |= {"tp_plan": "auto", "device_mesh": mesh["tp"]}
         model = AutoModelForCausalLM.from_pretrained(world.folder / "model", **options).train()
+        if self.cp > 1:
+            self._gather_keys(model)
         if self.liger:
             liger_hf.apply(model)
         if self.dp * self.cp == 1 and self.shard != "ddp":
             return _unwrapped(model)
         if self.shard == "ddp":
-            return DistributedDataParallel(model)
+            return DistributedDataParallel(model, find_unused_parameters=bool((world.folder / UNUSED).read_text()))
         if self.shard == "fsdp2" and "distributed_config" not in options:
             inner = flatten_mesh(mesh["dp", "cp"], "dp_cp")
             for layer in _layers(model):
@@ -240,26 +265,36 @@ class Training:
             fully_shard(model, mesh=inner)
         return model
 
+    def _gather_keys(self, model: Any) -> None:
+        """Give a model the attention that gathers the keys of all parts; raise OptionError where that is not the model's own."""
+        batch = self.data(model)[0]
+        own = self._loss_with(model, batch, "eager")
+        # Positions that start at 0 again separate documents in some models, not in others.
+        same = any(
+            math.isclose(own, self._loss_with(model, batch, attention.register(separate)), rel_tol=1e-5) for separate in (True, False)
+        )
+        layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+        if attention.calls() < layers:
+            raise OptionError(
+                f"verify: with cp, all {layers} layers of {self.model} must have attention of Transformers' interface, "
+                f"{attention.calls()} have; the others would not see the other ranks' tokens"
+            )
+        if not same:
+            raise OptionError(
+                f"verify: with cp, attention must be to all tokens before each in its document, sequence or window, that of {self.model} is not"
+            )
+
+    def _loss_with(self, model: Any, batch: Batch, name: str) -> float:
+        """Return the loss of a batch with this attention."""
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            return float(Training.loss(self, model, batch, None, torch.tensor(float(batch.valid()))))
+
     def _places_all_ranks(self) -> bool:
         """Whether Transformers shards layers and parameters in one call; before 5.18 that fails, and it takes a mesh instead."""
         from transformers.distributed import DistributedConfig
 
         return "dp_replicate_size" in {f.name for f in dataclasses.fields(DistributedConfig)}
-
-
-def tiny_config(model: str, options: Mapping[str, Any]) -> Any:
-    """The config of a model type with the sizes of TINY, as far as it has them."""
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    if model not in CONFIG_MAPPING:
-        raise OptionError(f"verify: model must be a model type of Transformers or a folder, got {model!r}.{nearest(model, CONFIG_MAPPING)}")
-    known = AutoConfig.for_model(model)
-    named = {name: value for name, value in TINY.items() if getattr(known, name, None) is not None}
-    layers = named.get("num_hidden_layers", 2)
-    given = getattr(known, "layer_types", None)
-    if given:
-        named["layer_types"] = [given[0], given[-1]][:layers]
-    return AutoConfig.for_model(model, **{**named, "use_cache": False, **options})
 
 
 def _quiet() -> None:
