@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -223,6 +224,49 @@ def test_what_is_active_on_experts_is_looked_at_in_every_call(change: str, argum
     torch.testing.assert_close(loss(model), loss(plain))
     assert len(arguments) == 2
     assert all("down_a" not in options for _, options in arguments)
+
+
+class Wrapper(torch.nn.Module):
+    """Holds a module without its attributes, as DistributedDataParallel does."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+def wrapped(model: Any, wrap: Callable[[torch.nn.Module], Any]) -> Any:
+    for layer in model.model.layers:
+        layer.mlp.experts = wrap(layer.mlp.experts)
+    return model
+
+
+WRAPPED: dict[str, Callable[[str], Any]] = {
+    "adapted": lambda model_type: adapted(model_type, ["mlp.experts.down_proj"]),
+    "adapted_twice": lambda model_type: adapted(model_type, TARGETS["both"][0]),
+    "module": lambda model_type: wrapped(build(model_type), Wrapper),
+    "modules": lambda model_type: wrapped(build(model_type), lambda experts: Wrapper(Wrapper(experts))),
+    "compiled": lambda model_type: wrapped(build(model_type), torch.compile),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_no_row_says_that_experts_are_left_which_are_replaced_in_a_wrapper(model_type: str, wrapper: str) -> None:
+    report = liger_hf.inspect(WRAPPED[wrapper](model_type), only=["experts"], verify=False)
+    assert [row.verdict for row in report.rows if row.op == "experts"] == ["replaceable"]
+
+
+@pytest.mark.parametrize("model_type", ["seq2seq:switch_transformers", "seq2seq:nllb-moe"])
+def test_experts_in_a_wrapper_that_no_rule_takes_are_left_with_a_reason(model_type: str) -> None:
+    model = build(model_type)
+    blocks = [block for block in model.modules() if isinstance(getattr(block, "experts", None), torch.nn.ModuleDict)]
+    for block in blocks:
+        block.experts = Wrapper(block.experts)
+    rows = [row for row in liger_hf.inspect(model, only=["experts"], verify=False).rows if row.op == "experts"]
+    assert sum(row.count for row in rows if row.verdict == "left") == len(blocks) > 0
 
 
 # -- the gate alone

@@ -12,11 +12,12 @@ IN_A_LOOP = "each of its experts is a module, and a loop runs them one after the
 
 
 def unlike(module: nn.Module) -> str | None:
-    """Why these experts are left; None for a module that has none, or leaves them to a child that is shown to the rule, too."""
+    """Why these experts are left; None for a module that has none, or leaves them to one below it that is shown to the rule, too."""
     if _has_stacked_weights(module):
         return ITSELF
     child = next((child for name, child in module.named_children() if _are_experts(name)), None)
-    if child is None or _has_stacked_weights(child) or isinstance(getattr(child, "has_gate", None), bool):
+    # PEFT, DistributedDataParallel and others wrap the module that the rule knows, and do not have its attributes.
+    if child is None or any(_has_stacked_weights(part) or isinstance(getattr(part, "has_gate", None), bool) for part in child.modules()):
         return None
     return IN_A_LOOP if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else ITSELF
 
