@@ -12,6 +12,8 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_hf
 import liger_hf.rules.head.causal_loss
@@ -289,3 +291,51 @@ def test_the_report_says_what_a_model_has_instead_of_a_head_with_a_loss(model_ty
     report = liger_hf.apply(build(model_type), only=["linear_cross_entropy"])
     (row,) = [row for row in report.rows if row.module == kind]
     assert (row.verdict, row.reason) == ("left", reason)
+
+
+# Outputs beside hidden states that a config asks of the base model, and outputs without names.
+CONFIGURED: dict[str, tuple[str, dict[str, Any]]] = {
+    "router_logits": ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.5}),
+    "router_logits_of_a_part": ("vision:qwen3_vl_moe", {"output_router_logits": True}),
+    "hidden_states": ("llama", {"output_hidden_states": True}),
+    "attentions": ("llama", {"_output_attentions": True, "_attn_implementation": "eager"}),
+    # Of models in which it works in Transformers.
+    "tuples": ("seq2seq:t5", {"return_dict": False}),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGURED)
+def test_a_head_is_replaced_whatever_else_the_config_makes_the_model_return(case: str) -> None:
+    model_type, options = CONFIGURED[case]
+    plain = build(model_type).train()
+    for name, value in options.items():
+        for config in (plain.config, plain.config.get_text_config()):
+            setattr(config, name, value)
+    patched = twin(plain)
+    assert liger_hf.apply(patched, only=["linear_cross_entropy"]).replaced == {"linear_cross_entropy": 1}
+    losses = [model(**tokens())[0] for model in (patched, plain)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    gradients = [{name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in (patched, plain)]
+    torch.testing.assert_close(*gradients)
+
+
+class ReadsItsLayers(LlamaForCausalLM):
+    """A model whose forward reads attributes of the layers of its base model in every way that a list of modules has."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **options: Any) -> Any:
+        layers = self.model.layers
+        widths = {layers[0].self_attn.head_dim, *(layer.self_attn.head_dim for layer in layers), layers[-1:][0].self_attn.head_dim}
+        if not layers or not self.model or not self.model.layers[0] or len(layers) != 2 or len(widths) != 1:
+            raise ValueError("it needs two layers of one width")
+        hidden = self.model(input_ids=input_ids, **options).last_hidden_state
+        logits = self.lm_head(hidden)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def test_a_head_is_replaced_whatever_its_model_reads_of_the_layers_of_its_base_model() -> None:
+    model = make().train()
+    model.__class__ = ReadsItsLayers
+    assert liger_hf.apply(model, only=["linear_cross_entropy"]).replaced == {"linear_cross_entropy": 1}

@@ -20,6 +20,8 @@ from liger_hf.stand_in import LENGTHS, Case, Draw, Run, Unfit, of_length, replic
 CLASSES = 97
 # Between the base model and the head only small modules are expected; larger ones are not copied to be run in another dtype.
 SMALL = 1 << 24
+# What a config may ask of the base model beside hidden states.
+OTHER_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 def cases(model: PreTrainedModel, path: str, sizes: tuple[int, int], device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
@@ -97,6 +99,10 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
     twin = replica(model, children=children)
     twin.config = copy.deepcopy(model.config)
     for config in (twin.config, twin.config.get_text_config()):
+        # The base model returns nothing else here, and the check reads the outputs of the model by their names.
+        for name in OTHER_OUTPUTS:
+            setattr(config, name, False)
+        config.return_dict = True
         for name, value in list(vars(config).items()):
             if name.endswith("vocab_size") and value == classes:
                 setattr(config, name, CLASSES)
@@ -168,5 +174,19 @@ class _BaseModel(nn.Module):
         return _BaseOutput(self.hidden)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__dict__["real"], name)
+        return self._part(getattr(self.__dict__["real"], name))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._part(self.real[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._part, self.real)
+
+    def __len__(self) -> int:
+        return len(self.real)
+
+    def __bool__(self) -> bool:
+        return bool(self.real)
+
+    def _part(self, value: Any) -> Any:
         return _BaseModel(value, self.hidden) if isinstance(value, nn.Module) else value
