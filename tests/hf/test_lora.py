@@ -22,6 +22,7 @@ from liger_hf.rules.lora import together as joint
 from liger_hf.rules.lora.source import with_shared_inputs
 
 peft = pytest.importorskip("peft", reason="needs peft")
+hotswap = pytest.importorskip("peft.utils.hotswap", reason="needs the hot swapping of peft")
 # PEFT refuses the projections of Mamba, and fails itself where a linear router returns two tensors.
 ADAPTABLE = [name for name in SAMPLE if name not in ("mamba2", "llama4_text")]
 ONLY = {"only": ["lora_linear"]}
@@ -164,6 +165,15 @@ def test_two_active_adapters_are_left_to_peft_with_the_reason() -> None:
     assert (row.verdict, row.reason) == ("left", "it has 2 active adapters, and the op computes one")
 
 
+def test_adapters_whose_scales_are_tensors_are_left_to_peft_with_the_reason() -> None:
+    plain = adapted(make(tie_word_embeddings=False))
+    swappable(plain)
+    patched, inputs = twin(plain), tokens()
+    (reason,) = {row.reason for row in liger_hf.apply(patched).rows if row.op == "lora_linear"}
+    assert reason.startswith("its scale is a tensor")
+    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+
+
 def disabled(model: Any) -> None:
     model.base_model.disable_adapter_layers()
 
@@ -197,9 +207,14 @@ def hooked_base(model: Any) -> None:
             module.register_forward_hook(lambda module, args, output: 2 * output)
 
 
+def swappable(model: Any) -> None:
+    """As before hot swapping into a compiled model: ranks are padded, and scales become tensors."""
+    hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8)
+
+
 # What is done to a model after `apply`, and whether the op computes its layers then.
 CHANGES: dict[Callable[[Any], None], bool] = {
-    disabled: False, merged: False, unmerged: True, switched: True, both: False, hooked: False, hooked_base: True
+    disabled: False, merged: False, unmerged: True, switched: True, both: False, hooked: False, hooked_base: True, swappable: False
 }  # fmt: skip
 
 

@@ -91,6 +91,9 @@ def active_adapter(module: Any) -> Adapter | str:
     if variant is not None and kind != "Dora":
         return f"its adapter is a variant of LoRA, {kind}"
     magnitude: Any = module.lora_magnitude_vector[name] if variant is not None else None
+    scale = module.scaling[name]
+    if isinstance(scale, Tensor):
+        return "its scale is a tensor, as PEFT's prepare_model_for_compiled_hotswap makes it, and the op takes a number"
     a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     if type(a) is not nn.Linear or type(b) is not nn.Linear or a.bias is not None or b.bias is not None:
         return "its adapter does not consist of two Linear without bias"
@@ -98,7 +101,7 @@ def active_adapter(module: Any) -> Adapter | str:
         return f"its adapter has a {type(dropout).__name__}"
     if any(hooked(part) for part in (a, b, dropout, magnitude) if part is not None):
         return "its adapter has hooks, which have to run"
-    return Adapter(a, b, dropout, module.scaling[name], None if magnitude is None else magnitude.weight)
+    return Adapter(a, b, dropout, scale, None if magnitude is None else magnitude.weight)
 
 
 def _candidate(original: Callable[..., Any]) -> Candidate:
