@@ -16,7 +16,7 @@ from liger_core.errors import nearest
 from liger_core.plugins import registry
 from liger_core.selection import AUTO, automatic, selected
 from liger_core.versions import warn_if_untested
-from liger_hf import causal_mask, partial_gradients, tiling
+from liger_hf import causal_mask, partial_gradients, recurrent, tiling
 from liger_hf.discovery import replaceable_ops, rules
 from liger_hf.errors import ModelError
 from liger_hf.patch import EARLIER, Patch
@@ -63,6 +63,8 @@ def apply(
         masks = [patch for patch in causal_mask.patches(model) if id(patch.owner) not in owners]
         report.notes.extend([causal_mask.NOTE] if masks else [])
         patches.extend(masks)
+    if (packing := recurrent.note(model)) is not None:
+        report.notes.append(packing)
     summed = list(partial_gradients.patches(model))
     if summed:
         report.notes.append(partial_gradients.NOTE.format(count=len(summed)))

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that mix tokens in other ways than attention: packed documents are not separated in them.
+
+Attention masks what is before the token where `position_ids` start again. A recurrent state and a short convolution run on. Transformers
+ends them by `seq_idx` and `cu_seq_lens_q` alone, and only in kernels of other packages; its own PyTorch code ignores both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType
+
+from torch import nn
+
+from liger_hf.rebinding import innermost, names_in, unwrapped
+
+NOTE = (
+    "In {count} modules ({classes}), a state or a convolution passes from token to token whatever position_ids say: where documents are "
+    "packed into one row, each sees those before it. Train such a model on one document per row."
+)
+# What a forward does with the cache or the module to keep a state; RWKV and xLSTM get it as an argument named `state`.
+KEEPS = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "conv1d_state"}
+
+
+def note(model: nn.Module) -> str | None:
+    """Return what to know before packing documents for this model; None if attention alone mixes its tokens."""
+    kinds = {kind for kind in {type(module) for module in model.modules()} if _keeps_a_state(kind)}
+    modules = [module for module in model.modules() if type(module) in kinds]
+    # A model or a block hands the state on to a layer in it.
+    layers = [module for module in modules if not any(type(part) in kinds for part in module.modules() if part is not module)]
+    classes = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers))
+    return NOTE.format(count=len(layers), classes=classes) if layers else None
+
+
+def _keeps_a_state(kind: type[nn.Module]) -> bool:
+    forward = innermost(unwrapped(kind.forward))
+    if not isinstance(forward, FunctionType):
+        return False
+    state = inspect.signature(forward).parameters.get("state")
+    return (state is not None and state.default is None) or not KEEPS.isdisjoint(names_in(forward.__code__))
