@@ -6,11 +6,10 @@ Without a name, what needs it is left as it is, so a model trains as without Lig
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -193,22 +192,27 @@ _TRACING = TRANSFORMERS.word(
 
 def without_packing() -> AbstractContextManager[Any]:
     """Make Transformers not look for several texts in a row."""
-    return _replacing({_PACKED: lambda position_ids: None})
+    return _replacing(_PACKED, lambda position_ids: None)
 
 
 def as_outside_a_capture() -> AbstractContextManager[Any]:
     """Make Transformers choose masks as if no graph were captured."""
-    return _replacing({_TRACING: lambda tensor=None: False})
+    return _replacing(_TRACING, lambda tensor=None: False)
 
 
-def _replacing(functions: dict[str, Callable[..., Any]]) -> AbstractContextManager[Any]:
+@contextmanager
+def _replacing(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Put a function in place of the one of this name, if there is one."""
     from transformers import masking_utils
 
-    with ExitStack() as stack:
-        for name, function in functions.items():
-            if hasattr(masking_utils, name):
-                stack.enter_context(mock.patch.object(masking_utils, name, function))
-        return stack.pop_all()
+    original = getattr(masking_utils, name, None)
+    if original is not None:
+        setattr(masking_utils, name, function)
+    try:
+        yield
+    finally:
+        if original is not None:
+            setattr(masking_utils, name, original)
 
 
 # -- tensor parallelism
