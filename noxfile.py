@@ -255,14 +255,14 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def benchmarks(session: nox.Session) -> None:
-    """Every figure of docs/benchmarks.md, measured in half an hour on one otherwise idle CUDA GPU. A second start resumes the session.
+    """Every figure of docs/benchmarks/models-and-ops.md, measured in half an hour on one otherwise idle CUDA GPU. A second start resumes the session.
 
-    The folder of the results is an optional argument: -- benchmarks/results/2026-11-21-one-h200.
+    The folder of the results is an optional argument: -- benchmarks/results/2026-11-21-four-h200s.
     """
     folder = next(iter(session.posargs), "results/release")
     for measured in RELEASE:
         session.run(here(session), "-m", "liger_core", "bench", *measured, "--out", folder, "--resume", external=True)
-    session.run(here(session), "-m", "liger_core", "bench", "report", folder, "--docs", "docs/benchmarks.md", external=True)
+    session.run(here(session), "-m", "liger_core", "bench", "report", folder, external=True)
 
 
 @nox.session(name="training-results", venv_backend="none")

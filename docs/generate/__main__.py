@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
+import benchmarks
 import commands
 import peer_operators
 import python
@@ -66,8 +67,8 @@ def pages() -> dict[str, str]:
     found |= recipes
     found |= {f"reference/ops/{name}.md": text for name, text in ops.pages().items()}
     found |= {f"reference/commands/{name}.md": text for name, text in commands.pages().items()}
-    # It is in the repository, too, where tests/docs says when it is stale.
-    found[peer_operators.PAGE.relative_to(DOCS).as_posix()] = peer_operators.page()
+    # These are in the repository, too, where tests/docs says when they are stale.
+    found |= {page.PAGE.relative_to(DOCS).as_posix(): page.page() for page in (benchmarks, peer_operators)}
     found |= {f"reference/python/{name}.md": text for name, text in python.pages().items()}
     return found
 

@@ -224,5 +224,5 @@ def _pictures(op: Op[..., Any]) -> Iterator[str]:
     if (DOCS / "images" / "bench" / f"{op.name}.png").exists():
         yield (
             f"## Benchmark\n\n![Time and memory of {op.name}](../../images/bench/{op.name}.png)\n\n"
-            f"All figures are in [Benchmarks](../../benchmarks.md#{op.name})."
+            f"All figures are in [Models and ops](../../benchmarks/models-and-ops.md#{op.name})."
         )

@@ -46,15 +46,20 @@ def _typed(row: dict[str, str]) -> Row:
     return {**row, **{name: float(row[name]) if row.get(name) else None for name in figures}}
 
 
-def pairs(rows: Iterable[Row], ops: Iterable[str]) -> list[Pair]:
-    """Of every op, shape and variant of the peer the newest run with figures of both, in the order of the ops."""
-    runs: dict[tuple[str, ...], dict[str, Rows]] = {}
+def runs(rows: Iterable[Row]) -> dict[tuple[str, ...], dict[str, Rows]]:
+    """Return (op, workload, *RUN) → implementation → pass → row, for rows with a time."""
+    found: dict[tuple[str, ...], dict[str, Rows]] = {}
     for row in rows:
         if row["median_ms"] is not None:
-            same = runs.setdefault((row["op"], row["workload"], *(row[name] for name in RUN)), {})
+            same = found.setdefault((row["op"], row["workload"], *(row[name] for name in RUN)), {})
             same.setdefault(row["implementation"], {})[row["pass"]] = row
+    return found
+
+
+def pairs(rows: Iterable[Row], ops: Iterable[str]) -> list[Pair]:
+    """Of every op, shape and variant of the peer the newest run with figures of both, in the order of the ops."""
     newest: dict[tuple[str, str, str], Pair] = {}
-    for (op, shape, *run), found in sorted(runs.items(), key=lambda item: item[0][-1]):
+    for (op, shape, *run), found in sorted(runs(rows).items(), key=lambda item: item[0][-1]):
         for variant in found:
             if OURS in found and variant.startswith(PEER):
                 newest[op, shape, variant] = Pair(op, shape, variant, tuple(run), found[OURS], found[variant], found.get(EAGER, {}))

@@ -38,7 +38,6 @@ NEEDED = {
     "bench step": ["--tiny"],
     "train --save-every": ["--output", "run"],
     "train --gpus": ["--sweep", "batch=1"],
-    "bench report --reasons": ["--targets", "results/targets.json"],
 }
 ZERO_IS_A_VALUE = {
     "train --save-every",
@@ -49,12 +48,11 @@ ZERO_IS_A_VALUE = {
     "bench model --seconds",
     "bench step --seconds",
 }
-FOLDERS = {"train --output", "train --export", "train --out", "plan --out", "demo --out"}
+FOLDERS = {"train --output", "train --export", "train --out", "plan --out", "demo --out", "bench report --images"}
 FOLDERS |= {f"bench {name} --out" for name in ("ops", "scaling", "model", "distributed", "sharded", "step")}
 FILES = {"train --csv", "report --html", "report --docs", "bench report --docs"}
 FILES |= {f"bench {name} --csv" for name in ("ops", "scaling", "model", "step")}
-READ = {"plan --compare", "report FOLDER...", "bench model --targets", "bench report RESULTS"}
-READ |= {"bench report --targets", "bench report --reasons"}
+READ = {"plan --compare", "report FOLDER...", "bench report RESULTS"}
 # They are words to typer.
 NAMES = {"train --data", "train --model", "train --nvme-folder", "plan --model"}
 
@@ -118,7 +116,6 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "results" / "train.json").write_text(json.dumps([trained]))
     empty = dict.fromkeys(COLUMNS, None) | {"date": "2026-11-22", "machine": "", "device": "cpu", "versions": "", "commit": ""}
     (tmp_path / "results" / "model.json").write_text(json.dumps([empty]))
-    (tmp_path / "results" / "targets.json").write_text('{"row": {}, "targets": []}')
 
 
 def assert_refused(liger: InProcess, option: Option, value: str) -> None:

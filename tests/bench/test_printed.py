@@ -66,7 +66,7 @@ def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_liger_bench_model(printed: Read) -> None:
     rows = rows_as(ModelRow, stored("2026-11-21-one-h200-peers/model.json"))
-    model._print(rows, [], [], all_columns=False)
+    model._print(rows, [], all_columns=False)
     # Of these a narrow table once made "liger…" both.
     assert fits(printed(), {"liger-kernel", "liger-compiled", *(row.implementation for row in rows)})
 

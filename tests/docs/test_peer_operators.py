@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/benchmarks/peer-operators.md: its figures are those of committed results, and its operators and ops those that there are."""
+"""docs/benchmarks.md and peer-operators.md: their figures are those of committed results, and their operators and ops those that there are."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def generators() -> Iterator[SimpleNamespace]:
         patch.syspath_prepend(ROOT / "docs" / "generate")
         yield SimpleNamespace(
             page=importlib.import_module("peer_operators"),
+            benchmarks=importlib.import_module("benchmarks"),
             results=importlib.import_module("peer_results"),
         )
 
@@ -64,6 +65,44 @@ def theirs(date: str, **columns: Any) -> dict[str, Any]:
 def test_the_page_is_that_of_the_committed_results(generators: SimpleNamespace) -> None:
     page: ModuleType = generators.page
     assert page.PAGE.read_text() == page.page(), "run python docs/generate/peer_operators.py"
+
+
+def test_the_page_of_all_ops_is_that_of_the_committed_results(generators: SimpleNamespace) -> None:
+    page: ModuleType = generators.benchmarks
+    text = page.PAGE.read_text()
+    # An op that is not measured yet is on the site, and needs no line here.
+    assert text == page.page([op for op in OPS if f"[{op}]" in text]), "run python docs/generate/benchmarks.py"
+    measured = {row["op"] for card in generators.results.CARDS for row in generators.results.measured(card)}
+    assert [op for op in measured if f"[{op}]" not in text] == []
+
+
+def newest(generators: SimpleNamespace, folder: Path, *rows: dict[str, Any]) -> list[Any]:
+    found(generators, folder, *rows)
+    return list(generators.benchmarks.newest(generators.results.measured("NVIDIA H200", folder)))
+
+
+def test_the_page_of_all_ops_has_the_newest_run_with_each_kind_of_other(generators: SimpleNamespace, tmp_path: Path) -> None:
+    eager = theirs(FIRST, median_ms=8.0) | {"implementation": "eager"}
+    ratios = newest(generators, tmp_path, ours(FIRST), eager, theirs(FIRST, median_ms=6.0), ours(SECOND), theirs(SECOND, median_ms=3.0))
+    line = generators.benchmarks.line("rms_norm", ratios)
+    assert [line[1], line[4]] == ["4.00 ×", "1.50 × (liger-kernel)"]
+    assert [FIRST[:10] in line[3], SECOND[:10] in line[6]] == [True, True]
+    assert generators.benchmarks.line("rope", ratios)[1:] == ["–"] * 6
+
+
+@pytest.mark.parametrize(
+    ("columns", "listed"),
+    [
+        ({"median_ms": 1.6, "high_ms": 1.7}, True),
+        ({"median_ms": 1.95, "high_ms": 1.96}, False),
+        ({"median_ms": 1.6, "high_ms": 1.95}, False),
+        ({"median_ms": 4.0, "high_ms": 4.1}, False),
+    ],
+    ids=["slower", "by_less_than_3_percent", "within_the_spread", "faster"],
+)
+def test_what_is_slower_is_listed(generators: SimpleNamespace, tmp_path: Path, columns: dict[str, float], listed: bool) -> None:
+    ratios = newest(generators, tmp_path, ours(FIRST), theirs(FIRST, low_ms=1.5, **columns))
+    assert [row[0] for row in generators.benchmarks.slower_ops(ratios)] == ["rms_norm 64x128, full"] * listed
 
 
 def test_the_description_has_no_mistakes(generators: SimpleNamespace, description: dict[str, Any]) -> None:

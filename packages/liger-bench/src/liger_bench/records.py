@@ -40,7 +40,7 @@ class Records:
 def read(folder: Path) -> Records:
     """Raises OptionError if the folder has no results, or some that cannot stand side by side."""
     rows = _latest(read_json(folder / OPS), OP_IDENTITY)
-    models = _latest(read_json(folder / MODELS), MODEL_IDENTITY)
+    models = _latest([row | {"model": preset_name(row["model"])} for row in read_json(folder / MODELS)], MODEL_IDENTITY)
     sharded = _latest(read_json(folder / SHARDED), SHARDED_IDENTITY)
     steps = _latest(read_json(folder / STEPS), STEP_IDENTITY)
     if not any((rows, models, sharded, steps)):
@@ -52,19 +52,7 @@ def read(folder: Path) -> Records:
         raise OptionError(f"bench report: {folder} must hold results of one machine and dtype, got {found}; give each a folder of its own")
     ops = [row for row in rows if row.get("axis") is None]
     scaling = [row for row in rows if row.get("axis") is not None]
-    return Records(ops, scaling, with_derived(models), sharded, steps)
-
-
-def with_derived(models: list[Record]) -> list[Record]:
-    """Rows of models with the columns that follow from others: the shape, and whether it fits into the memory; old names are today's."""
-    return [row | {"model": preset_name(row["model"]), "shape": f"{row['batch']}x{row['sequence']}", "fits": _fits(row)} for row in models]
-
-
-def _fits(row: Record) -> int | None:
-    """1 or 0; None if something else went wrong."""
-    if row["tokens_per_second"] is not None:
-        return 1
-    return 0 if row["out_of_memory"] else None
+    return Records(ops, scaling, models, sharded, steps)
 
 
 def distinct(rows: Iterable[Record], column: str) -> list[Any]:

@@ -19,8 +19,6 @@ from liger_bench.model.job import COLUMNS, Case, Job, Row
 from liger_bench.model.run import Profiled, measured
 from liger_bench.model.table import FIGURES, cells, title
 from liger_bench.printing import AllColumns, print_implementations, print_source
-from liger_bench.records import with_derived
-from liger_bench.targets import TARGETS, Target, Verdict, judged, read_targets
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Column, output, print_table
 from liger_hf.presets import NAMES, checked_preset
@@ -63,7 +61,6 @@ def model(
     resume: Annotated[
         bool, typer.Option("--resume", help="Skip what --out already has of this commit, machine, versions and dtype.")
     ] = False,
-    targets: Annotated[Path | None, typer.Option(help="Targets to compare with. Default: benchmarks/targets.json, if it exists.")] = None,
 ) -> None:
     """Measure forward and backward of whole models, each implementation in a process of its own.
 
@@ -84,7 +81,6 @@ def model(
         for shape in _shapes(shapes, name, limit)
         for implementation in implementations or IMPLEMENTATIONS
     ]
-    wanted = _targets(targets)
     files = Files("model", COLUMNS, out, csv)
     files.check()
     where = machine.describe(place)
@@ -95,35 +91,22 @@ def model(
             todo, where, together, lambda job, doing: show(f"{doing} {job.model} {job.shape} {job.implementation}")
         ),
     )
-    verdicts = _verdicts(rows, wanted)
     if as_json:
-        print(json.dumps(_object(rows, found, verdicts)))
+        print(json.dumps(_object(rows, found)))
     else:
-        _print(rows, found, verdicts, all_columns)
+        _print(rows, found, all_columns)
     print_failures(found)
     if any(row.failed for row in rows):
         raise typer.Exit(1)
 
 
-def _targets(path: Path | None) -> list[Target]:
-    path = path or (TARGETS if TARGETS.exists() else None)
-    return read_targets(path) if path else []
-
-
-def _verdicts(rows: list[Row], targets: list[Target]) -> list[Verdict]:
-    """The verdicts on the targets for whole models."""
-    found = judged(targets, with_derived([row.columns() for row in rows]), {})
-    return [verdict for verdict in found if verdict.value is not None]
-
-
-def _object(rows: list[Row], found: list[Profiled], verdicts: list[Verdict]) -> dict[str, Any]:
+def _object(rows: list[Row], found: list[Profiled]) -> dict[str, Any]:
     kernels = [
         {"model": r.row.model, "shape": r.row.shape, "implementation": r.row.implementation, "kernels": r.kernels}
         for r in found
         if r.kernels
     ]
-    reached = [{"id": v.target.id, "bound": v.target.bound, "value": v.value, "verdict": v.word} for v in verdicts]
-    return {"rows": [row.columns() for row in rows], "kernels": kernels, "targets": reached}
+    return {"rows": [row.columns() for row in rows], "kernels": kernels}
 
 
 def _shapes(given: list[str] | None, model: str, limit: int | None) -> list[tuple[int, int]]:
@@ -139,14 +122,10 @@ def _shapes(given: list[str] | None, model: str, limit: int | None) -> list[tupl
     return sorted(found, key=lambda sizes: sizes[0] * sizes[1])
 
 
-def _print(rows: list[Row], found: list[Profiled], verdicts: list[Verdict], all_columns: bool) -> None:
+def _print(rows: list[Row], found: list[Profiled], all_columns: bool) -> None:
     console = output()
     columns = list(map(vars, rows))
     print_implementations(console, rows, lambda row: title(vars(row)), lambda row: cells(vars(row), columns), FIGURES, all_columns)
-    for verdict in verdicts:
-        target, value = verdict.target, verdict.value
-        if value is not None:
-            console.print(f"{target.id}: {target.shown(value)}, wanted {target.bound}: {verdict.word}", markup=False)
     for result in found:
         if result.kernels:
             _print_kernels(console, result)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a report as Markdown: what a user asks first, then every figure, and the targets in an appendix."""
+"""The page of a report as Markdown: what a user asks first, then every figure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from liger_bench.model.table import HEAD, cells, title
 from liger_bench.printing import change
 from liger_bench.records import Record, Records, distinct, find, sizes_of
 from liger_bench.report.steps import steps_section
-from liger_bench.targets import STATED, Verdict
 
 MIB, GIB = 1 << 20, 1 << 30
 PASSES = ("forward", "full", "evaluation")
@@ -21,16 +20,12 @@ ABOUT = """
 the work can take on this machine, divided by the median time. The roofline is measured in the same run: copy bandwidth and the rate of a large
 matmul; for ops that cannot avoid matmuls, the time of exactly these matmuls. `full` is forward and backward, `forward` a forward pass whose inputs
 require gradients, `evaluation` one without gradients. The first line of a shape is a plain copy of as many bytes as the op must move: a short copy
-does not reach the bandwidth of a long one, and a kernel that moves as little cannot either. Times are medians with the L2 cache flushed, with the
+does not reach the bandwidth of a long one, so a kernel that moves as few bytes cannot either. Times are medians with the L2 cache flushed, with the
 20th and 80th percentiles in brackets; the implementations are interleaved. `graph` is the fraction of the roofline when the call is replayed as a
 CUDA graph, and `enqueue` the time that the host takes to enqueue it. `extra` is the peak memory beyond the inputs, `beyond gradients` the same
 without the returned gradients. `error` is the largest relative error (Frobenius norm) of outputs and of gradients against float64; `÷ eager` is the
 largest ratio of a gradient's error to that of eager PyTorch in the same dtype. A `–` was not measured, or has no meaning there.
 """.strip()
-TARGETS_ABOUT = (
-    "What this version was built to reach, ratios within one run. For memory-bound ops, the bound is a fraction of what a plain copy of as many bytes reaches "
-    "in the same run, if that is lower. Ratios of two implementations that differ by no more than their spread are equal: neither met nor missed."
-)
 # Implementations, as readers know them.
 NAMES = {
     "hf": "Transformers",
@@ -42,7 +37,7 @@ NAMES = {
 }
 
 
-def page(records: Records, verdicts: Sequence[Verdict], pictures: dict[str, Path], command: str, heading: str = "Benchmarks") -> str:
+def page(records: Records, pictures: dict[str, Path], command: str, heading: str = "Benchmarks") -> str:
     """`pictures`: key → path as the page links to it; keys are ops, `<op> scaling`, `models` and `steps`."""
     parts = [
         f"# {heading}",
@@ -57,7 +52,6 @@ def page(records: Records, verdicts: Sequence[Verdict], pictures: dict[str, Path
         *(_op(name, records, pictures) for name in distinct([*records.ops, *records.scaling], "op")),
         _where(records),
         _repeat(records, command),
-        _targets(verdicts),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -68,18 +62,25 @@ def _models_compared(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
         return ""
     places = list(dict.fromkeys(map(title, rows)))
     base = {title(row): row for row in rows if row["implementation"] == "hf"}
-    headlines = {row["model"]: _headline(row, base[title(row)]) for row in rows if row["implementation"] == "liger" and _both(row, base)}
     names = [name for name in NAMES if any(row["implementation"] == name for row in rows)]
     names += [name for name in distinct(rows, "implementation") if name not in NAMES]
     table = [[place, *(_compared(rows, place, name, base.get(place)) for name in names)] for place in places]
     parts = [
         "## How much faster and smaller",
-        "\n".join(f"* {headline}" for headline in headlines.values()),
+        "\n".join(f"* {headline}" for headline in headlines(rows)),
         _picture("models", "Speed and peak memory of whole models, compared with Transformers", pictures),
         "Forward and backward of Llama models with activation checkpointing: tokens/s and peak memory, and in brackets the change from Transformers.",
         markdown.table(("model, batch × sequence", *(NAMES.get(name, name) for name in names)), table, right=range(1, 1 + len(names))),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def headlines(rows: Sequence[Record]) -> list[str]:
+    """Return a sentence for each model: Liger beside Transformers at the last shape that both ran."""
+    base = {title(row): row for row in rows if row["implementation"] == "hf"}
+    return list(
+        {row["model"]: _headline(row, base[title(row)]) for row in rows if row["implementation"] == "liger" and _both(row, base)}.values()
+    )
 
 
 def _both(row: Record, base: dict[str, Record]) -> bool:
@@ -156,33 +157,6 @@ def _where(records: Records) -> str:
 def _range(values: Sequence[float], form: str) -> str:
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low}–{high}"
-
-
-def _targets(verdicts: Sequence[Verdict]) -> str:
-    if not verdicts:
-        return ""
-    counts = {word: sum(v.word == word for v in verdicts) for word in ("met", "missed", "equal", STATED, "not measured")}
-    summary = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    rows = [
-        (v.target.id, v.target.bound.replace("<=", "≤").replace(">=", "≥"), "–" if v.value is None else v.target.shown(v.value), _word(v))
-        for v in verdicts
-    ]
-    parts = [
-        f"## Appendix: targets\n\n{TARGETS_ABOUT} Of {len(verdicts)} targets: {summary}.",
-        markdown.table(("target", "bound", "reached", ""), rows, right=(1, 2)),
-    ]
-    reasons = [
-        f"* **{v.target.id}** ({v.target.shown(v.value)}): {v.reason}"
-        for v in verdicts
-        if v.value is not None and v.reason and v.word != "met"
-    ]
-    if reasons:
-        parts.append("Why targets are not met:\n\n" + "\n".join(reasons))
-    return "\n\n".join(parts)
-
-
-def _word(verdict: Verdict) -> str:
-    return f"**{verdict.word}**" if verdict.word == "missed" else verdict.word
 
 
 SHARDED_ABOUT = """
