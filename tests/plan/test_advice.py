@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from liger_train.plan import planning
-from liger_train.plan.advice import CHECKLIST, alternatives, checklist, largest_batch
-from liger_train.plan.formulas import formulas
+from liger_train.plan.advice import BARE, CHECKLIST, alternatives, checklist, largest_batch
 from liger_train.plan.step import Prediction
 from liger_train.setup import Setup
 
@@ -25,16 +23,17 @@ def predicting(size: Callable[[Setup], float]) -> Callable[[Setup], Prediction]:
 
 
 def counted(setup: Setup) -> float:
-    """A GiB less for each technique of the checklist."""
-    used = [(option, value) for _, changes in CHECKLIST for option, value in changes.items()]
-    return (20 - sum(getattr(setup, option) == value for option, value in dict.fromkeys(used))) * GiB
+    """Return a GiB less for each technique of the checklist, two less for GaLore and four for offloading, which replace others."""
+    used = {(option, value) for _, changes in CHECKLIST for option, value in changes.items() if value != BARE[option]}
+    saved = {("optimizer", "galore"): 2, ("offload", "optimizer"): 4, ("offload", "parameters"): 4}
+    return (20 - sum(saved.get((option, value), 1) for option, value in used if getattr(setup, option) == value)) * GiB
 
 
 def test_the_checklist_ends_with_the_first_item_that_fits() -> None:
     items = list(checklist(Setup("tiny"), 18 * GiB, predicting(counted)))
-    assert [item.title for item in items if item.prediction] == ["no technique", "Liger", "gradient checkpointing"]
+    assert [item.title for item in items if item.prediction] == ["no technique", "Liger", "mixed precision"]
     assert items[-1].prediction is not None
-    assert items[-1].prediction.setup.command() == "liger train --model tiny --precision fp32"
+    assert items[-1].prediction.setup.command() == "liger train --model tiny --checkpoint none"
 
 
 def test_the_checklist_passes_over_what_needs_more_ranks() -> None:
@@ -44,13 +43,26 @@ def test_the_checklist_passes_over_what_needs_more_ranks() -> None:
 
 def test_several_ranks_share() -> None:
     items = list(checklist(Setup("tiny", ranks=4), 0, predicting(counted)))
-    assert [item.prediction.setup.shard for item in items if item.prediction][:4] == ["none", "none", "zero2", "zero2"]
+    assert [item.prediction.setup.shard for item in items if item.prediction][:5] == ["none", "none", "none", "zero2", "zero2"]
 
 
 def test_the_checklist_passes_over_what_excludes_an_earlier_item() -> None:
-    items = {item.title: item for item in checklist(Setup("tiny"), 0, predicting(counted))}
+    items = {item.title: item for item in checklist(Setup("tiny", ranks=4), 0, predicting(counted))}
     assert items["GaLore"].prediction is None
-    assert items["GaLore"].problem.startswith("with the items before it, --optimizer galore cannot be combined with --shard zero3")
+    assert items["GaLore"].problem.startswith("with the items before it, --optimizer galore cannot be combined with --shard zero2")
+
+
+def test_the_checklist_passes_over_what_saves_nothing() -> None:
+    items = list(checklist(Setup("tiny"), 0, predicting(lambda setup: 20 * GiB if setup.mlp == "tiled" else counted(setup))))
+    assert "tiled MLPs" not in [item.title for item in items]
+    peaks = [item.prediction.peak_bytes for item in items if item.prediction]
+    assert peaks == sorted(set(peaks), reverse=True)
+
+
+def test_what_is_offloaded_is_updated_by_adamw() -> None:
+    setups = [item.prediction.setup for item in checklist(Setup("tiny"), 0, predicting(counted)) if item.prediction]
+    assert {setup.optimizer for setup in setups if setup.offload == "none"} == {"adamw", "adamw-8bit", "galore"}
+    assert {setup.optimizer for setup in setups if setup.offload != "none"} == {"adamw"}
 
 
 def test_a_setup_that_fits_needs_no_technique() -> None:
@@ -129,13 +141,3 @@ def test_an_unsupported_alternative_has_the_reason() -> None:
     }
     assert found["bf16-pure"].prediction is None
     assert "DeepSpeed keeps float32 weights" in found["bf16-pure"].problem
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [("static", 16 * 1_235_814_400), ("checkpoints", 268_435_456), ("logits", 3 * 2_101_346_304)],
-)
-def test_the_formulas_are_those_of_the_report(name: str, size: int) -> None:
-    """Its examples: Llama 3.2 1B, batch 4, sequence 1024, 16 bits."""
-    setup: Any = Setup("llama-3.2-1b", batch=4, precision="fp16")
-    assert {formula.name: formula.size for formula in formulas(setup, 1_235_814_400)}[name] == size

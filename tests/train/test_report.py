@@ -17,9 +17,8 @@ import pytest
 from bench.commands import InProcess
 from liger_core.errors import OptionError
 from liger_train.report.page import Pictures, page, sweep_command
-from liger_train.report.pictures import COLORS, Sizes, estimate, sweep_picture
-from liger_train.report.statements import ORIGINAL as ORIGINAL_REPORT
-from liger_train.report.statements import ORIGINAL_MEMORY, statements
+from liger_train.report.pictures import COLORS, sweep_picture
+from liger_train.report.statements import statements
 from liger_train.report.sweeps import Sweep, others, read, sweeps
 from liger_train.row import NOT_RUN, SETUP, Row, row_of
 from liger_train.setup import Setup
@@ -29,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "training-results.md"
 GIB = 1 << 30
 WHERE = {"machine": "NVIDIA H200; Some CPU, 16 threads", "versions": "torch 9.9", "commit": "abc", "date": "2026-11-21T10:00:00+00:00"}
-ORIGINAL = Setup("llama-3.2-1b", precision="fp16", shard="zero3", offload="parameters", memory_limit=ORIGINAL_MEMORY, steps=6)
+IN_24_GIB = Setup("llama-3.2-1b", precision="fp16", shard="zero3", offload="parameters", memory_limit=24 * GIB, steps=6)
 STRATEGIES = ["none", "all-but-loss", "all"]
 # Bytes per token of a step, and tokens per second; not those of any machine.
 COSTS = {"none": (1_600_000, 1000.0), "all-but-loss": (1_550_000, 1010.0), "all": (100_000, 1500.0)}
@@ -46,12 +45,12 @@ def row(setup: Setup, **results: Any) -> Row:
     return row_of(setup, WHERE, found | results)
 
 
-def by_batch(*batches: int, base: Setup = ORIGINAL, strategies: list[str] = STRATEGIES) -> list[Row]:
+def by_batch(*batches: int, base: Setup = IN_24_GIB, strategies: list[str] = STRATEGIES) -> list[Row]:
     return [row(setup) for setup in cells(base, {"batch": batches}, strategies)]
 
 
 def by_sequence(*sequences: int) -> list[Row]:
-    return [row(setup) for setup in cells(replace(ORIGINAL, batch=4), {"sequence": sequences}, STRATEGIES)]
+    return [row(setup) for setup in cells(replace(IN_24_GIB, batch=4), {"sequence": sequences}, STRATEGIES)]
 
 
 def written(folder: Path, rows: list[Row]) -> Path:
@@ -64,9 +63,9 @@ def found(rows: list[Row]) -> list[Sweep]:
     return sweeps([each.columns() for each in rows])
 
 
-def said(rows: list[Row]) -> dict[str, tuple[str, str]]:
+def said(rows: list[Row]) -> dict[str, str]:
     (sweep,) = found(rows)
-    return {each.words: (each.original, each.here) for each in statements(sweep)}
+    return {each.words: each.figure for each in statements(sweep)}
 
 
 def text_of(rows: list[Row]) -> str:
@@ -100,17 +99,17 @@ def test_what_differs_in_something_else_is_another_sweep(other: dict[str, Any]) 
 
 
 def test_ranks_may_vary_too() -> None:
-    rows = [row(replace(ORIGINAL, ranks=ranks, liger=liger)) for ranks in (1, 2, 4) for liger in ("none", "all")]
+    rows = [row(replace(IN_24_GIB, ranks=ranks, liger=liger)) for ranks in (1, 2, 4) for liger in ("none", "all")]
     rows = [replace(each, tokens_per_second=1000.0 * each.ranks**0.5) for each in rows]
     (sweep,) = found(rows)
     assert (sweep.title, sweep.values) == ("llama-3.2-1b: ranks at batch 1, sequence 1024", [1, 2, 4])
     assert sweep.setting.endswith("; 24 GiB of NVIDIA H200 per rank")
-    assert said(rows)["Liger: scaling of tokens/s"] == ("", "2.00 × from 1 to 4")
+    assert said(rows)["Liger: scaling of tokens/s"] == "2.00 × from 1 to 4"
     assert "--sweep ranks=1,2,4" in sweep_command(sweep)
 
 
 def test_strategies_differ_in_checkpointing() -> None:
-    rows = by_batch(1, 4, strategies=["all"]) + by_batch(1, 4, base=replace(ORIGINAL, checkpoint="auto"), strategies=["none", "all"])
+    rows = by_batch(1, 4, strategies=["all"]) + by_batch(1, 4, base=replace(IN_24_GIB, checkpoint="auto"), strategies=["none", "all"])
     (sweep,) = found(rows)
     assert [each.label for each in sweep.strategies] == [
         "Transformers, checkpoint auto",
@@ -121,25 +120,25 @@ def test_strategies_differ_in_checkpointing() -> None:
 
 
 def test_runs_that_vary_nothing_are_in_no_sweep() -> None:
-    rows = [*by_batch(1, 4), row(replace(ORIGINAL, adapter="lora"))]
+    rows = [*by_batch(1, 4), row(replace(IN_24_GIB, adapter="lora"))]
     records = [each.columns() for each in rows]
     assert [each["adapter"] for each in others(records, sweeps(records))] == ["lora"]
     assert line(text_of(rows), "llama-3.2-1b 1 × 1024, fp16, shard zero3, offload parameters, adapter lora; 24 GiB of one NVIDIA H200")
 
 
 def test_the_last_row_of_a_repeated_run_counts(tmp_path: Path) -> None:
-    once = row(ORIGINAL)
+    once = row(IN_24_GIB)
     again = replace(once, steps=20, commit="def", tokens_per_second=7.0)
     assert [each["tokens_per_second"] for each in read([written(tmp_path / "a", [once]), written(tmp_path / "b", [again])])] == [7.0]
 
 
 def test_an_interrupted_run_gives_way_to_the_one_that_resumed_it(tmp_path: Path) -> None:
-    interrupted, resumed = row(ORIGINAL, interrupted=True), row(ORIGINAL, losses=[11.0] * 6)
+    interrupted, resumed = row(IN_24_GIB, interrupted=True), row(IN_24_GIB, losses=[11.0] * 6)
     assert [len(each["losses"]) for each in read([written(tmp_path, [interrupted, resumed])])] == [6]
 
 
 def test_an_interrupted_run_does_not_replace_one_that_ended(tmp_path: Path) -> None:
-    ended, interrupted = row(ORIGINAL, losses=[11.0] * 6), row(ORIGINAL, interrupted=True, reason="interrupted")
+    ended, interrupted = row(IN_24_GIB, losses=[11.0] * 6), row(IN_24_GIB, interrupted=True, reason="interrupted")
     assert [len(each["losses"]) for each in read([written(tmp_path, [ended, interrupted])])] == [6]
 
 
@@ -154,31 +153,25 @@ def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
         read([tmp_path])
 
 
-def test_the_first_failures_are_beside_those_of_the_original_report() -> None:
+def test_the_first_failure_of_each_strategy_is_stated() -> None:
     stated = said(by_batch(1, 4, 8, 16, 32, 64, 96, 112))
-    assert stated["Transformers: first OOM"] == ("at 16", "at 16")
-    assert stated["Liger without fused loss: first OOM"] == ("", "at 16")
-    assert stated["Liger: first OOM"] == ("no OOM up to 112", "no OOM up to 112")
+    assert stated["Transformers: first OOM"] == "at 16"
+    assert stated["Liger without fused loss: first OOM"] == "at 16"
+    assert stated["Liger: first OOM"] == "no OOM up to 112"
 
 
-def test_statements_follow_the_rows_and_not_the_original_report() -> None:
+def test_runs_that_all_fit_have_no_first_failure_and_no_share() -> None:
     stated = said([replace(each, out_of_memory=False, tokens_per_second=9.0, peak_bytes=GIB) for each in by_batch(8, 16, 32)])
-    assert stated["Transformers: first OOM"] == ("at 16", "no OOM up to 32")
+    assert stated["Transformers: first OOM"] == "no OOM up to 32"
     assert not any("share" in words for words in stated)
-
-
-@pytest.mark.parametrize("other", [{"memory_limit": None}, {"model": "llama-3-8b"}, {"sequence": 512}])
-def test_the_original_report_is_not_quoted_about_what_it_did_not_measure(other: dict[str, Any]) -> None:
-    stated = said([replace(each, **other) for each in by_batch(1, 4)])
-    assert {original for original, _ in stated.values()} == {""}
 
 
 def test_shares_are_taken_where_all_three_have_figures() -> None:
     stated = said(by_batch(1, 4, 8, 16, 32))
-    assert stated["share of the memory saved at 8 due to the fused loss"] == ("nearly 100 %", f"{145 / 150:.1%}")
-    assert stated["share of the throughput gained at 8 due to the fused loss"] == ("nearly 100 %", f"{490 / 500:.1%}")
-    assert stated["Transformers: growth of peak memory"] == ("", "1,525.9 MiB per 1000 tokens")
-    assert stated["tokens/s, Liger ÷ baseline, at 8"] == ("", "1.50")
+    assert stated["share of the memory saved at 8 due to the fused loss"] == f"{145 / 150:.1%}"
+    assert stated["share of the throughput gained at 8 due to the fused loss"] == f"{490 / 500:.1%}"
+    assert stated["Transformers: growth of peak memory"] == "1,525.9 MiB per 1000 tokens"
+    assert stated["tokens/s, Liger ÷ baseline, at 8"] == "1.50"
 
 
 def test_ways_to_checkpoint_are_compared_where_both_have_figures() -> None:
@@ -186,7 +179,7 @@ def test_ways_to_checkpoint_are_compared_where_both_have_figures() -> None:
     auto[-1] = replace(auto[-1], tokens_per_second=None, out_of_memory=True)
     full = [replace(each, checkpoint="full") for each in by_batch(1, 4, 8, strategies=["none", "all"])]
     stated = said([*full, *auto])
-    assert stated["tokens/s, Liger, checkpoint auto ÷ checkpoint full"] == ("", "1.01 to 1.03 at 2 sizes")
+    assert stated["tokens/s, Liger, checkpoint auto ÷ checkpoint full"] == "1.01 to 1.03 at 2 sizes"
 
 
 def test_a_difference_within_the_spread_of_the_steps_has_no_share() -> None:
@@ -218,8 +211,8 @@ def test_a_ratio_within_the_spread_of_the_steps_is_marked() -> None:
     assert line(text, "4", "Transformers")[4] == "1.00"
     assert line(text, "Liger", "0.19")[4] == "≈ 1.50"
     assert line(text, "Liger without fused loss")[4] == "≈ 1.01"
-    assert stated["tokens/s, Liger ÷ baseline, at 4"] == ("", "≈ 1.50")
-    assert stated["highest tokens/s, Liger ÷ baseline"] == ("", "≈ 1.50 (at 1 ÷ at 1)")
+    assert stated["tokens/s, Liger ÷ baseline, at 4"] == "≈ 1.50"
+    assert stated["highest tokens/s, Liger ÷ baseline"] == "≈ 1.50 (at 1 ÷ at 1)"
 
 
 ON_CPU = Setup("tiny", precision="fp32", checkpoint="none", device="cpu")
@@ -245,8 +238,8 @@ def test_speeds_without_memory_are_reported_without_an_empty_picture(tmp_path: P
     assert 2 * widths[0] == pytest.approx(widths[1], abs=2)
     assert "Peak memory was not measured." in text_of(rows)
     stated = said(rows)
-    assert stated["Transformers: first OOM"] == ("", "no OOM up to 4")
-    assert stated["tokens/s, Liger ÷ baseline, at 4"] == ("", "1.50")
+    assert stated["Transformers: first OOM"] == "no OOM up to 4"
+    assert stated["tokens/s, Liger ÷ baseline, at 4"] == "1.50"
     assert not [words for words in stated if "peak memory" in words]
 
 
@@ -259,12 +252,12 @@ def test_runs_that_ran_out_of_memory_failed_or_were_skipped_have_a_reason() -> N
     assert "* Transformers at 16: out of memory: 2 GiB" in text
     assert "* Transformers at 64: ValueError: no such layer" in text
     (sweep,) = found([small, large, left, broken])
-    assert {each.words: each.here for each in statements(sweep)}["Transformers: first OOM"] == "at 16"
+    assert {each.words: each.figure for each in statements(sweep)}["Transformers: first OOM"] == "at 16"
 
 
 def test_an_interrupted_run_says_how_far_it_came() -> None:
-    assert "interrupted after 2 of 6 steps" in text_of([row(ORIGINAL, interrupted=True)])
-    assert "interrupted" not in text_of([row(ORIGINAL)])
+    assert "interrupted after 2 of 6 steps" in text_of([row(IN_24_GIB, interrupted=True)])
+    assert "interrupted" not in text_of([row(IN_24_GIB)])
 
 
 def test_the_command_of_a_sweep_repeats_it() -> None:
@@ -272,7 +265,7 @@ def test_the_command_of_a_sweep_repeats_it() -> None:
     words = shlex.split(sweep_command(found(rows)[0]))
     options = dict(zip(words[2::2], words[3::2], strict=True))
     assert options["--memory-limit"] == "24GiB"
-    base = Setup("llama-3.2-1b", **{name: getattr(ORIGINAL, name) for name in ("precision", "shard", "offload", "memory_limit", "steps")})
+    base = Setup("llama-3.2-1b", **{name: getattr(IN_24_GIB, name) for name in ("precision", "shard", "offload", "memory_limit", "steps")})
     again = cells(base, swept([options["--sweep"]]), strategies_of(options["--strategies"]))
     assert {tuple(getattr(each, name) for name in SETUP) for each in again} == {
         tuple(getattr(each, name) for name in SETUP) for each in rows
@@ -281,15 +274,9 @@ def test_the_command_of_a_sweep_repeats_it() -> None:
 
 
 def test_a_sweep_of_several_ranks_starts_them_itself() -> None:
-    command = sweep_command(found(by_batch(1, 4, base=replace(ORIGINAL, ranks=2)))[0])
+    command = sweep_command(found(by_batch(1, 4, base=replace(IN_24_GIB, ranks=2)))[0])
     assert command.startswith("liger train ")
     assert "--sweep batch=1,4 --sweep ranks=2" in command
-
-
-def test_the_original_report_estimates_checkpoints_and_logits() -> None:
-    held, logits = estimate(row(replace(ORIGINAL, batch=4, liger="none")).columns(), Sizes(2048, 16, 128_256))
-    # "256MB", and three times "≈ 2GB".
-    assert (held, logits) == (268_435_456, 3 * 2_101_346_304)
 
 
 def crosses(path: Path, strategy: str) -> int:
@@ -318,7 +305,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "snapshots").mkdir()
     for liger in ("none", "all"):
         record: dict[str, Any] = {
-            "setup": {name: getattr(replace(ORIGINAL, liger=liger), name) for name in SETUP},
+            "setup": {name: getattr(replace(IN_24_GIB, liger=liger), name) for name in SETUP},
             "milliseconds": [0.0, 1.0],
         }
         record |= {"bytes": {name: [GIB, GIB] for name in ("weights", "gradients", "optimizer", "checkpoints", "logits and loss", "other")}}
@@ -333,13 +320,13 @@ def test_a_report_is_one_file_with_every_picture_in_it(liger: InProcess, folder:
     assert "drawing timeline-" in errors
     html, text = (folder / "report.html").read_text(), (folder / "docs" / "page.md").read_text()
     sources = re.findall(r'src="([^"]*)"', html)
-    assert len(sources) == 7
+    assert len(sources) == 5
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert not any(word in html for word in ("<link", "<script"))
-    assert set(re.findall(r"https?:[^\"<]*", html)) == {ORIGINAL_REPORT}
+    assert set(re.findall(r"https?:[^\"<]*", html)) == set()
     assert "prefers-color-scheme: dark" in html
     named = re.findall(r"!\[[^]]*\]\(<([^>]*)>\)", text)
-    assert len(named) == 7
+    assert len(named) == 5
     assert all((folder / "docs" / path).stat().st_size > 5000 for path in named)
     # What is found by the one is found by the other.
     assert line(text, "4", "Transformers")[2] == "1,000"
@@ -348,7 +335,7 @@ def test_a_report_is_one_file_with_every_picture_in_it(liger: InProcess, folder:
 
 
 def test_a_report_escapes_what_rows_say(liger: InProcess, tmp_path: Path) -> None:
-    written(tmp_path, [replace(row(ORIGINAL), failed=True, tokens_per_second=None, reason="<b>|&")])
+    written(tmp_path, [replace(row(IN_24_GIB), failed=True, tokens_per_second=None, reason="<b>|&")])
     assert liger("report", str(tmp_path), "--html", str(tmp_path / "page.html"))[0] == 0
     assert "&lt;b&gt;|&amp;" in (tmp_path / "page.html").read_text()
 
@@ -372,3 +359,16 @@ def test_the_committed_page_is_that_of_the_committed_results(liger: InProcess, t
     assert code == 0, errors
     assert (tmp_path / "training-results.md").read_text() == text
     assert all((PAGE.parent / path).exists() for path in re.findall(r"!\[[^]]*\]\(<([^>]*)>\)", text))
+
+
+def test_the_page_of_the_ablation_states_what_the_rows_show() -> None:
+    page = (ROOT / "docs" / "ablation.md").read_text()
+    folders = [ROOT / "benchmarks" / "results" / f"2026-11-21-h200-training-runs{end}" for end in ("-recorded", "")]
+    every = [sweep for sweep in sweeps(read(folders)) if sweep.first["memory_limit"] == 24 * GIB]
+    by_axis = {sweep.axis: {each.words: each.figure for each in statements(sweep)} for sweep in every}
+    for axis, words in (("batch", "at batch 16"), ("sequence", "at 4096 tokens")):
+        assert by_axis[axis]["Transformers: first OOM"] == re.sub(r"batch | tokens", "", words)
+        assert f"| {words} |" in page
+    shares = {figure for stated in by_axis.values() for words, figure in stated.items() if words.startswith("share of the memory")}
+    assert shares == {"99.3%"}
+    assert "| nearly 100 % | 99.3 % |" in page

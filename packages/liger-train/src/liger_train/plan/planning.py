@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a setup: prediction, rules of thumb, techniques, checklist, largest batch."""
+"""The plan of a setup: prediction, techniques, checklist, largest batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from liger_train.plan.advice import Alternative, Item, alternatives, checklist, largest_batch
-from liger_train.plan.formulas import Formula, formulas
 from liger_train.plan.step import Prediction, predict
 from liger_train.setup import Setup
 
@@ -18,7 +17,6 @@ class Plan:
     """The plan of a setup."""
 
     prediction: Prediction
-    formulas: list[Formula]
     alternatives: list[Alternative]
     checklist: list[Item]
     largest_batch: int | None
@@ -42,7 +40,6 @@ class Plan:
             "memory_limit": self.limit,
             "fits": None if self.limit is None else self.prediction.fits(self.limit),
             "largest_batch": self.largest_batch,
-            "formulas": [asdict(formula) for formula in self.formulas],
             "techniques": [
                 {
                     "option": a.technique.option,
@@ -82,4 +79,4 @@ def planned(
     prediction = foresee(setup)
     rest = list(alternatives(setup, foresee)) if techniques else []
     items = list(checklist(setup, limit, foresee)) if limit is not None and not prediction.fits(limit) else []
-    return Plan(prediction, formulas(setup, prediction.parameters), rest, items, largest, limit)
+    return Plan(prediction, rest, items, largest, limit)

@@ -54,10 +54,8 @@ def print_plan(found: Plan) -> None:
 
 def _print_held(console: Console, found: Plan) -> None:
     held = {name: count for name, count in found.prediction.held.items() if count}
-    scale, unit = unit_of(max([*held.values(), *(formula.size for formula in found.formulas)]))
+    scale, unit = unit_of(max(held.values()))
     print_table(console, [Column("category"), Column(unit, number=True)], [[name, f"{count / scale:.2f}"] for name, count in held.items()])
-    lines = [[each.name, f"{each.words} = {each.numbers}", f"{each.size / scale:.2f}"] for each in found.formulas]
-    print_table(console, [Column("rule of thumb"), Column("formula", prose=True), Column(unit, number=True)], lines)
 
 
 def _print_alternatives(console: Console, found: Plan) -> None:

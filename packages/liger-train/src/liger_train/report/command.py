@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,13 +16,7 @@ from rich.console import Console
 from liger_bench.progress import progress_bar
 from liger_bench.records import Record
 from liger_bench.writable import check_file
-from liger_core.errors import LigerError
-from liger_train.report.sweeps import FUSED, PLAIN, SIZES, Sweep, others, read, sweeps
-from liger_train.row import SETUP
-from liger_train.setup import Setup
-
-if TYPE_CHECKING:
-    from liger_train.report.pictures import Sizes
+from liger_train.report.sweeps import FUSED, PLAIN, Sweep, others, read, sweeps
 
 IMAGES = Path("images", "training-results")
 
@@ -97,28 +91,12 @@ def _written(rows: list[Record], timelines: list[Record], place: _Place, command
 
 
 def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:
-    """Caption, file name suffix and drawing of each picture: two strategies, all strategies, and the estimates of the original report."""
-    from liger_train.report.pictures import estimate_picture, sweep_picture
+    """Return caption, file name suffix and drawing of each picture: two strategies, and all of them."""
+    from liger_train.report.pictures import sweep_picture
 
     every, two = sweep.strategies, [strategy for strategy in (sweep.strategy(PLAIN), sweep.strategy(FUSED)) if strategy is not None]
     drawn: list[tuple[str, str, Draw]] = []
     if len(two) == 2 and len(every) > 2:
         drawn.append((f"{sweep.title}: Transformers and Liger", "-two", partial(sweep_picture, sweep, two)))
     drawn.append((f"{sweep.title}: every strategy", "", partial(sweep_picture, sweep, every)))
-    sizes = _sizes(sweep.first) if sweep.axis in SIZES else None
-    if sizes is not None:
-        drawn.append((f"{sweep.title}: activation checkpoints and logits, estimated", "-estimate", partial(estimate_picture, sweep, sizes)))
     return drawn
-
-
-def _sizes(row: Record) -> Sizes | None:
-    """The sizes of a model whose config is available; without it there is nothing to estimate with."""
-    from liger_train.configs import config_of
-    from liger_train.report.pictures import Sizes
-
-    try:
-        # Drawing a picture never runs a model's own code, whatever the row says.
-        config = config_of(replace(Setup(**{name: row[name] for name in SETUP}), trust_remote_code=False)).get_text_config()
-        return Sizes(config.hidden_size, config.num_hidden_layers, config.vocab_size)
-    except (LigerError, AttributeError):
-        return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a report: pictures, the claims of the original report beside our figures, and every figure; as Markdown and as one HTML file."""
+"""The page of a report: pictures, what they show, and every figure; as Markdown and as one HTML file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from liger_bench import markdown
 from liger_bench.printing import unit_of
 from liger_bench.records import Record, distinct
-from liger_train.report.statements import ORIGINAL, statements
+from liger_train.report.statements import statements
 from liger_train.report.sweeps import PLAIN, STRATEGY, Sweep, where
 from liger_train.report.timelines import title
 from liger_train.row import AUTO_NOTE, NOT_RUN, SETUP, WITHIN_SPREAD, overlapping
@@ -100,14 +100,8 @@ def _images(drawn: Sequence[tuple[str, Path]]) -> list[str]:
 
 
 def _statements(sweep: Sweep) -> str:
-    found = statements(sweep)
-    if not found:
-        return ""
-    if any(each.original for each in found):
-        return markdown.table(
-            ("", f"[original report]({ORIGINAL})", "here"), [(each.words, each.original or "–", each.here) for each in found]
-        )
-    return markdown.table(("", "here"), [(each.words, each.here) for each in found])
+    lines = [(each.words, each.figure) for each in statements(sweep)]
+    return markdown.table(("", "figure"), lines) if lines else ""
 
 
 def _figures(sweep: Sweep) -> str:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of sweeps: throughput and peak memory of each strategy, and the original report's estimates of checkpoints and logits."""
+"""The pictures of sweeps: throughput and peak memory of each strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,7 @@ INK = "#000000"
 # The height of the band for runs that ran out of memory, as a fraction of the axes.
 BAND = 0.95
 CROSS: dict[str, Any] = {"markersize": 6.5, "markeredgewidth": 2}
-CHECKPOINTS, LOGITS = "#009e73", "#cc79a7"
 AXIS_LABELS = {"batch": "batch size per rank", "sequence": "sequence length, tokens", "ranks": "ranks"}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model that the estimates need."""
-
-    hidden: int
-    layers: int
-    vocabulary: int
 
 
 def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> None:
@@ -106,45 +95,6 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
         labels.append("out of memory")
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     _finish(figure, panels[0], path)
-
-
-def estimate_picture(sweep: Sweep, sizes: Sizes, path: Path) -> None:
-    """The original report's estimates for checkpoints and logits, beside the measured peak beyond static memory."""
-    figure, axes = plt.subplots(figsize=(6.6, 4.9), layout="constrained")
-    figure.suptitle(f"{sweep.title}: activation checkpoints and logits\n{sweep.setting}", fontsize=10, x=0.01, ha="left")
-    rows = [next(row for row in sweep.rows if row[sweep.axis] == value) for value in sweep.values]
-    places = range(len(rows))
-    estimated = [estimate(row, sizes) for row in rows]
-    scale, unit = unit_of(max(logits for _, logits in estimated))
-    axes.plot(
-        places, [logits / scale for _, logits in estimated], color=LOGITS, linewidth=1.8, label="logits, three float32 copies (estimated)"
-    )
-    axes.plot(places, [held / scale for held, _ in estimated], color=CHECKPOINTS, linewidth=1.8, label="activation checkpoints (estimated)")
-    for strategy in (sweep.strategy(PLAIN), sweep.strategy(FUSED)):
-        if strategy is None:
-            continue
-        points = []
-        for place, value in enumerate(sweep.values):
-            row = sweep.row(strategy, value)
-            if row and _fits(row, "peak_bytes") and row.get("static_bytes") is not None:
-                points.append((place, (row["peak_bytes"] - row["static_bytes"]) / scale))
-        if points:
-            style = _style(strategy, sweep.strategies) | {"linestyle": ""}
-            axes.plot(*zip(*points, strict=True), markersize=6, label=f"{strategy.label}: peak beyond static memory (measured)", **style)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xticks(places, [str(value) for value in sweep.values])
-    axes.set_xlabel(AXIS_LABELS[sweep.axis])
-    axes.set_ylabel(unit)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=1, fontsize=8, frameon=False)
-    _finish(figure, (axes,), path)
-
-
-def estimate(row: Record, sizes: Sizes) -> tuple[int, int]:
-    """The original report's formulas, in bytes: (checkpoints, logits), the latter as three float32 copies."""
-    tokens = row["batch"] * row["sequence"]
-    bytes_of_each = 4 if row["precision"] == "fp32" else 2
-    return tokens * sizes.hidden * bytes_of_each * sizes.layers, tokens * sizes.vocabulary * 4 * 3
 
 
 def _style(strategy: Strategy, all_of_them: Sequence[Strategy]) -> dict[str, Any]:

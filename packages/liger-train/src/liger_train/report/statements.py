@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the original report states about its sweeps, beside what our rows show."""
+"""What the rows of a sweep show: the first size that runs out of memory, growth, speedups, shares."""
 
 from __future__ import annotations
 
@@ -9,56 +9,46 @@ from liger_bench.records import Record
 from liger_train.report.sweeps import FUSED, PARTLY, PLAIN, Strategy, Sweep
 from liger_train.row import WITHIN_SPREAD, overlapping
 
-GIB = 1 << 30
 SPEED, PEAK = "tokens_per_second", "peak_bytes"
-# The original report, whose sweeps this project repeats; its GPU (a GeForce RTX 4090), and its two sweeps: axis, fixed size → what it states, by key.
-ORIGINAL = "https://github.com/DandinPower/112-2-Artificial-Intelligence-Midterm"
-ORIGINAL_MODEL, ORIGINAL_MEMORY = "llama-3.2-1b", 24 * GIB
-STATED = {
-    ("batch", 1024): {"plain": "at 16", "liger": "no OOM up to 112", "memory": "nearly 100 %", "speed": "nearly 100 %"},
-    ("sequence", 4): {"plain": "at 2048", "liger": "no OOM up to 24576", "memory": "nearly 100 %", "speed": "nearly 100 %"},
-}
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One line of the table; `original` is empty where the original report states nothing, or measured something else."""
+    """One line of the table: what it is about, and the figure."""
 
     words: str
-    original: str
-    here: str
+    figure: str
 
 
 def statements(sweep: Sweep) -> list[Statement]:
-    """Every statement that the rows can support."""
+    """Return every statement that the rows can support."""
     plain, partly, fused = (sweep.strategy(name) for name in (PLAIN, PARTLY, FUSED))
-    said = _said(sweep)
     found = [
-        Statement(f"{strategy.label}: first OOM", said.get(key, ""), _first_failure(sweep, strategy))
-        for key, strategy in (("plain", plain), ("partly", partly), ("liger", fused))
+        Statement(f"{strategy.label}: first OOM", _first_failure(sweep, strategy))
+        for strategy in (plain, partly, fused)
         if strategy is not None
     ]
     found += [
-        Statement(f"{strategy.label}: growth of peak memory", "", growth)
+        Statement(f"{strategy.label}: growth of peak memory", growth)
         for strategy in (plain, partly, fused)
         if strategy is not None and (growth := _growth(sweep, strategy))
     ]
     found += [
-        Statement(f"{strategy.label}: scaling of tokens/s", "", growth)
+        Statement(f"{strategy.label}: scaling of tokens/s", growth)
         for strategy in (plain, partly, fused)
         if strategy is not None and (growth := _speed_up(sweep, strategy))
     ]
     if plain and fused and (both := _largest(sweep, [plain, fused], PEAK)):
         value, (one, other) = both
-        found.append(Statement(f"peak memory, Liger ÷ baseline, at {value}", "", f"{other[PEAK] / one[PEAK]:.2f}"))
+        found.append(Statement(f"peak memory, Liger ÷ baseline, at {value}", f"{other[PEAK] / one[PEAK]:.2f}"))
     if plain and fused and (both := _largest(sweep, [plain, fused], SPEED)):
         value, (one, other) = both
-        found.append(Statement(f"tokens/s, Liger ÷ baseline, at {value}", "", _speed_ratio(other, one)))
+        found.append(Statement(f"tokens/s, Liger ÷ baseline, at {value}", _speed_ratio(other, one)))
     if plain and fused and (highest := _highest(sweep, plain)) and (ours := _highest(sweep, fused)):
         words = f"{_speed_ratio(ours, highest)} (at {ours[sweep.axis]} ÷ at {highest[sweep.axis]})"
-        found.append(Statement("highest tokens/s, Liger ÷ baseline", "", words))
+        found.append(Statement("highest tokens/s, Liger ÷ baseline", words))
     found += _checkpoints(sweep)
-    for column, words, key in ((PEAK, "memory saved", "memory"), (SPEED, "throughput gained", "speed")):
+    for column, words in ((PEAK, "memory saved"), (SPEED, "throughput gained")):
         if plain and partly and fused and (all_three := _largest(sweep, [plain, partly, fused], column)):
             value, rows = all_three
             none, some, every = (float(row[column]) for row in rows)
@@ -67,7 +57,6 @@ def statements(sweep: Sweep) -> list[Statement]:
                 found.append(
                     Statement(
                         f"share of the {words} at {value} due to the fused loss",
-                        said.get(key, ""),
                         f"{(every - some) / (every - none):.1%}",
                     )
                 )
@@ -83,17 +72,8 @@ def _checkpoints(sweep: Sweep) -> list[Statement]:
             ratios = [one[SPEED] / base[SPEED] for one, base in pairs if one and base and _has(one, SPEED) and _has(base, SPEED)]
             if ratios:
                 words = f"tokens/s, {other.label} ÷ checkpoint full"
-                found.append(Statement(words, "", f"{min(ratios):.2f} to {max(ratios):.2f} at {len(ratios)} sizes"))
+                found.append(Statement(words, f"{min(ratios):.2f} to {max(ratios):.2f} at {len(ratios)} sizes"))
     return found
-
-
-def _said(sweep: Sweep) -> dict[str, str]:
-    """What the original report states, if this is its model on a GPU of the same memory."""
-    first = sweep.first
-    if first["model"] != ORIGINAL_MODEL or first["memory_limit"] != ORIGINAL_MEMORY:
-        return {}
-    other = first["sequence" if sweep.axis == "batch" else "batch"]
-    return STATED.get((sweep.axis, other), {})
 
 
 def _first_failure(sweep: Sweep, strategy: Strategy) -> str:
