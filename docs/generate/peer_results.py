@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from liger_bench.results import read_json
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # The first one has every op.
 CARDS = ("NVIDIA H200", "NVIDIA H100")
@@ -33,14 +35,18 @@ Rows = dict[str, Row]
 def measured(card: str, folder: Path = RESULTS) -> list[Row]:
     """The rows of ops in this dtype on a card, without series over a size."""
     rows: list[Row] = []
-    for path in sorted(folder.glob("*/results.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            rows += [_typed(row) | {"folder": path.parent.name} for row in csv.DictReader(file)]
+    for path in sorted({path.parent for path in folder.glob("*/results.*")}):
+        rows += [_typed(row) | {"folder": path.name} for row in read_json(path / "results.json") or _read_csv(path / "results.csv")]
     rows = [row for row in rows if row["machine"].startswith(card) and row["dtype"] == DTYPE]
     return [row for row in rows if not row["axis"] and row["pass"] != "dispatch"]
 
 
-def _typed(row: dict[str, str]) -> Row:
+def _read_csv(path: Path) -> list[Row]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _typed(row: Row) -> Row:
     """Figures as numbers; empty ones as None, and columns that older files lack, too."""
     figures = ("median_ms", "low_ms", "high_ms", "graph_ms", "limit_ms", "copy_ms", "share", "error_eager_ratio", *ERRORS)
     return {**row, **{name: float(row[name]) if row.get(name) else None for name in figures}}

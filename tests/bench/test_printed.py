@@ -55,7 +55,7 @@ def test_liger_bench(printed: Read) -> None:
 
 
 def stored_ops() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = stored("2026-11-21-one-h200-peers/results.json")
+    rows: list[dict[str, Any]] = stored("2026-11-21-four-h200s/results.json")
     return [row for row in rows if row["axis"] is None]
 
 
@@ -65,7 +65,7 @@ def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_liger_bench_model(printed: Read) -> None:
-    rows = rows_as(ModelRow, stored("2026-11-21-one-h200-peers/model.json"))
+    rows = rows_as(ModelRow, stored("2026-11-21-four-h200s/model.json"))
     model._print(rows, [], all_columns=False)
     # Of these a narrow table once made "liger…" both.
     assert fits(printed(), {"liger-kernel", "liger-compiled", *(row.implementation for row in rows)})

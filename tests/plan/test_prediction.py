@@ -122,7 +122,7 @@ def test_a_run_on_an_h200_needs_what_was_measured(row: dict[str, Any]) -> None:
     assert " | ".join(cells_of(found)) in PAGE.read_text()
 
 
-SHARDED = [row for row in _rows("2026-11-21-four-h200s-at-once", "distributed.json") if row["implementation"] in LIGER]
+SHARDED = [row for row in _rows("2026-11-21-four-h200s", "distributed.json") if row["implementation"] in LIGER]
 SHARDED = [row for row in SHARDED if row["strategy"] == "fsdp2" and row["implementation"] == "liger"]
 
 
