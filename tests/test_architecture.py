@@ -288,7 +288,7 @@ def page(name: str) -> str:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_file_that_a_page_names_exists(name: str) -> None:
-    # Blocks of code are held to by tests/test_contributing.py.
+    # Blocks of code are held to by tests/test_extend.py.
     prose = re.sub(r"^```.*?^```", "", page(name), flags=re.MULTILINE | re.DOTALL)
     named = [text for text in re.findall(r"`([\w./-]+/[\w./-]*)`", prose) if "/" in text]
     sources = list((ROOT / "packages").glob("*/src"))

@@ -30,15 +30,12 @@ FROM_ROOT = {
     "CONTRIBUTING.md": "project/contributing.md",
     **{f"packages/{path.parent.name}/README.md": f"packages/{path.parent.name}.md" for path in sorted(ROOT.glob("packages/*/README.md"))},
 }
-# Sections of CONTRIBUTING.md that are recipes of their own on the site.
-RECIPES = {"Add an op": "how-to/add-an-op.md", "Add a backend": "how-to/add-a-backend.md", "Add a rule": "how-to/add-a-rule.md"}
 # Where a link in the repository leads on the site. An op is described in its file, a list of all ops is in the README of liger-core.
 MOVED = {
     "examples/README.md": "how-to/index.md",
     **FROM_ROOT,
     "packages/liger-core/README.md#ops": "reference/ops/index.md",
     **{f"packages/liger-core/src/liger_core/ops/{op.name}.py": f"reference/ops/{op.name}.md" for op in ops.ops()},
-    **{f"CONTRIBUTING.md#{title.lower().replace(' ', '-')}": page for title, page in RECIPES.items()},
 }
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\[\]]*)\]\(<?(?P<target>[^()\s<>#]+)(?P<anchor>#[^()\s<>]*)?>?\)")
 CODE = re.compile(r"(^ *```.*?^ *```$)", flags=re.DOTALL | re.MULTILINE)
@@ -51,7 +48,7 @@ def main(target: Path) -> None:
     for page, text in pages().items():
         (target / page).parent.mkdir(parents=True, exist_ok=True)
         (target / page).write_text(text)
-    sources = {page: source for source, page in FROM_ROOT.items()} | dict.fromkeys(RECIPES.values(), "CONTRIBUTING.md")
+    sources = {page: source for source, page in FROM_ROOT.items()}
     for path in target.rglob("*.md"):
         page = path.relative_to(target).as_posix()
         source = PurePosixPath(sources.get(page, f"docs/{page}"))
@@ -63,30 +60,12 @@ def pages() -> dict[str, str]:
     found = {page: (ROOT / source).read_text() for source, page in FROM_ROOT.items()}
     # The section of the home page has no other page to navigate to.
     found["index.md"] = "---\nhide: [navigation]\n---\n\n" + found["index.md"]
-    found[FROM_ROOT["CONTRIBUTING.md"]], recipes = contributing(found[FROM_ROOT["CONTRIBUTING.md"]])
-    found |= recipes
     found |= {f"reference/ops/{name}.md": text for name, text in ops.pages().items()}
     found |= {f"reference/commands/{name}.md": text for name, text in commands.pages().items()}
     # These are in the repository, too, where tests/docs says when they are stale.
     found |= {page.PAGE.relative_to(DOCS).as_posix(): page.page() for page in (benchmarks, peer_operators)}
     found |= {f"reference/python/{name}.md": text for name, text in python.pages().items()}
     return found
-
-
-def contributing(text: str) -> tuple[str, dict[str, str]]:
-    """CONTRIBUTING.md without its recipes, and page → text of each recipe. The site says everything once, too."""
-    rest, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    found = {}
-    for section in sections:
-        title = section.partition("\n")[0].removeprefix("## ")
-        if title in RECIPES:
-            found[RECIPES[title]] = section.removeprefix("#")
-        else:
-            rest += section
-    missing = sorted(set(RECIPES.values()) - set(found))
-    assert not missing, f"CONTRIBUTING.md must have a section for each of {missing}"
-    links = [f"* [{title}](CONTRIBUTING.md#{title.lower().replace(' ', '-')})" for title in RECIPES]
-    return "\n".join([rest, "## Recipes", "", *links, ""]), found
 
 
 def repository() -> str:

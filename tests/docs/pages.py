@@ -80,8 +80,9 @@ class Run:
 
 
 def pages() -> list[Path]:
-    """Every page with code for readers. tests/test_contributing.py applies the code of CONTRIBUTING.md."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+    """Return every page with code for readers, except docs/extend, whose code tests/test_extend.py applies."""
+    docs = (page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "extend")
+    return [ROOT / "README.md", *docs, *sorted(ROOT.glob("packages/*/README.md"))]
 
 
 def blocks(path: Path) -> list[Block]:
