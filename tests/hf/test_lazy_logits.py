@@ -128,11 +128,14 @@ def test_a_loss_that_the_model_computes_itself_reads_no_logits(model_type: str) 
     assert lean.elements < 88 * VOCABULARY
 
 
-def test_cross_entropy_of_the_logits_that_a_step_returned_makes_none(pair: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.2}, {"reduction": "sum"}, {"reduction": "sum", "label_smoothing": 0.2}], ids=str
+)
+def test_cross_entropy_of_the_logits_that_a_step_returned_makes_none(pair: tuple[Any, Any], options: dict[str, Any]) -> None:
     losses = []
     for model in pair:
         logits = model(**tokens()).logits
-        losses.append(F.cross_entropy(logits.view(-1, VOCABULARY), TARGET))
+        losses.append(F.cross_entropy(logits.view(-1, VOCABULARY), TARGET, **options))
     torch.testing.assert_close(*losses)
     assert logits.real is None
 

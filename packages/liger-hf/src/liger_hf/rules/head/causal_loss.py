@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,13 +77,13 @@ def plain_cross_entropy(
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy`, which some models and trainers call themselves."""
     old = size_average is not None or reduce is not None
-    plain = weight is None and label_smoothing == 0.0 and reduction == "mean" and not old
+    plain = weight is None and reduction in ("mean", "sum") and not old
     real = _real(input)
     if real is not None or not plain or not _fits(input, target, input.shape[-1]) or input.ndim != 2:
         options: dict[str, Any] = {"weight": weight, "size_average": size_average, "ignore_index": ignore_index, "reduce": reduce}
         real = input.materialize() if real is None else real
         return F.cross_entropy(real, target, **options, reduction=reduction, label_smoothing=label_smoothing)
-    loss = _fused(input, target, None, ignore_index)
+    loss = _fused(input, target, 1 if reduction == "sum" else None, ignore_index, label_smoothing)
     return loss if torch.is_autocast_enabled(input.hidden.device.type) else loss.to(input.dtype)
 
 
@@ -100,33 +101,32 @@ def _real(logits: Any) -> Tensor | None:
     return logits.materialize()
 
 
-def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int) -> Tensor:
+def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int, smoothing: float = 0.0) -> Tensor:
     still_valid(logits)
     if logits.constant and torch.is_grad_enabled():
         with torch.no_grad():
-            return _fused(logits, target, items, ignore_index)
+            return _fused(logits, target, items, ignore_index, smoothing)
     logits.cell.used = True
     device = logits.device
     if device != logits.hidden.device:
         # The loss is computed where the head is, and only then moved.
-        return _fused(_unmoved(logits), target, items, ignore_index).to(device)
+        return _fused(_unmoved(logits), target, items, ignore_index, smoothing).to(device)
     target = target.to(device).reshape(logits.hidden.shape[:-1])
+    in_chunks = partial(_in_chunks, target=target, items=items, ignore_index=ignore_index, smoothing=smoothing)
     if gathers_itself(logits.head):
-        return in_one_call(
-            logits.head, lambda rows: _in_chunks(_with(logits, rows, logits.steps), target, items, ignore_index), logits.hidden
-        )
+        return in_one_call(logits.head, lambda rows: in_chunks(_with(logits, rows, logits.steps)), logits.hidden)
     form = scale_and_cap(logits.steps)
     if form is None or not plain_linear(logits.head):
-        return _in_chunks(logits, target, items, ignore_index)
+        return in_chunks(logits)
     head: Any = logits.head
     scale, cap, bias = form
     if bias is not None and head.bias is not None and over_classes(head):
         # A shard of one bias and the whole of another.
-        return _in_chunks(logits, target, items, ignore_index)
+        return in_chunks(logits)
     if bias is not None:
         # The term that the model adds to its logits, in the dtype of a bias of the head.
         bias = bias.to(head.weight.dtype) if head.bias is None else head.bias + bias.to(head.weight.dtype)
-    options = {"bias": head.bias if bias is None else bias, "logit_scale": scale, "softcap": cap}
+    options = {"bias": head.bias if bias is None else bias, "logit_scale": scale, "softcap": cap, "label_smoothing": smoothing}
     return _mean(linear_cross_entropy, logits.hidden, target, items, ignore_index, head.weight, **options)
 
 
@@ -200,7 +200,7 @@ def _mean(
     return op(values, *weight, target, ignore_index=ignore_index, normalizer=items, **options)
 
 
-def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, ignore_index: int) -> Tensor:
+def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, ignore_index: int, smoothing: float) -> Tensor:
     """For any head: call it as the module that it is on some rows at a time, and again in the backward pass."""
     hidden, labels = logits.hidden.reshape(-1, logits.hidden.shape[-1]), target.reshape(-1)
     rows = chunk_rows(hidden.device, logits.classes)
@@ -210,7 +210,7 @@ def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, i
     def part(x: Tensor, y: Tensor) -> Tensor:
         with held(logits.head) if inside else nullcontext():
             real = replay(compute(logits.head, x, logits.cell.weights, logits.cell.autocast), logits.steps)
-        return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum")
+        return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum", label_smoothing=smoothing)
 
     with eager_logits(), logits.cell.again(logits.head, hidden.device):
         for start in range(0, hidden.shape[0], rows):
