@@ -57,6 +57,7 @@ def build(setup: Setup, device: torch.device) -> Built:
     checkpointing.enable(model, setup.checkpoint)
     # After adapters, which wrap the modules that Liger replaces.
     replaced = _patched(model, setup, notes)
+    _smoothed(model, setup, notes)
     if setup.compile == "graphs":
         notes.extend(filter(None, (tied.tie(model), "" if setup.mixed else merging.merge(model))))
     if setup.compile != "none":
@@ -202,6 +203,13 @@ def _patched(model: nn.Module, setup: Setup, notes: list[str]) -> str:
     notes.extend(note for note in report.notes if note != NOTE)
     notes.extend(f"Liger did not replace {row.count} × {row.pattern}: {row.reason}." for row in report.rows if _left_unasked(row))
     return ", ".join(f"{op} {count}" for op, count in report.replaced.items())
+
+
+def _smoothed(model: nn.Module, setup: Setup, notes: list[str]) -> None:
+    if setup.set:
+        from liger_train.smoothing import smooth
+
+        smooth(model, setup, notes)
 
 
 def _left_unasked(row: Any) -> bool:

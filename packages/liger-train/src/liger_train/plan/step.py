@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.trainer_pt_utils import LabelSmoother
 
 from liger_bench.checkpointing import layers
 from liger_core.errors import LigerError, OptionError
@@ -29,6 +30,7 @@ from liger_train.plan.ledger import ACTIVATIONS, CATEGORIES, CHECKPOINTS, GRADIE
 from liger_train.plan.optimizers import OPTIMIZERS, Weight, weights_of
 from liger_train.plan.sharding import Sharding, held_in_four_bits, in_four_bits, optimizer_memory, sharding_of
 from liger_train.setup import LIBRARY, Setup
+from liger_train.smoothing import factor_of, is_smoothed
 from liger_train.techniques import chosen
 
 CPU = torch.device("cpu")
@@ -258,17 +260,22 @@ def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
     inputs = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": torch.zeros((), dtype=torch.long)}
     if setup.cp > 1:
         inputs |= {"shift_labels": torch.zeros_like(tokens), "position_ids": torch.zeros_like(tokens)}
-    mixed = setup.mixed and setup.shard == "none"
-    if not mixed:
-        plain: Tensor = model(**inputs).loss
-        return plain
+    factor = factor_of(setup)
+    smoother = LabelSmoother(factor) if factor and not is_smoothed(model) else None
+    labels = inputs.pop("labels") if smoother else tokens
+
+    def loss_of(outputs: Any) -> Tensor:
+        loss: Tensor = smoother(outputs, labels, shift_labels=True, num_items_in_batch=1) if smoother else outputs.loss
+        return loss
+
+    if not setup.mixed or setup.shard != "none":
+        return loss_of(model(**inputs))
 
     def forward(**given: Any) -> Any:
         with torch.autocast("cpu", dtype=LOW[setup.precision]):
             return model(**given)
 
-    loss: Tensor = convert_outputs_to_fp32(forward)(**inputs).loss
-    return loss
+    return loss_of(convert_outputs_to_fp32(forward)(**inputs))
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from liger_train.configs import config_of
 from liger_train.model import build
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
+from liger_train.smoothing import is_smoothed
 from liger_train.train import export as exporting
 from liger_train.train import ranks, saved, spending
 from liger_train.train.arguments import training_arguments
@@ -335,6 +336,8 @@ class _Trainer(Trainer):
         if whole is not None:
             self.predicted = int((whole[:, 1, 1:] != MASKED).sum()) / (len(whole) // arguments.eval_batch_size)
         super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), eval_dataset=held, callbacks=callbacks)
+        if is_smoothed(model):
+            self.label_smoother = None
         if self.accelerator.ddp_handler is not None:
             # Otherwise a gradient is held twice, in its bucket and beside it.
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
