@@ -70,7 +70,16 @@ def layers(model: nn.Module) -> list[Any]:
     """The layers that can be checkpointed, in order."""
     from liger_hf.private_transformers import GradientCheckpointingLayer
 
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [module for module in language_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def language_model(model: Any) -> Any:
+    """Return the language model in a vision-language model, whose other parts text does not reach; any other model as it is."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if text is config or any(getattr(each, "is_encoder_decoder", False) for each in (config, text)):
+        return model
+    return model.get_decoder()
 
 
 def checkpointed_layers(model: nn.Module) -> int:

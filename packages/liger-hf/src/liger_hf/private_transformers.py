@@ -176,6 +176,46 @@ def makes(auto: Any, config: Any) -> bool:
     return type(config) in (getattr(auto, _MAPPING, None) or ())
 
 
+# -- checkpoints
+
+_LOAD = TRANSFORMERS.word(
+    "transformers.modeling_utils:_load_pretrained_model",
+    "`liger train` says which weights of a checkpoint its model leaves out.",
+    "It does not.",
+)
+_RENAME = TRANSFORMERS.word(
+    "transformers.core_model_loading:rename_source_key",
+    "`liger train` says which weights of a checkpoint its model leaves out.",
+    "It does not.",
+)
+
+
+@contextmanager
+def recording_checkpoints(files: list[str], names: dict[str, str]) -> Iterator[None]:
+    """Record the files that Transformers loads, and the name in the checkpoint → the name in the model of their tensors."""
+    from transformers import PreTrainedModel, core_model_loading
+
+    load, rename = getattr(PreTrainedModel, _LOAD, None), getattr(core_model_loading, _RENAME, None)
+    if load is None or rename is None:
+        yield
+        return
+
+    def recorded_load(model: Any, state_dict: Any, checkpoint_files: Any, *rest: Any, **options: Any) -> Any:
+        files.extend(checkpoint_files or ())
+        return load(model, state_dict, checkpoint_files, *rest, **options)
+
+    def recorded_rename(name: str, *rest: Any, **options: Any) -> Any:
+        renamed = rename(name, *rest, **options)
+        names[name] = renamed[0]
+        return renamed
+
+    with (
+        mock.patch.object(PreTrainedModel, _LOAD, staticmethod(recorded_load)),
+        mock.patch.object(core_model_loading, _RENAME, recorded_rename),
+    ):
+        yield
+
+
 # -- masks
 
 _PACKED = TRANSFORMERS.word(

@@ -11,6 +11,9 @@ from liger_hf.hub import UNREACHABLE, is_local
 from liger_hf.presets import NAMES, PRESETS, did_you_mean, preset
 from liger_train.setup import Setup
 
+# The file with which peft saves an adapter.
+ADAPTER = "adapter_config.json"
+
 
 def config_of(setup: Setup) -> Any:
     """The config of a setup's model: of a preset, in a folder, or on the hub."""
@@ -18,10 +21,27 @@ def config_of(setup: Setup) -> Any:
         return preset(setup.model, setup.sequence)
     from transformers import AutoConfig
 
+    if (Path(setup.model) / ADAPTER).is_file():
+        # Transformers would load its base model, also beside the weights of another model.
+        raise _is_adapter(setup.model)
     try:
         return AutoConfig.from_pretrained(setup.model, use_cache=False, **loading_options(setup))
     except (OSError, ValueError) as problem:
         raise not_found(setup.model, problem) from problem
+
+
+def auto_class(config: Any) -> Any:
+    """Return the Auto class of a causal language model, with all its parts if it is the language model of a vision-language model.
+
+    AutoModelForCausalLM drops the other parts of some checkpoints.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from liger_hf.private_transformers import makes
+
+    text = config.get_text_config()
+    sees = text is not config and not any(getattr(each, "is_encoder_decoder", False) for each in (config, text))
+    return AutoModelForImageTextToText if sees and makes(AutoModelForImageTextToText, config) else AutoModelForCausalLM
 
 
 def loading_options(setup: Setup) -> dict[str, Any]:
@@ -40,8 +60,13 @@ def has_code_of_its_own(name: str, problem: Exception) -> OptionError | None:
 
 
 def not_found(name: str, problem: Exception) -> OptionError:
+    """Return the error for a model that could not be loaded."""
+    from transformers.utils.peft_utils import find_adapter_config_file
+
     if (refused := has_code_of_its_own(name, problem)) is not None:
         return refused
+    if find_adapter_config_file(name, local_files_only=is_local(name)):
+        return _is_adapter(name)
     reason = str(problem).strip().split("\n")[0].rstrip(".")
     if not Path(name).exists() and is_local(name):
         reason = UNREACHABLE
@@ -50,4 +75,12 @@ def not_found(name: str, problem: Exception) -> OptionError:
     return OptionError(
         f"train: --model must be {NAMES}, a folder with a config.json and weights, or a name on the hub, "
         f"got {name!r}: {reason}.{did_you_mean(name)}"
+    )
+
+
+def _is_adapter(name: str) -> OptionError:
+    return OptionError(
+        f"train: --model must be a whole model, got {name!r}, an adapter of peft; to train on from it, give the model that "
+        f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER) writes, with the tokenizer, "
+        "or --resume the run that saved it"
     )

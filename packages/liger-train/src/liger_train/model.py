@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from liger_bench import checkpointing
 from liger_hf.presets import PRESETS
-from liger_train import merging, tied
+from liger_train import checkpoint, merging, tied
 from liger_train.compiling import compile_layers
-from liger_train.configs import config_of, loading_options, not_found
+from liger_train.configs import auto_class, config_of
 from liger_train.float8 import RECIPES, convert
 from liger_train.parallelism import parallelism
 from liger_train.setup import ALL_LINEAR, MLP_ROWS, ZERO, Setup
@@ -48,7 +48,8 @@ def build(setup: Setup, device: torch.device) -> Built:
     """
     torch.manual_seed(setup.seed)
     notes: list[str] = []
-    model = _quantized(setup, device) if setup.adapter == "qlora" else _loaded(setup, device)
+    model = (_quantized if setup.adapter == "qlora" else _loaded)(setup, device, notes)
+    checkpoint.freeze_what_text_does_not_reach(model, notes)
     if setup.adapter != "none":
         model = _adapted(model, setup, notes)
     if setup.precision in RECIPES:
@@ -68,7 +69,7 @@ def build(setup: Setup, device: torch.device) -> Built:
 def loaded_again(setup: Setup, device: torch.device) -> Any:
     """The model as it was before training, without adapters."""
     torch.manual_seed(setup.seed)
-    return _loaded(setup, device)
+    return _loaded(setup, device, [])
 
 
 def weights_dtype(setup: Setup) -> torch.dtype:
@@ -77,44 +78,34 @@ def weights_dtype(setup: Setup) -> torch.dtype:
     return LOW.get(setup.precision, torch.float32) if low else torch.float32
 
 
-def _loaded(setup: Setup, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
-
+def _loaded(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     config, dtype = config_of(setup), weights_dtype(setup)
     if setup.tp > 1:
-        return _tensor_parallel(setup, device)
+        return _tensor_parallel(setup, device, notes)
     if _is_random(setup):
         with contextlib.nullcontext() if _comes_in_pieces(setup) else device:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
+            return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
     place = {} if _comes_in_pieces(setup) else {"device_map": {"": device}}
-    try:
-        return AutoModelForCausalLM.from_pretrained(setup.model, config=config, dtype=dtype, **loading_options(setup), **place)
-    except (OSError, ValueError) as problem:
-        raise not_found(setup.model, problem) from problem
+    return checkpoint.load(setup, config, notes, dtype=dtype, **place)
 
 
-def _tensor_parallel(setup: Setup, device: torch.device) -> Any:
+def _tensor_parallel(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     """Each rank has its shards of the layers and of the LM head, by the plan of Transformers."""
-    from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     ranks = parallelism(setup)
     options = {
-        "config": config_of(setup),
         "dtype": weights_dtype(setup),
         # The ranks of FSDP2 are counted here, but Transformers leaves them to others.
         "distributed_config": DistributedConfig(tp_size=setup.tp, fsdp_size=setup.ranks // setup.tp),
         "device_mesh": ranks.get_device_mesh(device.type)["tp"] if ranks else None,
     }
     if _is_random(setup):
-        whole = _loaded(replace(setup, tp=1), device)
-        model = type(whole).from_pretrained(None, state_dict=whole.state_dict(), **options)
+        whole = _loaded(replace(setup, tp=1), device, notes)
+        model = type(whole).from_pretrained(None, config=config_of(setup), state_dict=whole.state_dict(), **options)
         del whole
     else:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(setup.model, **loading_options(setup), **options)
-        except (OSError, ValueError) as problem:
-            raise not_found(setup.model, problem) from problem
+        model = checkpoint.load(setup, config_of(setup), notes, **options)
     _copy_shards(model)
     if device.type == "cuda":
         # The whole model was there only to be sharded.
@@ -145,20 +136,17 @@ def _comes_in_pieces(setup: Setup) -> bool:
     return setup.shard in ("zero3", "fsdp2")
 
 
-def _quantized(setup: Setup, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+def _quantized(setup: Setup, device: torch.device, notes: list[str]) -> Any:
+    from transformers import BitsAndBytesConfig
 
-    low = LOW.get(setup.precision, torch.float32)
+    config, low = config_of(setup), LOW.get(setup.precision, torch.float32)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=low)
-    options: dict[str, Any] = {"config": config_of(setup), "dtype": low, "quantization_config": four_bits, "device_map": {"": device}}
+    options: dict[str, Any] = {"dtype": low, "quantization_config": four_bits, "device_map": {"": device}}
     if not _is_random(setup):
-        try:
-            return AutoModelForCausalLM.from_pretrained(setup.model, **loading_options(setup), **options)
-        except (OSError, ValueError) as problem:
-            raise not_found(setup.model, problem) from problem
+        return checkpoint.load(setup, config, notes, **options)
     with device:
-        random = AutoModelForCausalLM.from_config(config_of(setup), dtype=low, trust_remote_code=setup.trust_remote_code)
-    return type(random).from_pretrained(None, state_dict=random.state_dict(), **options)
+        random = auto_class(config).from_config(config, dtype=low, trust_remote_code=setup.trust_remote_code)
+    return type(random).from_pretrained(None, config=config_of(setup), state_dict=random.state_dict(), **options)
 
 
 def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:

@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
 from liger_bench.checkpointing import layers
@@ -21,7 +20,7 @@ from liger_core.errors import LigerError, OptionError
 from liger_core.private_torch import DataDependentOutput, DynamicOutputShape, FakeTensorMode
 from liger_hf.private_transformers import CHECKPOINT
 from liger_train import model as train_model
-from liger_train.configs import config_of
+from liger_train.configs import auto_class, config_of
 from liger_train.model import LOSS, LOW, build, weights_dtype
 from liger_train.plan import devices, parallel
 from liger_train.plan.adapters import adapted
@@ -197,10 +196,11 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
     return built.model, built.notes + ([AUTO] if setup.checkpoint == "auto" else [])
 
 
-def _from_config(setup: Setup, device: torch.device) -> Any:
+def _from_config(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     """A model without its weights, which a plan does not need, as tensor parallelism leaves it to a rank."""
     with device:
-        model = AutoModelForCausalLM.from_config(config_of(setup), dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code)
+        config = config_of(setup)
+        model = auto_class(config).from_config(config, dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code)
     if setup.tp > 1:
         parallel.shard(model, setup)
     return model

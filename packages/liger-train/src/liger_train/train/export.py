@@ -4,17 +4,24 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import cached_file
 
 from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
+from liger_hf.hub import is_local
+from liger_hf.presets import PRESETS
 from liger_train.model import loaded_again
 from liger_train.setup import Setup
+
+# The files of what prepares pictures and other inputs of a model, which training on text does not change.
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def check(setup: Setup, folder: Path) -> None:
@@ -35,6 +42,10 @@ def export(setup: Setup, model: Any, tokenizer: Any, folder: Path) -> None:
         whole = model.merge_and_unload() if setup.adapter != "none" else model
     whole.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for name in PROCESSORS if setup.model not in PRESETS else ():
+        file = cached_file(setup.model, name, local_files_only=is_local(setup.model), _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            shutil.copy(file, folder)
 
 
 def _merged_unquantized(setup: Setup, model: Any) -> Any:

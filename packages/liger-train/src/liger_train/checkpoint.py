@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a checkpoint: those that a model takes from it, those that it leaves out, and those that text does not reach."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_bench.checkpointing import language_model
+from liger_hf.private_transformers import recording_checkpoints
+from liger_train.configs import auto_class, loading_options, not_found
+from liger_train.setup import Setup
+
+# Buffers of older versions of models, which were saved with the weights.
+BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|version)$")
+NAMED = 3
+
+
+def load(setup: Setup, config: Any, notes: list[str], **options: Any) -> Any:
+    """Load the model of a folder or hub name, and note the weights that it leaves out of the checkpoint or that the checkpoint lacks.
+
+    Raises OptionError for a model that cannot be loaded.
+    """
+    files: list[str] = []
+    names: dict[str, str] = {}
+    try:
+        with recording_checkpoints(files, names):
+            model, info = auto_class(config).from_pretrained(
+                setup.model, config=config, output_loading_info=True, **loading_options(setup), **options
+            )
+    except (OSError, ValueError) as problem:
+        raise not_found(setup.model, problem) from problem
+    taken, modules = model.state_dict().keys(), dict(model.named_modules())
+    unused = [
+        name
+        for name, renamed in names.items()
+        # Transformers ignores some names: parts that the model lacks, and former buffers of modules that it has.
+        if renamed not in taken
+        and not BUFFERS.search(renamed)
+        and (renamed in info["unexpected_keys"] or renamed.rpartition(".")[0] not in modules)
+    ]
+    kind = type(model).__name__
+    if unused:
+        count = sum(size for name, size in _sizes(files).items() if name in set(unused))
+        notes.append(f"{kind} leaves out {count:,} weights of {setup.model}, which are neither trained nor saved: {_listed(unused)}.")
+    if missing := sorted(info["missing_keys"]):
+        tensors, start = ("tensor", "starts") if len(missing) == 1 else ("tensors", "start")
+        notes.append(f"{setup.model} lacks {len(missing)} {tensors} of {kind}, which {start} with random values: {_listed(missing)}.")
+    return model
+
+
+def freeze_what_text_does_not_reach(model: Any, notes: list[str]) -> None:
+    """Freeze the parts of a vision-language model beside its language model: their weights get no gradients from text."""
+    rest = beside_text(model)
+    weights = [weight for weight in rest.values() if weight.requires_grad]
+    for weight in weights:
+        weight.requires_grad_(False)
+    if rest:
+        count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in rest.values())
+        notes.append(
+            f"Training the language model of {type(model).__name__}; {count:,} weights that text does not reach are frozen, "
+            f"and saved with it: {_listed(rest)}."
+        )
+
+
+def beside_text(model: Any) -> dict[str, nn.Parameter]:
+    """Return the weights, by name, of a model of several parts that are not of its language model, embeddings or LM head."""
+    text = language_model(model)
+    if text is model:
+        return {}
+    parts = (text, model.get_input_embeddings(), model.get_output_embeddings())
+    reached = {id(weight) for part in parts if part is not None for weight in part.parameters()}
+    return {name: weight for name, weight in model.named_parameters() if id(weight) not in reached}
+
+
+def _sizes(files: Iterable[str]) -> dict[str, int]:
+    """The number of elements of every tensor in the files of a checkpoint."""
+    from safetensors import safe_open
+
+    sizes: dict[str, int] = {}
+    for file in files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                sizes |= {name: prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        else:
+            sizes |= {name: tensor.numel() for name, tensor in torch.load(file, map_location="meta", weights_only=True).items()}
+    return sizes
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The beginnings of names, the first few of them."""
+    groups = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
+    return ", ".join(groups[:NAMED]) + (f" and {len(groups) - NAMED} more" if len(groups) > NAMED else "")
