@@ -48,6 +48,7 @@ OPTIONS = {
     "ddp_backend": "it depends on --device and --shard",
     "accelerator_config": "it depends on --shard and --tp",
     "dataloader_drop_last": "the text is cut into whole steps",
+    "skip_memory_metrics": "the row has the peak memory",
     "disable_tqdm": "there is a progress bar of its own",
     "do_train": "only scripts read it",
     "do_eval": "only scripts read it",
