@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from liger_core.errors import OptionError
 from liger_train import techniques
+from liger_train.configs import config_of
 from liger_train.model import build
+from liger_train.plan.step import predict
 from liger_train.setup import Setup
 from liger_train.train.run import run
 
@@ -25,7 +30,10 @@ def test_adapters_have_the_rank_the_scale_and_the_places_that_were_asked_for(sma
     assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "v_proj"}
     assert len(layers) == 4
     assert {(one.r["default"], one.scaling["default"]) for one in layers.values()} == {(4, 1.5)}
-    assert "Training adapters of rank 4 on q_proj, v_proj, in float32; the frozen weights are in float32." in built.notes
+    assert built.notes[0] == (
+        "Training adapters of rank 4 on 4 linear layers (q_proj, v_proj), in float32; the frozen weights are in float32. "
+        "83 % of the layers' weights have none: gate_proj, up_proj, down_proj, o_proj and 1 more."
+    )
 
 
 @pytest.mark.parametrize("liger", ["none", "all"])
@@ -36,6 +44,60 @@ def test_a_run_with_such_adapters_learns(small: Setup, liger: str) -> None:
     # Two layers with rank 4: 32 to 32 and 64 to 32.
     assert row.trainable_parameters == 2 * 4 * (32 + 32 + 64 + 32)
     assert (row.adapter_rank, row.adapter_targets) == (4, "q_proj,down_proj")
+
+
+EXPERTS = {
+    "gpt_oss": ("8 linear layers (q_proj, k_proj, v_proj, o_proj)", "89 % of the layers' weights have none: gate_up_proj, down_proj,"),
+    "qwen3_moe": ("8 linear layers (q_proj, k_proj, v_proj, o_proj) and 6 weights (down_proj, gate_up_proj, gate)", "in float32."),
+}
+
+
+@pytest.fixture
+def experts(small: Setup, request: pytest.FixtureRequest, tmp_path: Path) -> Setup:
+    """A model with experts that peft adapts by itself, or does not."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    counts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    AutoConfig.for_model(request.param, vocab_size=400, **sizes, **counts, pad_token_id=None).save_pretrained(tmp_path)
+    return replace(small, model=str(tmp_path), random_weights=True, adapter="lora", steps=1)
+
+
+@pytest.mark.parametrize(("experts", "places", "left"), [(kind, *words) for kind, words in EXPERTS.items()], indirect=["experts"])
+def test_the_note_counts_adapters_on_the_model(experts: Setup, places: str, left: str) -> None:
+    (note,) = (note for note in build(experts, torch.device("cpu")).notes if "adapters of rank" in note)
+    assert (f"rank 16 on {places}, in" in note, left in note) == (True, True), note
+
+
+@pytest.mark.parametrize("experts", EXPERTS, indirect=True)
+def test_experts_that_are_named_are_trained_and_planned(experts: Setup) -> None:
+    setup = replace(experts, adapter_targets="gate_up_proj,down_proj")
+    techniques.check(setup)
+    row, planned = run(setup), predict(setup)
+    assert not row.failed, row.reason
+    assert any("on 4 weights (down_proj, gate_up_proj)" in note for note in row.notes)
+    assert planned.trainable_parameters == row.trainable_parameters
+    assert [note for note in planned.notes if "adapters of rank" in note] == [note for note in row.notes if "adapters of rank" in note]
+
+
+@pytest.mark.parametrize("experts", ["gpt_oss"], indirect=True)
+def test_targets_that_a_model_with_experts_lacks_name_its_experts(experts: Setup) -> None:
+    with pytest.raises(OptionError, match=r"and the experts' down_proj, gate_up_proj, got 'gate_proj'"):
+        techniques.check(replace(experts, adapter_targets="gate_proj"))
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside_a_config"])
+def test_an_adapter_as_a_model_says_what_to_do(small: Setup, model: Path, tmp_path: Path, beside: bool) -> None:
+    build(replace(small, adapter="lora"), torch.device("cpu")).model.save_pretrained(tmp_path)
+    if beside:
+        shutil.copy(model / "config.json", tmp_path)
+    with pytest.raises(OptionError, match=r"--model must be a whole model, got .*, an adapter of peft; .*merge_and_unload"):
+        config_of(replace(small, model=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

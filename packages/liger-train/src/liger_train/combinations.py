@@ -125,26 +125,26 @@ def quantized(setup: Setup) -> str:
 
 
 def adapted(setup: Setup) -> str:
-    """Every target must be a linear layer of the model, whose names a model without memory shows."""
+    """Every target must be a linear layer or a weight of experts, whose names a model without memory shows."""
     if setup.adapter_targets == ALL_LINEAR:
         return ""
     import torch
-    from torch import nn
-    from transformers import AutoModelForCausalLM
-    from transformers.pytorch_utils import Conv1D
 
-    from liger_train.configs import config_of
-    from liger_train.model import names_of_targets
+    from liger_train.adapters import adaptable, names_of_targets, targeted
+    from liger_train.configs import auto_class, config_of
 
+    config = config_of(setup)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_of(setup), trust_remote_code=setup.trust_remote_code)
-    head = model.get_output_embeddings()
-    linear = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D) and one is not head]
-    for target in names_of_targets(setup):
-        if not any(f".{name}".endswith(f".{target}") for name in linear):
-            known = sorted({name.rpartition(".")[2] for name in linear})
-            return f"needs --adapter-targets among the linear layers {', '.join(known)}, got {target!r}.{nearest(target, known)}"
-    return ""
+        model = auto_class(config).from_config(config, trust_remote_code=setup.trust_remote_code)
+    linear, experts = adaptable(model)
+    matching = targeted(setup, [*linear, *experts])
+    unknown = next((target for target in names_of_targets(setup) if target not in matching), None)
+    if unknown is None:
+        return ""
+    known, of_experts = (sorted({name.rpartition(".")[2] for name in names}) for names in (linear, experts))
+    also = f" and the experts' {', '.join(of_experts)}" if experts else ""
+    close = nearest(unknown, [*known, *of_experts])
+    return f"needs --adapter-targets among the linear layers {', '.join(known)}{also}, got {unknown!r}.{close}"
 
 
 def float8(setup: Setup) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from liger_bench import checkpointing
 from liger_hf.presets import PRESETS
 from liger_train import checkpoint, merging, tied
+from liger_train.adapters import add_adapters, note_of_adapters
 from liger_train.compiling import compile_layers
 from liger_train.configs import auto_class, config_of
 from liger_train.float8 import RECIPES, convert
 from liger_train.parallelism import parallelism
-from liger_train.setup import ALL_LINEAR, MLP_ROWS, ZERO, Setup
+from liger_train.setup import MLP_ROWS, ZERO, Setup
 
 # The dtype of activations; float8 has none of its own.
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16} | dict.fromkeys(RECIPES, torch.bfloat16)
@@ -150,30 +150,15 @@ def _quantized(setup: Setup, device: torch.device, notes: list[str]) -> Any:
 
 
 def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
-    peft = importlib.import_module("peft")
-    if setup.adapter == "qlora":
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    targets = ALL_LINEAR if setup.adapter_targets == ALL_LINEAR else names_of_targets(setup)
-    adapters = peft.LoraConfig(r=setup.adapter_rank, lora_alpha=setup.adapter_alpha, target_modules=targets, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model, adapters)
-    notes.append(note_of_adapters(setup))
+    model = add_adapters(model, setup)
+    notes.append(adapter_note(model, setup))
     return model
 
 
-def names_of_targets(setup: Setup) -> list[str]:
-    return [name.strip() for name in setup.adapter_targets.split(",")]
-
-
-def is_target(setup: Setup, name: str) -> bool:
-    """Whether the linear layer of this name gets an adapter, as peft matches names."""
-    return setup.adapter_targets == ALL_LINEAR or any(f".{name}".endswith(f".{target}") for target in names_of_targets(setup))
-
-
-def note_of_adapters(setup: Setup) -> str:
+def adapter_note(model: Any, setup: Setup) -> str:
+    """Return a sentence that says which layers of the model have adapters, and in which dtypes."""
     frozen = "4 bits" if setup.adapter == "qlora" else str(weights_dtype(setup)).removeprefix("torch.")
-    own = frozen if setup.shard in ZERO else "float32"
-    places = "every linear layer" if setup.adapter_targets == ALL_LINEAR else ", ".join(names_of_targets(setup))
-    return f"Training adapters of rank {setup.adapter_rank} on {places}, in {own}; the frozen weights are in {frozen}."
+    return note_of_adapters(model, setup, frozen, frozen if setup.shard in ZERO else "float32")
 
 
 def _patched(model: nn.Module, setup: Setup, notes: list[str]) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from liger_core.errors import OptionError
 from liger_train import model as train_model
+from liger_train.adapters import adaptable, targeted
 from liger_train.float8 import holds_experts
-from liger_train.model import is_target, note_of_adapters
-from liger_train.setup import Setup
+from liger_train.model import adapter_note
+from liger_train.setup import ALL_LINEAR, Setup
 
 with_peft = train_model._adapted
 
@@ -64,9 +64,9 @@ def adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
 def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
     """Add adapters to the linear layers that the setup targets, except the LM head."""
     model.requires_grad_(False)
-    head = model.get_output_embeddings()
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear | Conv1D) and layer is not head and is_target(setup, name):
-            model.set_submodule(name, Adapted(layer, setup.adapter_rank, setup.adapter_alpha))
-    notes.append(note_of_adapters(setup))
+    linear, _ = adaptable(model)
+    for name in linear:
+        if setup.adapter_targets == ALL_LINEAR or targeted(setup, [name]):
+            model.set_submodule(name, Adapted(model.get_submodule(name), setup.adapter_rank, setup.adapter_alpha))
+    notes.append(adapter_note(model, setup))
     return model

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--adapter`: the linear layers and the experts that get adapters, and a sentence that counts them on the model."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from liger_train.checkpoint import beside_text
+from liger_train.setup import ALL_LINEAR, Setup
+
+NAMED = 4
+
+
+def add_adapters(model: Any, setup: Setup) -> Any:
+    """Add adapters by peft: to all linear layers of the language model, or to the layers and experts that the setup names."""
+    peft = importlib.import_module("peft")
+    if setup.adapter == "qlora":
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    linear, experts = adaptable(model)
+    targets, parameters = (targeted(setup, names) for names in (linear, experts))
+    beside = sorted(_linear_layers(model) - {*linear})
+    config = peft.LoraConfig(
+        r=setup.adapter_rank,
+        lora_alpha=setup.adapter_alpha,
+        target_modules=ALL_LINEAR if setup.adapter_targets == ALL_LINEAR else targets,
+        # With all-linear, peft chooses: experts that Transformers has merged from linear layers.
+        target_parameters=None if setup.adapter_targets == ALL_LINEAR else parameters or None,
+        exclude_modules=beside or None,
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, config)
+
+
+def adaptable(model: Any) -> tuple[list[str], list[str]]:
+    """Return the names of the linear layers in the language model, except the LM head, and those of the weights of its experts."""
+    beside = beside_text(model)
+    linear = [name for name in _linear_layers(model) if f"{name}.weight" not in beside]
+    modules = ((path, module) for path, module in model.named_modules() if not isinstance(module, nn.Conv1d | nn.ConvTranspose1d))
+    weights = ((f"{path}.{name}", weight) for path, module in modules for name, weight in module.named_parameters(recurse=False))
+    experts = [name for name, weight in weights if len(_shape(weight)) == 3 and name not in beside]
+    return linear, experts
+
+
+def targeted(setup: Setup, names: Iterable[str]) -> list[str]:
+    """Return the targets of the setup that are among names, as peft matches them: by their last parts."""
+    names = [f".{name}" for name in names]
+    return [target for target in names_of_targets(setup) if any(name.endswith(f".{target}") for name in names)]
+
+
+def names_of_targets(setup: Setup) -> list[str]:
+    """Return the names that --adapter-targets lists."""
+    return [name.strip() for name in setup.adapter_targets.split(",")]
+
+
+def note_of_adapters(model: Any, setup: Setup, frozen: str, own: str) -> str:
+    """Return a sentence with the layers that have adapters, and the share of the layers' weights that have none."""
+    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A") and hasattr(layer, "base_layer")}
+    weights = {id(_adapted_weight(layer)) for layer in layers.values()}
+    experts = [f"{name}.{layer.parameter_name}".removesuffix(".weight") for name, layer in layers.items() if _is_of_a_parameter(layer)]
+    linear = [name for name, layer in layers.items() if not _is_of_a_parameter(layer)]
+    counted = (("linear layer", linear), ("weight", experts))
+    places = [f"{len(names)} {kind}{'s' if len(names) > 1 else ''} ({_last(names)})" for kind, names in counted if names]
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    outside = {id(weight) for part in embeddings if part is not None for weight in part.parameters()} | {
+        *map(id, beside_text(model).values())
+    }
+    rest = {name: weight for name, weight in model.named_parameters() if "lora_" not in name and id(weight) not in outside}
+    without = {name: _size(weight) for name, weight in rest.items() if id(weight) not in weights}
+    share = 100 * sum(without.values()) / max(1, sum(map(_size, rest.values())))
+    largest = [
+        name.removesuffix(".weight") for name in sorted(without, key=without.__getitem__, reverse=True) if len(_shape(rest[name])) > 1
+    ]
+    left = f" {share:.0f} % of the layers' weights have none: {_last(largest)}." if share >= 1 else ""
+    return f"Training adapters of rank {setup.adapter_rank} on {' and '.join(places)}, in {own}; the frozen weights are in {frozen}.{left}"
+
+
+def _linear_layers(model: Any) -> set[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    return {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head}
+
+
+def _is_of_a_parameter(layer: Any) -> bool:
+    return getattr(layer, "parameter_name", None) is not None
+
+
+def _adapted_weight(layer: Any) -> Any:
+    """The weight that an adapter of peft adds to; several of one module are around each other."""
+    base = layer.base_layer
+    while _is_of_a_parameter(layer) and hasattr(base, "base_layer"):
+        base = base.base_layer
+    return getattr(base, layer.parameter_name) if _is_of_a_parameter(layer) else base.weight
+
+
+def _shape(weight: Any) -> tuple[int, ...]:
+    """The shape of a weight that may be sharded by DeepSpeed or quantized by bitsandbytes."""
+    quantized = getattr(getattr(weight, "quant_state", None), "shape", None)
+    return tuple(quantized or getattr(weight, "ds_shape", weight.shape))
+
+
+def _size(weight: Any) -> int:
+    return prod(_shape(weight))
+
+
+def _last(names: Iterable[str]) -> str:
+    """The last parts of names, the first few of them."""
+    parts = list(dict.fromkeys(name.replace(".base_layer", "").rpartition(".")[2] for name in names))
+    return ", ".join(parts[:NAMED]) + (f" and {len(parts) - NAMED} more" if len(parts) > NAMED else "")
