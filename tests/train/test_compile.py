@@ -126,6 +126,7 @@ def test_compiled_graphs_are_kept_for_later_runs(monkeypatch: pytest.MonkeyPatch
         ({"compile": "max"}, "--compile must be one of none, default, graphs, got 'max'"),
         ({"compile": "default", "shard": "zero3"}, "--compile default cannot be combined with --shard zero3"),
         ({"compile": "default", "tp": 2, "ranks": 2}, "--compile default cannot be combined with --tp 2"),
+        ({"compile": "graphs", "packing": True}, "--compile graphs cannot be combined with --packing"),
         ({"compile": "graphs", "ranks": 2}, "--compile graphs needs a single GPU, got 2 ranks, .*use --compile default"),
         ({"compile": "graphs", "shard": "fsdp2"}, "--compile graphs cannot be combined with --shard fsdp2"),
         ({"compile": "graphs", "checkpoint": "offload"}, "--compile graphs cannot be combined with --checkpoint offload"),

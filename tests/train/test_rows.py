@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from liger_bench.progress import progress_bar
 from liger_bench.text import Sequences
 from liger_core.errors import OptionError
+from liger_train import compiling
 from liger_train.model import build
 from liger_train.setup import Setup
 from liger_train.train import rows as rows_of_files
@@ -207,6 +208,13 @@ def test_a_step_has_the_loss_of_sft_trainer_however_it_is_split(batch: int, accu
     trainer = trl.SFTTrainer(str(model), arguments, train_dataset=datasets.Dataset.from_list(MESSAGES * 2))
     trainer.train()
     assert row.losses == [pytest.approx(trainer.state.log_history[0]["loss"], rel=1e-6)]
+
+
+def test_compiled_layers_keep_packed_documents_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiling, "COMPILER", "aot_eager")
+    setup = setup_of(model_with(TAGS, tmp_path / "model"), data=written(tmp_path / "chats.jsonl", MESSAGES * 2), steps=1, packing=True)
+    eager, compiled = (run(replace(setup, batch=1, sequence=256, compile=how)) for how in ("none", "default"))
+    assert compiled.losses == [pytest.approx(loss, rel=1e-6) for loss in eager.losses]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -209,10 +209,7 @@ def recording_checkpoints(files: list[str], names: dict[str, str]) -> Iterator[N
         names[name] = renamed[0]
         return renamed
 
-    with (
-        mock.patch.object(PreTrainedModel, _LOAD, staticmethod(recorded_load)),
-        mock.patch.object(core_model_loading, _RENAME, recorded_rename),
-    ):
+    with _replacing(PreTrainedModel, _LOAD, staticmethod(recorded_load)), _replacing(core_model_loading, _RENAME, recorded_rename):
         yield
 
 
@@ -232,27 +229,29 @@ _TRACING = TRANSFORMERS.word(
 
 def without_packing() -> AbstractContextManager[Any]:
     """Make Transformers not look for several texts in a row."""
-    return _replacing(_PACKED, lambda position_ids: None)
+    from transformers import masking_utils
+
+    return _replacing(masking_utils, _PACKED, lambda position_ids: None)
 
 
 def as_outside_a_capture() -> AbstractContextManager[Any]:
     """Make Transformers choose masks as if no graph were captured."""
-    return _replacing(_TRACING, lambda tensor=None: False)
+    from transformers import masking_utils
+
+    return _replacing(masking_utils, _TRACING, lambda tensor=None: False)
 
 
 @contextmanager
-def _replacing(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in place of the one of this name, if there is one."""
-    from transformers import masking_utils
-
-    original = getattr(masking_utils, name, None)
+def _replacing(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """Put a function in place of the one of this name in a module or class, if there is one."""
+    original = vars(owner).get(name)
     if original is not None:
-        setattr(masking_utils, name, function)
+        setattr(owner, name, function)
     try:
         yield
     finally:
         if original is not None:
-            setattr(masking_utils, name, original)
+            setattr(owner, name, original)
 
 
 # -- tensor parallelism

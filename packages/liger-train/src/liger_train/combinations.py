@@ -53,6 +53,8 @@ def graphs(setup: Setup) -> str:
         return f"cannot be combined with --shard {setup.shard}, which moves weights while a step runs; use --compile default"
     if setup.checkpoint == "offload":
         return "cannot be combined with --checkpoint offload, whose copies to the host a graph does not include; use --checkpoint auto"
+    if setup.packing:
+        return "cannot be combined with --packing, whose masks depend on the positions of each step; use --compile default"
     if setup.optimizer == "galore-layerwise":
         return "cannot be combined with --optimizer galore-layerwise, which updates weights within the backward pass; use galore"
     return ""

@@ -52,8 +52,8 @@ def undo(model: nn.Module) -> None:
 
 
 @contextmanager
-def session() -> Iterator[None]:
-    """For the duration of a run: room for every graph, a cache that lasts, and masks that depend on no values."""
+def session(packing: bool = False) -> Iterator[None]:
+    """For the duration of a run: room for every graph, a cache that lasts, and without packing masks that depend on no values."""
     from torch._dynamo import config
 
     from liger_hf.private_transformers import as_outside_a_capture, without_packing
@@ -61,10 +61,11 @@ def session() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(config.patch(recompile_limit=max(GRAPHS, config.recompile_limit)))
         stack.enter_context(mock.patch.dict(os.environ, {CACHE: cache()}))
-        # A run never packs several texts into a row. Transformers looks for that in the values of the positions, for which the host
-        # waits in each step; while a graph is captured it cannot, and would add masks, with which attention is slower.
-        stack.enter_context(without_packing())
-        stack.enter_context(as_outside_a_capture())
+        if not packing:
+            # Transformers looks for several texts in a row in the values of the positions, for which the host waits in each step;
+            # while a graph is captured it cannot, and would add masks, with which attention is slower.
+            stack.enter_context(without_packing())
+            stack.enter_context(as_outside_a_capture())
         try:
             yield
         finally:

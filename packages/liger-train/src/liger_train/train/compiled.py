@@ -40,7 +40,7 @@ class Compiled(TrainerCallback):
             yield
             return
         before, (hits, misses) = compiling.seconds(), compiling.from_cache()
-        with compiling.session():
+        with compiling.session(self.setup.packing):
             try:
                 yield
             finally:
