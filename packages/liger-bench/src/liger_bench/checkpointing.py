@@ -75,7 +75,7 @@ def layers(model: nn.Module) -> list[Any]:
 
 def language_model(model: Any) -> Any:
     """Return the language model in a vision-language model, whose other parts text does not reach; any other model as it is."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if text is config or any(getattr(each, "is_encoder_decoder", False) for each in (config, text)):
         return model
