@@ -35,7 +35,7 @@ from liger_core import (
     total_variation,
 )
 from liger_core.builtin import CATALOGUE
-from liger_core.ops._head import head_workload
+from liger_core.ops.head.head import head_workload
 
 CPU = torch.device("cpu")
 WHERE = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}

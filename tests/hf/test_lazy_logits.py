@@ -121,7 +121,7 @@ def test_a_loss_that_the_model_computes_itself_reads_no_logits(model_type: str) 
     liger_hf.apply(model, only=["linear_cross_entropy"])
     ids = tokens()["input_ids"]
     with LargestResult() as lean, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("liger_core.ops._chunked_loss.CPU_BYTES", 4 * VOCABULARY * 4)
+        patch.setattr("liger_core.ops.head.loop.CPU_BYTES", 4 * VOCABULARY * 4)
         logits = model(input_ids=ids.repeat(1, 4), labels=ids.repeat(1, 4)).logits
     assert logits.real is None
     # 88 tokens: more than the largest weight has rows.

@@ -156,7 +156,7 @@ def test_evaluating_the_loss_alone_makes_no_logits(
     stand_in: list[liger_hf.Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer(make().train(), tmp_path, use_liger_kernel=True, prediction_loss_only=True)
-    monkeypatch.setattr("liger_core.ops._chunked_loss.CPU_BYTES", 4 * VOCABULARY * 4)
+    monkeypatch.setattr("liger_core.ops.head.loop.CPU_BYTES", 4 * VOCABULARY * 4)
     made.train()
     assert largest_of_an_evaluation(made, monkeypatch) < Rows(8).ids.numel() * VOCABULARY
 
@@ -168,7 +168,7 @@ def test_an_evaluation_without_metrics_makes_no_logits(options: dict[str, Any], 
     expected = trainer(plain, tmp_path, **options).evaluate()["eval_loss"]
     made = trainer(patched, tmp_path, [liger_hf.LigerCallback(show=None)], **options)
     assert made.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-2 if options.get("bf16") else 1e-5)
-    monkeypatch.setattr("liger_core.ops._chunked_loss.CPU_BYTES", 4 * VOCABULARY * 4)
+    monkeypatch.setattr("liger_core.ops.head.loop.CPU_BYTES", 4 * VOCABULARY * 4)
     assert largest_of_an_evaluation(made, monkeypatch) < Rows(8).ids.numel() * VOCABULARY
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from liger_core import LigerError, VocabShard, linear_cross_entropy, linear_divergence, linear_log_prob
-from liger_core.ops import _vocabulary
+from liger_core.ops.head import shards
 
 CLASSES = 37
 
@@ -97,7 +97,7 @@ def scatters_the_gradient(pack: bool) -> None:
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     x = distribute_tensor(hidden.detach()[None], mesh, [Shard(1)]).requires_grad_()
     w = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
-    counting = _vocabulary._c10d = Counting(_vocabulary._c10d)  # type: ignore[assignment]
+    counting = shards._c10d = Counting(shards._c10d)  # type: ignore[assignment]
     linear_cross_entropy(x, w, target[None], pack=pack).backward()
     assert counting.calls[1:] == [("reduce_scatter_tensor", hidden.numel())], counting.calls
     assert x.grad.placements == (Shard(1),)
@@ -122,7 +122,7 @@ def scatters_the_gradient_of_a_divergence(options: dict[str, Any], sums: list[tu
         distribute_tensor(t, mesh, [Shard(0)]) for t in (hidden, theirs, weight, their_weight, bias, their_bias)
     )
     leaves = [t.requires_grad_() for t in (rows, ours, our_bias)]
-    counting = _vocabulary._c10d = Counting(_vocabulary._c10d)  # type: ignore[assignment]
+    counting = shards._c10d = Counting(shards._c10d)  # type: ignore[assignment]
     loss = linear_divergence(rows, ours, other_rows, their, bias=our_bias, teacher_bias=other_bias, **options)
     (loss.to_local() * factor).sum().backward()
     # The other sums have three numbers a row.
@@ -150,7 +150,7 @@ def sums_where_few_rows_count() -> None:
     linear_cross_entropy(hidden, weight, target).backward()
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     x, w = (distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_() for t in (hidden, weight))
-    counting = _vocabulary._c10d = Counting(_vocabulary._c10d)  # type: ignore[assignment]
+    counting = shards._c10d = Counting(shards._c10d)  # type: ignore[assignment]
     linear_cross_entropy(x, w, target).backward()
     assert counting.calls[1:] == [("all_reduce_", int((target != -100).sum()) * hidden.shape[1])], counting.calls
     same(x.grad, hidden.grad)
@@ -189,7 +189,7 @@ def exchanges_once() -> None:
     hidden, weight, target, _ = call()
     shard = VocabShard.of(weight[dist.get_rank() :: 2], None)
     assert shard.classes == CLASSES
-    counting = _vocabulary._c10d = Counting(_vocabulary._c10d)  # type: ignore[assignment]
+    counting = shards._c10d = Counting(shards._c10d)  # type: ignore[assignment]
     loss = linear_cross_entropy(
         hidden, weight[shard.start :][: 19 - dist.get_rank()], target, vocab=shard, label_smoothing=0.1, z_loss=0.1, budget=9 * 19 * 4
     )

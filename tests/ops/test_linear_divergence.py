@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_core import GradientError, OptionError, jsd, kl_div, linear_cross_entropy, linear_divergence, total_variation
-from liger_core.ops import _divergence_loop
 from liger_core.ops._divergence import KINDS, REFERENCE_BLOCK
 from ops.agreement import disagreements, leaf, products
 from ops.allocations import allocations
@@ -296,7 +295,7 @@ def test_main_grad_of_float16_gets_what_weight_would(
     options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Several blocks of classes, the last one short.
-    monkeypatch.setattr(_divergence_loop, "SCALED", 7 * 20)
+    monkeypatch.setattr("liger_core.ops.head.gradients.SCALED", 7 * 20)
     given = {name: tensor.detach().half().requires_grad_(tensor.requires_grad) for name, tensor in heads(device).items()}
     upstream = 1e-6 * torch.randn(9, device=device)
     (expected,) = torch.autograd.grad(linear_divergence(**given, reduction="none", **options), given["weight"], 1e6 * upstream)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_core import GradientError, TokenStatistics, explain, linear_cross_entropy, linear_log_prob
-from liger_core.ops._token_loop import Tiling, tiling
+from liger_core.ops.head.loop import Cut, tiling
 from liger_core.plugins import registry
 from ops.agreement import disagreements, leaf, products
 from ops.allocations import allocations
@@ -224,8 +224,8 @@ def test_grpo_as_documented_has_the_gradients_of_the_plain_computation(
 
 def test_ignored_rows_are_packed_out_of_large_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU only products that take longer than the wait for their number are packed; here none is too small."""
-    monkeypatch.setattr("liger_core.ops._chunked_loss.PACK_FLOPS", 0)
-    monkeypatch.setattr("liger_core.ops._chunked_loss.PACK_TILE", 4)
+    monkeypatch.setattr("liger_core.ops.head.rows.PACK_FLOPS", 0)
+    monkeypatch.setattr("liger_core.ops.head.rows.PACK_TILE", 4)
     target = torch.arange(40, device=device) % 30
     target[torch.arange(40, device=device) % 3 > 0] = -100
     given = head(device, rows=40)
@@ -379,15 +379,15 @@ def test_float32_logits_are_not_rounded(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("rows", "classes", "budget", "expected"),
     [
-        (8192, 128256, 0, Tiling(8192, 128256, 128256, torch.bfloat16)),
-        (8192, 151936, 0, Tiling(8192, 8448, 120832, torch.bfloat16)),
-        (8192, 128256, 300, Tiling(8192, 8448, 2432, torch.bfloat16)),
-        (65536, 128256, 0, Tiling(65536, 8448, 512, torch.bfloat16)),
-        (131072, 128256, 0, Tiling(67456, 8448, 0, torch.bfloat16)),
-        (131072, 128256, 12000, Tiling(131072, 8448, 31232, torch.bfloat16)),
+        (8192, 128256, 0, Cut(8192, 128256, 128256, torch.bfloat16)),
+        (8192, 151936, 0, Cut(8192, 8448, 120832, torch.bfloat16)),
+        (8192, 128256, 300, Cut(8192, 8448, 2432, torch.bfloat16)),
+        (65536, 128256, 0, Cut(65536, 8448, 512, torch.bfloat16)),
+        (131072, 128256, 0, Cut(67456, 8448, 0, torch.bfloat16)),
+        (131072, 128256, 12000, Cut(131072, 8448, 31232, torch.bfloat16)),
     ],
 )
-def test_a_budget_keeps_logits_then_recomputes_them_then_cuts_rows(rows: int, classes: int, budget: int, expected: Tiling) -> None:
+def test_a_budget_keeps_logits_then_recomputes_them_then_cuts_rows(rows: int, classes: int, budget: int, expected: Cut) -> None:
     assert tiling(rows, 4096, classes, torch.bfloat16, "cuda", False, budget=budget << 20) == expected
 
 

@@ -25,8 +25,8 @@ from liger_core.explanation import explain
 from liger_core.hookspecs import hookimpl
 from liger_core.op import Misuse, Op, Product, Sample, Work, Workload, op
 from liger_core.ops import *  # noqa: F403
-from liger_core.ops._sharding import VocabShard
 from liger_core.ops._softmax_loss import LossMetrics
+from liger_core.ops.head.shards import VocabShard
 from liger_core.ops.linear_log_prob import TokenStatistics
 from liger_core.selection import use
 

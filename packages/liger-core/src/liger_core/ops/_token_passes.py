@@ -38,12 +38,27 @@ LEAST = -700.0
 
 
 class LogitOptions(NamedTuple):
-    """What turns the logits of a head into x, and the weights of their mean, for some rows and classes."""
+    """What turns logits into x, and the weights of the mean of x."""
 
-    logit_scale: float
-    softcap: float | None
-    inverse_temperature: Tensor | None
-    class_weight: Tensor | None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    inverse_temperature: Tensor | None = None
+    class_weight: Tensor | None = None
+
+    def of(self, rows: slice, classes: slice) -> LogitOptions:
+        """Return the options for these rows and classes."""
+        temperature = None if self.inverse_temperature is None else self.inverse_temperature[rows]
+        weight = None if self.class_weight is None else self.class_weight[classes]
+        return LogitOptions(self.logit_scale, self.softcap, temperature, weight)
+
+    def of_shard(self, start: int, classes: int) -> LogitOptions:
+        """Return the options for a shard of the classes."""
+        weight = self.class_weight
+        return self if weight is None else self._replace(class_weight=weight[start : start + classes])
+
+    def weights(self, classes: int, dtype: torch.dtype) -> Tensor | float:
+        """Return Σ w over the classes, of which there are so many."""
+        return float(classes) if self.class_weight is None else self.class_weight.sum(dtype=dtype)
 
 
 class AskedOfTokens(NamedTuple):

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import OptionError, ShapeError
-from liger_core.kernels import Kernel, reference_kernel
+from liger_core.kernels import Kernel, Outputs, differentiable, reference_kernel
 from liger_core.op import Misuse, Sample, Workload, op
-from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_inputs, loop_of
-from liger_core.ops._head import check_chunks, check_head, check_rows, head_misuses, head_series, head_workload, work
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal
 from liger_core.ops._loss_options import (
     Reduction,
@@ -26,11 +24,25 @@ from liger_core.ops._loss_options import (
     metrics_of,
     targets_with_ignored,
 )
-from liger_core.ops._sharding import VocabShard, check_vocab, takes_dtensors, vocabulary
-from liger_core.ops._softmax_loss import TORCH_PASSES, Asked, RowOptions, RowPasses, RowResults, denominator
-from liger_core.ops._token_loop import TokenHead, TokenOptions, TokenResults, token_loop
-from liger_core.ops._token_passes import AskedOfTokens
-from liger_core.ops._vocabulary import Vocabulary
+from liger_core.ops._softmax_loss import TORCH_PASSES, Asked, RowOptions, RowPasses, RowResults, denominator, row_results
+from liger_core.ops._token_passes import AskedOfTokens, LogitOptions
+from liger_core.ops.head.gradients import HeadGradients, Sums, SumsBackward, divides_late, new_sums
+from liger_core.ops.head.head import (
+    Chunk,
+    Head,
+    autocast_inputs,
+    check_chunks,
+    check_head,
+    check_rows,
+    head_misuses,
+    head_series,
+    head_workload,
+    work,
+)
+from liger_core.ops.head.loop import ChunkOptions, Tiles
+from liger_core.ops.head.rows import CountedRows
+from liger_core.ops.head.shards import ALONE, VocabShard, check_vocab, takes_dtensors, vocabulary
+from liger_core.ops.head.tokens import TokenResults, token_loop
 
 # What the benchmark's workloads of these names may hold.
 BUDGETS = {"lean": 256 << 20, "4GiB": 4 << 30}
@@ -164,31 +176,63 @@ def workloads() -> Iterator[Workload]:
     yield from head_series()
 
 
-def _per_token(
-    tokens: Callable[..., Any], head: Head, options: RowOptions, chunks: ChunkOptions, vocab: Vocabulary, asked: Asked
-) -> RowResults:
-    """The loss of each token, from what the loop of per-token results gives."""
-    smoothing, z_loss, weight = options.label_smoothing, options.z_loss, options.class_weight
-    given = TokenOptions(options.ignore_index, options.logit_scale, options.softcap, None, weight if smoothing else None, False)
-    wanted = AskedOfTokens(asked.with_entropy, z_loss > 0, smoothing > 0, with_prediction=asked.with_prediction)
-    found = TokenResults._make(
-        (*tokens(TokenHead(head.hidden, head.weight, head.bias, head.target[:, None]), given, chunks, vocab, wanted), None)
-    )
+def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[..., Any]:
+    """Return the differentiable function (head, token_weight, divide, options, chunk options, what is asked for) → summed loss, and the results
+    of rows. The gradients are computed in the forward pass, without the upstream gradient.
+    """
+
+    def allocate(
+        head: Head, token_weight: Tensor | None, divide: Tensor | None, options: RowOptions, chunks: ChunkOptions, asked: Asked,
+        needs: list[bool],
+    ) -> Outputs:  # fmt: skip
+        results, cut = row_results(head.hidden, asked), chunks.chunks(head.hidden, head.weight.shape[0])
+        scalar = results.loss.new_empty
+        return (scalar(()), *results[1:], scalar(()) if divides_late(head, divide) else None, *new_sums(head, cut.dtype, needs))
+
+    def launch(
+        results: RowResults, scale: Tensor | None, sums: Sums, /, head: Head, token_weight: Tensor | None, divide: Tensor | None,
+        options: RowOptions, chunks: ChunkOptions, asked: Asked, needs: list[bool],
+    ) -> None:  # fmt: skip
+        rows = CountedRows(head.hidden, head.target, options.ignore_index, head.weight.shape[0], chunks.pack)
+        cut, factors = chunks.chunks(head.hidden, head.weight.shape[0]), token_weight
+        inverse = None if divide is None else torch.reciprocal(divide, out=scale)
+        if inverse is not None and scale is None and any(needs):
+            factors = inverse.expand(head.hidden.shape[0]) if token_weight is None else token_weight * inverse
+        loss, results = results.loss, results._replace(loss=results.statistics.new_empty(head.hidden.shape[0]))
+        head, factors, inner = head.taken(rows), rows.take(factors), rows.like(results)
+        gradients = HeadGradients(rows, head, sums, ALONE, cut.rows, cut.dtype)
+        for tile in Tiles(head, cut):
+            part, of_tile = tile.rows, RowResults._make(None if r is None else r[tile.rows] for r in inner)
+            factor = None if factors is None else factors[part]
+            passes.losses(tile.logits, head.target[part], of_tile, options, factor, any(needs))
+            gradients.add(part, tile.classes, tile.slope)
+        gradients.finish()
+        rows.scatter(inner, results)
+        torch.sum(results.loss if token_weight is None else results.loss * token_weight, dim=0, out=loss)
+        if inverse is not None:
+            loss.mul_(inverse)
+
+    backward = SumsBackward(passes).kernel("linear_cross_entropy_backward", make_kernel)
+    return differentiable(make_kernel("linear_cross_entropy", allocate, launch), backward, public=4)
+
+
+def _loss_of_rows(results: TokenResults, target: Tensor, options: RowOptions) -> Tensor:
+    """Return the loss of each row, from its log-probabilities."""
     # Not -log_prob, which is -0.0 where a target is ignored.
-    loss = 0.0 - found.log_prob[:, 0]
+    loss, weight, smoothing = 0.0 - results.log_prob[:, 0], options.class_weight, options.label_smoothing
     if weight is not None:
-        loss = loss * weight.to(loss.dtype)[head.target.clamp(0, weight.shape[0] - 1)]
-    if found.mean_log_prob is not None:
-        loss = (1.0 - smoothing) * loss - smoothing * found.mean_log_prob
-    if found.log_normalizer is not None:
-        loss = loss + z_loss * found.log_normalizer * found.log_normalizer
-    return RowResults(loss, found.moments[:, :2], found.prediction, found.entropy)
+        loss = loss * weight.to(loss.dtype)[target.clamp(0, weight.shape[0] - 1)]
+    if results.mean_log_prob is not None:
+        loss = (1.0 - smoothing) * loss - smoothing * results.mean_log_prob
+    if results.log_normalizer is not None:
+        loss = loss + options.z_loss * results.log_normalizer * results.log_normalizer
+    return loss
 
 
 # Without an annotation of what it returns, so that its signature is that of the op.
 def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
     """linear_cross_entropy for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
-    loop, tokens = loop_of(passes, make_kernel), token_loop(passes, make_kernel).tokens
+    reduced, tokens = _reduced(passes, make_kernel), token_loop(passes, make_kernel).tokens
 
     def linear_cross_entropy(
         hidden: Tensor,
@@ -256,7 +300,6 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
         chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
-        asked = Asked(return_metrics, return_metrics)
         # A scalar does not widen what it multiplies: token_weight / normalizer in float16 would be 0 for long batches.
         wide = accumulator(hidden.dtype)
         factor = None if token_weight is None else token_weight.reshape(-1).to(wide)
@@ -265,11 +308,16 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
             divide = denominator(head.target, class_weight, ignore_index, normalizer, wide)
         # The gradients of a sharded head need the statistics of all shards, so that they are those of the tokens.
         if reduction == "none" or vocab is not None:
-            results = _per_token(tokens, head, options, chunks, vocabulary(weight, vocab), asked)
-            loss = results.loss if factor is None else results.loss * factor
+            logits = LogitOptions(logit_scale, softcap, None, class_weight if label_smoothing else None)
+            asked = AskedOfTokens(return_metrics, z_loss > 0, label_smoothing > 0, with_prediction=return_metrics)
+            each = head._replace(target=head.target[:, None])
+            found = tokens(each, logits, ignore_index, False, chunks, vocabulary(weight, vocab), asked)
+            loss = _loss_of_rows(found, head.target, options)
+            results = RowResults(loss, found.moments[:, :2], found.prediction, found.entropy)
+            loss = loss if factor is None else loss * factor
             loss = loss.reshape(target.shape) if reduction == "none" else loss.sum() if divide is None else loss.sum() / divide
         else:
-            results = RowResults(*loop.reduced(head, factor, divide, options, chunks, asked))
+            results = RowResults(*reduced(head, factor, divide, options, chunks, Asked(return_metrics, return_metrics)))
             loss = results.loss
         if not return_metrics:
             return loss

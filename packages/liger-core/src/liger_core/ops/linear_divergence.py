@@ -15,14 +15,14 @@ from liger_core.dtypes import autocast_dtype
 from liger_core.errors import DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Product, Sample, Work, Workload, op
-from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_inputs
 from liger_core.ops._divergence import KINDS, MIXED, TORCH_DIVERGENCES, DivergenceOptions, DivergencePasses, check_mixture
-from liger_core.ops._divergence_loop import HeadPair, divergence_loop
-from liger_core.ops._head import check_chunks, check_head
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, workload
 from liger_core.ops._loss_options import Reduction, check_reduction, check_target, targets_with_ignored
-from liger_core.ops._sharding import VocabShard, check_vocab, held_classes, takes_dtensors, vocabulary
 from liger_core.ops._softmax_loss import denominator
+from liger_core.ops.head.divergences import Teacher, divergence_loop
+from liger_core.ops.head.head import Chunk, Head, autocast_inputs, check_chunks, check_head
+from liger_core.ops.head.loop import ChunkOptions
+from liger_core.ops.head.shards import VocabShard, check_vocab, held_classes, takes_dtensors, vocabulary
 
 
 def check(
@@ -328,18 +328,18 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
             # Every row counts; there is nothing to wait for.
             target, pack, ignore_index = rows.new_zeros(rows.shape[0], dtype=torch.int64), False, -100
         theirs = teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
-        pair = HeadPair(rows, weight, target.reshape(-1), bias, theirs, teacher_weight, teacher_bias)
+        head, teacher = Head(rows, weight, target.reshape(-1), bias), Teacher(theirs, teacher_weight, teacher_bias)
         options = DivergenceOptions.given(
             kind, beta, temperature, hard_weight=hard_weight, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
             teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
         )  # fmt: skip
         chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
         if reduction == "none":
-            return loop.rows(pair, options, chunks, vocabulary(weight, vocab)).reshape(shape)  # type: ignore[no-any-return]
+            return loop.rows(head, teacher, options, chunks, vocabulary(weight, vocab)).reshape(shape)  # type: ignore[no-any-return]
         divide: Tensor | None = None
         if reduction == "mean":
-            divide = denominator(pair.target, None, ignore_index, normalizer, accumulator(hidden.dtype))
-        return loop.reduced(pair, divide, options, chunks, vocabulary(weight, vocab))  # type: ignore[no-any-return]
+            divide = denominator(head.target, None, ignore_index, normalizer, accumulator(hidden.dtype))
+        return loop.reduced(head, teacher, divide, options, chunks, vocabulary(weight, vocab))  # type: ignore[no-any-return]
 
     return takes_dtensors(linear_divergence)
 

@@ -13,14 +13,25 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Sample, Workload, op
-from liger_core.ops._chunked_loss import Chunk, ChunkOptions, Head, autocast_inputs
-from liger_core.ops._head import check_chunks, check_head, check_rows, head_misuses, head_series, head_workload, work
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal
 from liger_core.ops._loss_options import check_row_options, check_target, targets_with_ignored
-from liger_core.ops._sharding import VocabShard, check_vocab, takes_dtensors, vocabulary
 from liger_core.ops._softmax_loss import TORCH_PASSES, RowOptions, RowPasses
-from liger_core.ops._token_loop import TokenHead, TokenOptions, TokenResults, token_loop
-from liger_core.ops._token_passes import AskedOfTokens
+from liger_core.ops._token_passes import AskedOfTokens, LogitOptions
+from liger_core.ops.head.head import (
+    Chunk,
+    Head,
+    autocast_inputs,
+    check_chunks,
+    check_head,
+    check_rows,
+    head_misuses,
+    head_series,
+    head_workload,
+    work,
+)
+from liger_core.ops.head.loop import ChunkOptions
+from liger_core.ops.head.shards import VocabShard, check_vocab, takes_dtensors, vocabulary
+from liger_core.ops.head.tokens import token_loop
 
 
 class TokenStatistics(NamedTuple):
@@ -319,11 +330,11 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
             # softcap · tanh(s·a / softcap) / T = (softcap/T) · tanh((s/T)·a / (softcap/T)): the row passes need no temperature.
             logit_scale, softcap = logit_scale / temperature, None if softcap is None else softcap / temperature
         wide = logits_dtype is not None and logits_dtype != hidden.dtype
-        options = TokenOptions(ignore_index, logit_scale, softcap, inverse, None, wide)
+        options = LogitOptions(logit_scale, softcap, inverse)
         chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
         every = return_statistics
         asked = AskedOfTokens(every or return_entropy, every, False, every, every, every)
-        found = TokenResults._make((*tokens(TokenHead(rows, weight, bias, index), options, chunks, vocabulary(weight, vocab), asked), None))
+        found = tokens(Head(rows, weight, index, bias), options, ignore_index, wide, chunks, vocabulary(weight, vocab), asked)
         log_prob, entropy = found.log_prob, found.entropy
         if allowed is not None:
             log_prob, entropy = _among(log_prob, entropy, index, ignore_index)

@@ -19,9 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from liger_core.kernels import KERNELS, Kernel
-from liger_core.ops._chunked_loss import chunking
-from liger_core.ops._token_loop import tiling
 from liger_core.ops._token_passes import REFERENCE_BLOCK
+from liger_core.ops.head.loop import chunking, tiling
 from liger_core.plugins import registry
 from liger_core.private_torch import FakeTensor, argument_names, graph_task, storage_id, storage_uses, unset_fake_temporarily
 from liger_core.selection import Link, in_turn, ranked, settle
@@ -174,7 +173,7 @@ def _chunks(device: str, given: Arguments) -> int:
     rows, width = hidden.shape
     needs = given.get("needs", (False, False))
     options = {name: given[name] for name in ("chunk", "budget", "accumulate_dtype")}
-    length, dtype = chunking(rows, width, weight.shape[0], hidden.dtype, device, **options)
+    length, _, _, dtype = chunking(rows, width, weight.shape[0], hidden.dtype, device, **options)
     logits = min(length, rows) * weight.shape[0]
     size = logits * hidden.itemsize + 8 * rows
     if device == "cpu":
@@ -200,9 +199,9 @@ def _tiles(device: str, given: Arguments) -> int:
     if backward:
         if logit != hidden.itemsize:
             size += length * tiles.classes * hidden.itemsize
-        if len(tiles.blocks(classes)) > 1 and hidden.itemsize < 4:
+        if len(tiles.blocks(classes)) > 1 and hidden.itemsize < 4 and given["needs"][0]:
             size += length * width * 4
-            copies = 4 * tiles.classes * (length + width) if given["needs"][0] else 0
+            copies = 4 * tiles.classes * (length + width)
         if tiles.rows < rows and given["needs"][1] and tiles.dtype != weight.dtype:
             size += weight.numel() * tiles.dtype.itemsize
             copies = max(copies, 4 * length * (tiles.classes + width))

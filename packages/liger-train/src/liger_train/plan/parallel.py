@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from liger_core import VocabShard, linear_cross_entropy
 from liger_core.errors import OptionError
-from liger_core.ops import _vocabulary
+from liger_core.ops.head import shards
 from liger_hf.private_transformers import tensor_parallel_plan
 from liger_hf.rules.head import causal_loss
 from liger_train.setup import Setup
@@ -65,7 +65,7 @@ def in_parallel(setup: Setup, classes: int) -> Iterator[None]:
         if setup.tp > 1:
             vocab = VocabShard("tp", 0, classes)
             stack.enter_context(mock.patch.object(causal_loss, "linear_cross_entropy", partial(linear_cross_entropy, vocab=vocab)))
-            stack.enter_context(mock.patch.object(_vocabulary, "_size", lambda group: setup.tp))
+            stack.enter_context(mock.patch.object(shards, "_size", lambda group: setup.tp))
         if setup.cp > 1:
             attention = functional.scaled_dot_product_attention
             stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _over_all_keys(attention, setup)))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ops share that multiply by a head: its checks, wrong calls, workloads and work."""
+"""The head of an op: its tensors with their checks, wrong calls, workloads and work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,10 +14,37 @@ from liger_core import checks
 from liger_core.dtypes import autocast_dtype
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.op import Misuse, Product, Work, Workload
-from liger_core.ops._chunked_loss import Chunk, Head
 from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, workload
-from liger_core.ops._sharding import VocabShard, held_classes
+from liger_core.ops.head.rows import CountedRows
+from liger_core.ops.head.shards import VocabShard, held_classes
 from liger_core.private_torch import dispatch_stack_length
+
+Chunk = int | Literal["report"] | None
+
+
+class Head(NamedTuple):
+    """Rows (N, H), the weights that turn them into logits, and the target class of each (N,), or several (N, K)."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+
+    def taken(self, rows: CountedRows) -> Self:
+        """Return the head of the rows that count."""
+        return self._replace(hidden=rows.take(self.hidden), target=rows.take(self.target))
+
+    def of_classes(self, count: int) -> Self:
+        """Return the head without the rows of weight that are past these classes."""
+        return self._replace(weight=self.weight[:count], bias=None if self.bias is None else self.bias[:count])
+
+
+def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands of the matmul in autocast's dtype, where it is on."""
+    low = autocast_dtype(hidden.device.type)
+    if low is None:
+        return hidden, weight, bias
+    return hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
 
 
 def check_head(name: str, head: Head, several: bool = False, classes: int = 1) -> None:

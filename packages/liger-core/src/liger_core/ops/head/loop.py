@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walk over the logits of a head: how they are cut for a budget, and their tiles one after the other.
+
+Tiles have some rows and some classes; all classes of some rows come before the next rows. There are three schedules:
+
+* At once: the upstream gradient is known but for a factor of all rows. A tile has all classes of its rows, and its loss and its gradient are
+  computed in the forward pass: three matmuls.
+* Kept: the upstream gradients of rows arrive later. Logits that fit the budget are kept until then, and their gradient overwrites them: three
+  matmuls.
+* Again: logits that do not fit are computed again in the backward pass: four matmuls. Tiles take all rows and a block of classes: the gradient
+  of weight is then one matmul a block, rounded once, and what is summed over the blocks in float32 is the gradient of hidden, which is small.
+  Only if that sum does not fit are rows cut, too.
+
+A cut may keep the first classes and compute the others again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from liger_core.matmul import multiply
+from liger_core.ops._inputs import accumulator
+from liger_core.ops.head.head import Chunk, Head
+from liger_core.ops.head.rows import slices
+from liger_core.ops.head.shards import Vocabulary
+
+MiB = 1 << 20
+
+# One H200, V=128256: chunks of 2048 rows and more run all three matmuls at full rate; a float32 dW costs 20 % at 2048 rows, 5 % at
+# 4096 and nothing in a single chunk or at 8192, so the default buys one chunk, or several as long.
+CHUNK_BYTES = 2150 * MiB
+CPU_BYTES = 64 * MiB
+LONG_CHUNK = 2048
+HALF_CHUNK = 4096
+# Classes of a block, of which there are BLOCKS at least, fewer classes before rows are cut, and what their number is a multiple of.
+# The gradient of hidden is read and written in float32 once a block, which takes 1 % of a step on an H200; 64 classes for each of its
+# 132 processors fill these with whole waves of tiles (8192: 3 % slower).
+BLOCK, NARROW, BLOCKS, MULTIPLE = 8448, 2048, 4, 128
+# Blocks of the gradient where all logits are kept and must stay.
+KEPT_BLOCKS = 8
+
+
+class Cut(NamedTuple):
+    """How logits are cut into tiles.
+
+    rows     of a tile
+    classes  of a tile
+    kept     classes before the first tile, whose logits are kept for the backward pass
+    dtype    in which gradients of weight are summed over groups of rows
+    """
+
+    rows: int
+    classes: int
+    kept: int
+    dtype: torch.dtype
+
+    def blocks(self, classes: int, stays: int = 0) -> list[slice]:
+        """Return the classes that are kept and those of each tile, of so many; none reaches over the class `stays`. Without any class there
+        is an empty tile: the other ranks wait for this one.
+        """
+        middle = max(self.kept, stays)
+        starts = [*([0] if self.kept else []), *range(self.kept, middle, self.classes), *range(middle, classes, self.classes)]
+        return list(map(slice, starts, [*starts[1:], classes])) or [slice(0, 0)]
+
+
+def chunking(
+    rows: int,
+    width: int,
+    classes: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    chunk: int = 0,
+    budget: int = 0,
+    accumulate_dtype: torch.dtype | None = None,
+) -> Cut:
+    """Chunks of `chunk` rows, by the report's formula for -1, or for 0 those that fit a budget in bytes beyond inputs and gradients.
+
+    The gradients that are required make no difference: matmuls of other sizes round differently, and recomputed logits must match their statistics.
+    A single chunk writes dW in its own dtype, which is exact and takes least. With several, dW is summed in float32 where the budget
+    holds that sum beside a long chunk, else in its own dtype (in float32 always for float16, which overflows before it is scaled).
+    """
+    wide = accumulate_dtype or accumulator(dtype)
+    once = accumulate_dtype or (accumulator(dtype) if dtype == torch.float16 else dtype)
+    count, row = max(rows, 1), classes * dtype.itemsize
+    if chunk > 0:
+        length = min(chunk, count)
+    elif chunk == -1:
+        length = 1 << max(0, -(-rows // max(1, -(-classes // width))) - 1).bit_length()
+    elif count * row <= held_bytes(budget, device):
+        length = count
+        half = -(-count // 2)
+        if (
+            not budget
+            and device != "cpu"
+            and half >= HALF_CHUNK
+            and (count - half) * row > classes * width * (wide.itemsize - once.itemsize)
+        ):
+            # Two halves that share a buffer and the float32 sum take less memory than one chunk, and hardly more time.
+            length = half
+    elif not budget:
+        length = max(1, CPU_BYTES // row) if device == "cpu" else _power_below(CHUNK_BYTES // row)
+    else:
+        # The sum exists beside the chunks, and at the end beside the gradient that it becomes.
+        beside = classes * width * (wide.itemsize - dtype.itemsize)
+        if accumulate_dtype is None and dtype != torch.float16 and budget < max(beside + LONG_CHUNK * row, classes * width * wide.itemsize):
+            wide, beside = once, 0
+        length = _power_below((budget - beside) // row)
+    return Cut(length, classes, 0, once if count <= length else wide)
+
+
+def _power_below(n: int) -> int:
+    return 1 << (max(1, n).bit_length() - 1)
+
+
+def tiling(
+    rows: int, width: int, classes: int, dtype: torch.dtype, device: str, wide: bool, *,
+    chunk: int = 0, budget: int = 0, accumulate_dtype: torch.dtype | None = None,
+) -> Cut:  # fmt: skip
+    """The tiles for a budget in bytes beyond inputs and gradients, or chunks of rows with all classes where they are asked for."""
+    total, once, count = accumulator(dtype), accumulate_dtype or dtype, max(rows, 1)
+    if chunk:
+        cut = chunking(rows, width, classes, dtype, device, chunk=chunk, accumulate_dtype=accumulate_dtype)
+        return cut._replace(rows=min(cut.rows, count))
+    held = held_bytes(budget, device)
+    # The numbers of a row.
+    held -= min(64 * count, held // 64)
+    # Logits in float32 are not overwritten by a gradient in another dtype.
+    logit = total.itemsize if wide else dtype.itemsize
+    item = logit + dtype.itemsize if logit != dtype.itemsize else logit
+    if count * classes * item <= held:
+        return Cut(count, classes, classes, once)
+    beside = width * total.itemsize if total != dtype else 0
+    wanted = min(BLOCK, -(-classes // BLOCKS))
+    spare = (held - count * beside) // (count * item)
+    if spare >= min(wanted, NARROW):
+        kept = (spare - wanted) * item // logit
+        return Cut(count, min(wanted, _rounded(spare, classes)), _rounded(kept, classes - wanted) if kept > 0 else 0, once)
+    length = _rounded(held // (beside + wanted * item), count)
+    block = _rounded((held - length * beside) // (length * item), classes)
+    summed = accumulate_dtype or (total if dtype == torch.float16 or held >= 4 * classes * width * total.itemsize else dtype)
+    return Cut(length, block, 0, summed if length < count else once)
+
+
+def held_bytes(budget: int, device: str) -> int:
+    """Return the budget, or that of the device if it is 0."""
+    return budget or (CPU_BYTES if device == "cpu" else CHUNK_BYTES)
+
+
+def _rounded(classes: int, most: int) -> int:
+    """Return the classes of a block, in whole tiles of a matmul where there are as many."""
+    return min(most, max(1, classes // MULTIPLE * MULTIPLE or classes))
+
+
+class ChunkOptions(NamedTuple):
+    """How many rows of logits are held at a time, as kernels take it: chunk 0 for the budget and -1 for the formula
+    of the report, budget 0 for the default.
+
+    main_grad  a sum over batches to which the gradient of weight is added, in its place
+    """
+
+    accumulate_dtype: torch.dtype | None
+    chunk: int
+    budget: int
+    pack: bool
+    main_grad: Tensor | None
+
+    @classmethod
+    def given(cls, accumulate_dtype: torch.dtype | None, chunk: Chunk, budget: int | None, pack: bool, main_grad: Tensor | None) -> Self:
+        """Make them from the options of an op."""
+        return cls(accumulate_dtype, 0 if chunk is None else -1 if chunk == "report" else chunk, budget or 0, pack, main_grad)
+
+    def chunks(self, hidden: Tensor, classes: int) -> Cut:
+        """Cut for gradients that are computed at once."""
+        rows, width = hidden.shape
+        return chunking(
+            rows, width, classes, hidden.dtype, hidden.device.type,
+            chunk=self.chunk, budget=self.budget, accumulate_dtype=self.accumulate_dtype,
+        )  # fmt: skip
+
+    def tiles(self, head: Head, wide: bool, vocab: Vocabulary) -> Cut:
+        """Cut for gradients that arrive later."""
+        hidden, classes = head.hidden, vocab.mine(head.weight.shape[0])
+        rows, width = hidden.shape
+
+        def cut(classes: int) -> Cut:
+            return tiling(
+                rows, width, max(1, classes), hidden.dtype, hidden.device.type, wide,
+                chunk=self.chunk, budget=self.budget, accumulate_dtype=self.accumulate_dtype,
+            )  # fmt: skip
+
+        if vocab.group is None:
+            return cut(classes)
+        # Ranks meet once for each group of rows, so that these must be the same on all, however uneven their shards are.
+        tiles = cut(classes)._replace(rows=cut(vocab.usual()).rows)
+        return tiles if classes else tiles._replace(kept=0)
+
+
+class Tile(NamedTuple):
+    """Logits of some rows and classes, and the memory for their gradient, which mostly is the same."""
+
+    rows: slice
+    classes: slice
+    logits: Tensor
+    slope: Tensor
+
+
+class Tiles:
+    """The logits of a head, a tile at a time, in memory that the tiles share.
+
+    kept  the logits of the first `cut.kept` classes, or memory for them; None if no logits are kept
+    wide  the matmul writes logits in float32
+    """
+
+    def __init__(self, head: Head, cut: Cut, kept: Tensor | None = None, wide: bool = False) -> None:
+        self.head, self.kept, self.rows, self.classes = head, kept, head.hidden.shape[0], head.weight.shape[0]
+        self.cut = cut._replace(kept=0) if kept is None else cut
+        self.dtype = accumulator(head.hidden.dtype) if wide else head.hidden.dtype
+        self.memory: dict[torch.dtype, Tensor] = {}
+
+    def __iter__(self) -> Iterator[Tile]:
+        """Compute each tile; logits that are kept in their place."""
+        for rows, classes in self._places():
+            logits = self.logits(rows, classes, self.kept[rows] if self.kept is not None and classes.start == 0 else None)
+            yield Tile(rows, classes, logits, logits)
+
+    def again(self, overwrite: bool) -> Iterator[Tile]:
+        """Take each tile for its gradient: kept logits as they are, others are computed again. The gradient may overwrite kept logits,
+        or has memory of its own.
+        """
+        stays = 0
+        if self.kept is not None and not overwrite:
+            # Logits that must stay are taken block by block.
+            stays, self.cut = self.cut.kept, self.cut._replace(kept=0)
+            if self.cut.classes == self.classes and self.kept.dtype == self.head.hidden.dtype:
+                self.cut = self.cut._replace(classes=_rounded(-(-self.classes // KEPT_BLOCKS), self.classes))
+        for rows, classes in self._places(stays):
+            if self.kept is not None and classes.stop <= self.cut.kept:
+                logits = slope = self.kept[rows]
+            elif self.kept is not None and classes.stop <= stays:
+                logits, slope = self.kept[rows, classes], self._view(rows, classes, self.head.hidden.dtype)
+            else:
+                logits = self.logits(rows, classes)
+                slope = logits if logits.dtype == self.head.hidden.dtype else self._view(rows, classes, self.head.hidden.dtype)
+            yield Tile(rows, classes, logits, slope)
+
+    def _places(self, stays: int = 0) -> Iterator[tuple[slice, slice]]:
+        return itertools.product(slices(slice(0, self.rows), self.cut.rows), self.cut.blocks(self.classes, stays))
+
+    def logits(self, rows: slice, classes: slice, out: Tensor | None = None) -> Tensor:
+        """Compute the logits of a tile, in the shared memory if none is given."""
+        out = self._view(rows, classes, self.dtype) if out is None else out
+        weight, bias = self.head.weight, self.head.bias
+        if classes.stop - classes.start < self.classes:
+            weight, bias = weight[classes], None if bias is None else bias[classes]
+        if out.dtype == weight.dtype:
+            multiply(out, self.head.hidden[rows], weight.t(), bias)
+            return out
+        multiply(out, self.head.hidden[rows], weight.t())
+        return out if bias is None else out.add_(bias)
+
+    def _view(self, rows: slice, classes: slice, dtype: torch.dtype) -> Tensor:
+        """The beginning of the shared memory as a dense matrix."""
+        if dtype not in self.memory:
+            size = min(self.cut.rows, self.rows) * self.cut.classes
+            self.memory[dtype] = torch.empty(size, dtype=dtype, device=self.head.hidden.device)
+        count, width = rows.stop - rows.start, classes.stop - classes.start
+        return self.memory[dtype][: count * width].view(count, width)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of results for each token: log-probabilities of any classes of a row, and statistics of the softmax.
+
+The upstream gradient of a token arrives in the backward pass. Until then logits are kept or forgotten (liger_core/ops/head/loop.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.ops._inputs import accumulator, power_of_two_above
+from liger_core.ops._token_passes import MOMENTS, AskedOfTokens, LogitOptions, Slopes, Sums, TokenPasses
+from liger_core.ops.head.gradients import Gradients, HeadGradients, new_gradients
+from liger_core.ops.head.head import Head
+from liger_core.ops.head.loop import ChunkOptions, Tiles
+from liger_core.ops.head.rows import CountedRows
+from liger_core.ops.head.shards import Exchange, Vocabulary
+
+
+class TokenResults(NamedTuple):
+    """Log-probabilities (N, K), and for each row what is asked for. For the backward pass moments (N, 6), x of the chosen classes, how many
+    rows count, on the CPU (-1: all are taken), and the kept logits.
+    """
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    log_normalizer: Tensor | None
+    mean_log_prob: Tensor | None
+    mean_logit: Tensor | None
+    collision: Tensor | None
+    prediction: Tensor | None
+    moments: Tensor
+    selected: Tensor
+    number: Tensor
+    kept: Tensor | None
+
+
+class Upstream(NamedTuple):
+    """The gradients that arrive."""
+
+    grad_log_prob: Tensor | None
+    grad_entropy: Tensor | None
+    grad_log_normalizer: Tensor | None
+    grad_mean_log_prob: Tensor | None
+    grad_mean_logit: Tensor | None
+    grad_collision: Tensor | None
+
+
+class TokenLoop:
+    """The kernels for a backend's row passes.
+
+    tokens  (head with target (N, K), options, ignore_index, wide, chunk options, vocabulary, what is asked for) → the public part of
+            TokenResults. `wide`: the matmul writes logits in float32
+    """
+
+    def __init__(self, passes: TokenPasses, make_kernel: Callable[..., Kernel]) -> None:
+        self.passes = passes
+        self._tokens = differentiable(
+            make_kernel("linear_tokens", self._allocate, self._launch),
+            make_kernel("linear_tokens_backward", self._allocate_backward, self._launch_backward, self._recycle_backward),
+            public=10,
+        )
+
+    def tokens(
+        self,
+        head: Head,
+        options: LogitOptions,
+        ignore_index: int,
+        wide: bool,
+        chunks: ChunkOptions,
+        vocab: Vocabulary,
+        asked: AskedOfTokens,
+    ) -> TokenResults:
+        return TokenResults._make((*self._tokens(head, options, ignore_index, wide, chunks, vocab, asked), None))
+
+    def _allocate(
+        self, head: Head, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary,
+        asked: AskedOfTokens, needs: list[bool],
+    ) -> Outputs:  # fmt: skip
+        rows, dtype, device = head.hidden.shape[0], accumulator(head.hidden.dtype), head.hidden.device
+        kept = chunks.tiles(head, wide, vocab).kept if any(needs) else 0
+        return TokenResults._make(
+            (
+                torch.empty(head.target.shape, dtype=dtype, device=device),
+                *(torch.empty(rows, dtype=dtype, device=device) if asks else None for asks in asked[:5]),
+                torch.empty(rows, dtype=torch.int64, device=device) if asked.with_prediction else None,
+                torch.empty(rows, MOMENTS, dtype=dtype, device=device),
+                torch.empty(head.target.shape, dtype=dtype, device=device),
+                torch.empty((), dtype=torch.int64, device="cpu"),
+                torch.empty(rows, kept, dtype=dtype if wide else head.hidden.dtype, device=device) if kept else None,
+            )
+        )
+
+    def _launch(
+        self, results: TokenResults, /, head: Head, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions,
+        vocab: Vocabulary, asked: AskedOfTokens, needs: list[bool],
+    ) -> None:  # fmt: skip
+        cut, chosen, kept = chunks.tiles(head, wide, vocab), head.target, results.kept
+        rows, head, options = _counted(head, options, ignore_index, chunks, vocab)
+        results.number.fill_(rows.number)
+        chosen, counted, classes = rows.take(chosen), head.target, head.weight.shape[0]
+        if kept is not None:
+            kept[counted.shape[0] :].zero_()
+        inner = TokenResults._make((*map(rows.like, results[:-2]), results.number, None))
+        # A class that is out of range is in no tile.
+        inner.selected.zero_()
+        local, ours = vocab.local(chosen), options.of_shard(vocab.start, classes)
+        if not classes:
+            inner.moments.copy_(inner.moments.new_tensor((torch.finfo(inner.moments.dtype).min, *[0.0] * (MOMENTS - 1))))
+            if inner.prediction is not None:
+                inner.prediction.fill_(vocab.classes)
+        for tile in Tiles(head, cut, kept, wide) if classes else ():
+            part, first, of_tile = tile.rows, tile.classes.start, ours.of(tile.rows, tile.classes)
+            sums = Sums(inner.moments[part], None if inner.prediction is None else inner.prediction[part], asked)
+            self.passes.statistics(tile.logits, counted[part], of_tile, sums, first)
+            self.passes.selected(tile.logits, local[part], of_tile, inner.selected[part], first)
+        Exchange(vocab, asked).merge(inner.moments, inner.selected, inner.prediction, ours.weights(classes, inner.moments.dtype))
+        _finish(inner, chosen, counted, vocab.classes, options, ignore_index)
+        rows.scatter(inner[:-2], results[:-2])
+
+    def _allocate_backward(
+        self, upstream: Upstream, head: Head, moments: Tensor, selected: Tensor, number: Tensor, kept: Tensor | None, options: LogitOptions,
+        ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
+    ) -> Outputs:  # fmt: skip
+        return (*new_gradients(head, chunks.main_grad, needs), None)
+
+    def _recycle_backward(
+        self, upstream: Upstream, head: Head, moments: Tensor, selected: Tensor, number: Tensor, kept: Tensor | None, options: LogitOptions,
+        ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
+    ) -> Outputs:  # fmt: skip
+        """The same, and the kept logits if their gradient has their dtype."""
+        recycled = None if kept is None or kept.dtype != head.hidden.dtype else kept
+        return (*new_gradients(head, chunks.main_grad, needs), recycled)
+
+    def _launch_backward(
+        self, gradients: Gradients, scratch: Tensor | None, /, upstream: Upstream, head: Head, moments: Tensor, selected: Tensor,
+        number: Tensor, kept: Tensor | None, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary,
+        needs: list[bool],
+    ) -> None:  # fmt: skip
+        cut, chosen = chunks.tiles(head, wide, vocab), head.target
+        # Known since the forward pass, so that the device need not be waited for.
+        rows, head, options = _counted(head, options, ignore_index, chunks, vocab, int(number))
+        chosen, upstream, moments, selected = map(rows.take, (chosen, upstream, moments, selected))
+        slopes, factor = _slopes(upstream, moments, selected, chosen, head.target, vocab, options, ignore_index, head.weight.dtype)
+        main_grad = chunks.main_grad if needs[1] else None
+        totals = HeadGradients(rows, head, gradients, vocab, cut.rows, cut.dtype, main_grad, factor)
+        ours = options.of_shard(vocab.start, head.weight.shape[0])
+        for tile in Tiles(head, cut, kept, wide).again(overwrite=scratch is not None):
+            if tile.slope.shape[1]:
+                of_tile = ours.of(tile.rows, tile.classes)
+                self.passes.derivative(tile.logits, slopes.of(tile.rows), of_tile, tile.slope, tile.classes.start)
+            totals.add(tile.rows, tile.classes, tile.slope)
+        totals.finish()
+
+
+@functools.cache
+def token_loop(passes: TokenPasses, make_kernel: Callable[..., Kernel]) -> TokenLoop:
+    """The kernels of a backend, which its ops share."""
+    return TokenLoop(passes, make_kernel)
+
+
+def _counted(
+    head: Head, options: LogitOptions, ignore_index: int, chunks: ChunkOptions, vocab: Vocabulary, number: int | None = None
+) -> tuple[CountedRows, Head, LogitOptions]:
+    """The rows of which some class counts, with that as their target, before those of weight that are classes; and the options for them."""
+    counted = head.target != ignore_index
+    counted = counted[:, 0] if counted.shape[1] == 1 else counted.any(-1)
+    rows = CountedRows(head.hidden, counted, 0, vocab.usual(), chunks.pack, number)
+    head = head._replace(target=counted).of_classes(vocab.mine(head.weight.shape[0]))
+    return rows, head.taken(rows), options._replace(inverse_temperature=rows.take(options.inverse_temperature))
+
+
+def _finish(results: TokenResults, chosen: Tensor, counted: Tensor, classes: int, options: LogitOptions, ignore_index: int) -> None:
+    """The results from the moments of rows and x of the chosen classes."""
+    top, total, distance, weighted, squares, anchor = results.moments.unbind(-1)
+    log_total = total.log()
+    log_prob = (results.selected - top[:, None]) - log_total[:, None]
+    log_prob = torch.where((chosen < 0) | (chosen >= classes), float("nan"), log_prob)
+    results.log_prob.copy_(torch.where((chosen != ignore_index) & counted[:, None], log_prob, 0.0))
+
+    def store(out: Tensor | None, value: Tensor) -> None:
+        if out is not None:
+            out.copy_(torch.where(counted, value, 0.0))
+
+    mean_weight = options.weights(classes, top.dtype) / classes
+    if results.entropy is not None:
+        store(results.entropy, log_total - distance / total)
+    if results.log_normalizer is not None:
+        store(results.log_normalizer, top + log_total)
+    if results.mean_log_prob is not None:
+        below = (anchor - top) - log_total
+        store(results.mean_log_prob, weighted / classes + below * mean_weight)
+    if results.mean_logit is not None:
+        store(results.mean_logit, weighted / classes + anchor * mean_weight)
+    if results.collision is not None:
+        store(results.collision, squares / total.square())
+    if results.prediction is not None:
+        results.prediction.masked_fill_(~counted, -1)
+
+
+def _slopes(
+    upstream: Upstream, moments: Tensor, selected: Tensor, chosen: Tensor, counted: Tensor, vocab: Vocabulary, options: LogitOptions,
+    ignore_index: int, dtype: torch.dtype,
+) -> tuple[Slopes, Tensor | None]:  # fmt: skip
+    """What the gradient of logits of this dtype is made of, and in float16 the power of two that it was divided by."""
+    classes = vocab.classes
+    of_chosen, of_entropy, of_normalizer, of_mean, of_mean_logit, of_collision = upstream
+    named = (chosen != ignore_index) & counted[:, None]
+    # The gradient at an ignored row may be infinite, as that of a ratio to a probability of 0; it counts for nothing.
+    given = torch.zeros_like(selected) if of_chosen is None else torch.where(named, of_chosen, 0.0)
+    # Where a class is out of range its log-probability is NaN, and so is the gradient of the row.
+    given = torch.where(named & ((chosen < 0) | (chosen >= classes)), float("nan"), given)
+    a = -given.sum(-1)
+    b = q = c = torch.zeros_like(a)
+    if of_entropy is not None:
+        # -p · (log p + H) is -p · (x - m less its mean), whose terms do not cancel.
+        b = torch.where(counted, -of_entropy, 0.0)
+        a = a - b * (moments[:, 2] / moments[:, 1])
+    if of_normalizer is not None:
+        a = a + torch.where(counted, of_normalizer, 0.0)
+    if of_mean is not None:
+        mean = torch.where(counted, of_mean, 0.0)
+        a, c = a - mean * (options.weights(classes, mean.dtype) / classes), mean / classes
+    if of_mean_logit is not None:
+        c = c + torch.where(counted, of_mean_logit, 0.0) / classes
+    if of_collision is not None:
+        q = torch.where(counted, 2.0 * of_collision, 0.0)
+        a = a - q * (moments[:, 4] / moments[:, 1].square())
+    terms = torch.stack((a, b, q, c), -1)
+    # An ignored class may be one that exists.
+    slopes = Slopes(counted, moments, terms, torch.where(named, vocab.local(chosen), -1), selected, given)
+    if dtype != torch.float16 or not terms.numel():
+        return slopes, None
+    # p · grad underflows where grad is 1/tokens, so a power of two is factored out and put back at the end. Where the gradient is large,
+    # as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows from underflow.
+    largest = power_of_two_above(torch.maximum(torch.where(counted[:, None], terms, 0.0).abs().amax(), given.abs().amax()))
+    largest = largest / largest.clamp(1.0, 16384.0)
+    return slopes._replace(terms=terms / largest, gradient=given / largest), largest
