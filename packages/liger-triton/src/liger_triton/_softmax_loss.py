@@ -45,7 +45,7 @@ class TritonPasses(TritonTokenPasses):
         shape = both_shape(width) if gradient else STATISTICS
         block = min(shape.block, power_of_two(width))
         loss_launch(
-            (rows,), logits, target, options.class_weight, row_factor, results.loss, results.statistics, results.prediction, results.entropy,
+            (rows,), logits, target, options.class_weight, row_factor, results.loss, results.moments, results.prediction, results.entropy,
             logits.stride(0), row_factor.stride(0) if row_factor is not None else 0, width, *_scalars(options),
             HAS_WEIGHT=options.class_weight is not None, HAS_FACTOR=row_factor is not None, HAS_SOFTCAP=options.softcap is not None,
             HAS_SMOOTHING=options.label_smoothing > 0, KEEPS_LOWEST=options.softcap is None and options.logit_scale == 1.0,

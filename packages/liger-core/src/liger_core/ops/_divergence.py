@@ -36,8 +36,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.op import Misuse, Sample, Work, Workload
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, row_blocks, row_workloads
-from liger_core.ops._loss_options import Reduction, check_reduction
-from liger_core.ops._softmax_loss import RowPasses, TorchPasses
+from liger_core.ops._softmax_loss import Reduction, RowPasses, TorchPasses, check_reduction
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl"]
 KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl")

@@ -61,8 +61,8 @@ class LogitOptions(NamedTuple):
         return float(classes) if self.class_weight is None else self.class_weight.sum(dtype=dtype)
 
 
-class AskedOfTokens(NamedTuple):
-    """Which results are asked for beside the log-probabilities."""
+class ResultOptions(NamedTuple):
+    """The results of a row that are asked for, beside its loss or log-probabilities."""
 
     with_entropy: bool = False
     with_log_normalizer: bool = False
@@ -86,7 +86,7 @@ class Sums(NamedTuple):
 
     moments: Tensor
     prediction: Tensor | None
-    asked: AskedOfTokens
+    asked: ResultOptions
 
 
 class TokenPasses(Protocol):

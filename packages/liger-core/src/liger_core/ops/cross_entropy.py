@@ -14,16 +14,22 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, 
 from liger_core.kernels import Kernel, Outputs, differentiable, reference_kernel
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, integers, misuses_of, normal, row_workloads
-from liger_core.ops._loss_options import (
+from liger_core.ops._softmax_loss import (
+    TORCH_PASSES,
     Reduction,
+    RowOptions,
+    RowPasses,
+    RowResults,
     check_reduction,
     check_row_options,
     check_target,
+    denominator,
     loss_option_samples,
     metrics_of,
+    row_results,
     targets_with_ignored,
 )
-from liger_core.ops._softmax_loss import TORCH_PASSES, Asked, RowOptions, RowPasses, RowResults, denominator, row_results
+from liger_core.ops._token_passes import ResultOptions
 
 
 def check(
@@ -144,7 +150,7 @@ class ReducedResults(NamedTuple):
     """The summed or mean loss, the results of rows as in RowResults, and for a mean the factor of the sum."""
 
     loss: Tensor
-    statistics: Tensor
+    moments: Tensor
     prediction: Tensor | None
     entropy: Tensor | None
     inverse: Tensor | None
@@ -153,10 +159,10 @@ class ReducedResults(NamedTuple):
 def _kernels(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """The differentiable functions of (rows, classes) logits: losses of rows, their sum or mean, and that with the rows' results."""
 
-    def allocate(logits: Tensor, target: Tensor, options: RowOptions, asked: Asked) -> Outputs:
+    def allocate(logits: Tensor, target: Tensor, options: RowOptions, asked: ResultOptions) -> Outputs:
         return row_results(logits, asked)
 
-    def launch(results: RowResults, /, logits: Tensor, target: Tensor, options: RowOptions, asked: Asked) -> None:
+    def launch(results: RowResults, /, logits: Tensor, target: Tensor, options: RowOptions, asked: ResultOptions) -> None:
         if logits.shape[0]:
             passes.losses(logits, target, results, options, None, False)
 
@@ -169,23 +175,32 @@ def _kernels(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> tuple[Cal
         grad_loss: Tensor,
         logits: Tensor,
         target: Tensor,
-        statistics: Tensor,
+        moments: Tensor,
         options: RowOptions,
         needs: list[bool],
     ) -> None:
         if logits.shape[0]:
-            passes.gradients(logits, target, statistics, grad_loss, options, grad_logits)
+            passes.gradients(logits, target, moments, grad_loss, options, grad_logits)
 
-    def allocate_reduced(logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, mean: bool, asked: Asked) -> Outputs:
+    def allocate_reduced(
+        logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, mean: bool, asked: ResultOptions
+    ) -> Outputs:
         results = row_results(logits, asked)
         scalar = results.loss.new_empty
         return ReducedResults(scalar(()), *results[1:], scalar(()) if mean else None)
 
     def launch_reduced(
-        results: ReducedResults, /, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, mean: bool, asked: Asked
+        results: ReducedResults,
+        /,
+        logits: Tensor,
+        target: Tensor,
+        divide: Tensor | None,
+        options: RowOptions,
+        mean: bool,
+        asked: ResultOptions,
     ) -> None:
-        loss, statistics, prediction, entropy, inverse = results
-        rows = RowResults(statistics.new_empty(logits.shape[0]), statistics, prediction, entropy)
+        loss, moments, prediction, entropy, inverse = results
+        rows = RowResults(moments.new_empty(logits.shape[0]), moments, prediction, entropy)
         if logits.shape[0]:
             passes.losses(logits, target, rows, options, None, False)
         if inverse is not None:
@@ -194,11 +209,11 @@ def _kernels(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> tuple[Cal
             torch.sum(rows.loss, dim=0, out=loss)
 
     def launch_reduced_backward(
-        grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, inverse: Tensor | None,
+        grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, moments: Tensor, inverse: Tensor | None,
         options: RowOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         factor = grad_loss if inverse is None else grad_loss * inverse
-        launch_backward(grad_logits, factor.expand(logits.shape[0]), logits, target, statistics, options, needs)
+        launch_backward(grad_logits, factor.expand(logits.shape[0]), logits, target, moments, options, needs)
 
     per_row = differentiable(
         make_kernel("cross_entropy", allocate, launch), make_kernel("cross_entropy_backward", allocate_backward, launch_backward), public=4
@@ -252,19 +267,19 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
             supported(logits)
         flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
         options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, 1.0, weight)
-        asked = Asked(return_metrics, return_metrics)
+        asked = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
         if reduction == "none":
-            results = RowResults(*per_row(flat, labels, options, asked))
-            loss = results.loss.reshape(target.shape)
-            return (loss, metrics_of(target, options, results, reduction, None)) if return_metrics else loss
+            loss, *rows = per_row(flat, labels, options, asked)
+            loss = loss.reshape(target.shape)
+            return (loss, metrics_of(target, options, rows, reduction, None)) if return_metrics else loss
         divide: Tensor | None = None
         if normalizer is not None:
             divide = denominator(labels, weight, ignore_index, normalizer, accumulator(flat.dtype))
         mean = reduction == "mean"
         if not return_metrics:
             return reduced(flat, labels, divide, options, mean, asked)
-        *found, inverse = reduced_with_results(flat, labels, divide, options, mean, asked)
-        return found[0], metrics_of(target, options, RowResults(*found), reduction, inverse)
+        loss, *rows, inverse = reduced_with_results(flat, labels, divide, options, mean, asked)
+        return loss, metrics_of(target, options, rows, reduction, inverse)
 
     return cross_entropy
 

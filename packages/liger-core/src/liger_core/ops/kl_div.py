@@ -25,7 +25,7 @@ from liger_core.ops._divergence import (
     logit_workloads,
 )
 from liger_core.ops._inputs import misuses_of, normal
-from liger_core.ops._loss_options import Reduction
+from liger_core.ops._softmax_loss import Reduction
 
 
 def check(

@@ -15,17 +15,22 @@ from liger_core.errors import OptionError, ShapeError
 from liger_core.kernels import Kernel, Outputs, differentiable, reference_kernel
 from liger_core.op import Misuse, Sample, Workload, op
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal
-from liger_core.ops._loss_options import (
+from liger_core.ops._softmax_loss import (
+    TORCH_PASSES,
     Reduction,
+    RowOptions,
+    RowPasses,
+    RowResults,
     check_reduction,
     check_row_options,
     check_target,
+    denominator,
     loss_option_samples,
     metrics_of,
+    row_results,
     targets_with_ignored,
 )
-from liger_core.ops._softmax_loss import TORCH_PASSES, Asked, RowOptions, RowPasses, RowResults, denominator, row_results
-from liger_core.ops._token_passes import AskedOfTokens, LogitOptions
+from liger_core.ops._token_passes import LogitOptions, ResultOptions
 from liger_core.ops.head.gradients import HeadGradients, Sums, SumsBackward, divides_late, new_sums
 from liger_core.ops.head.head import (
     Chunk,
@@ -182,7 +187,7 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
     """
 
     def allocate(
-        head: Head, token_weight: Tensor | None, divide: Tensor | None, options: RowOptions, chunks: ChunkOptions, asked: Asked,
+        head: Head, token_weight: Tensor | None, divide: Tensor | None, options: RowOptions, chunks: ChunkOptions, asked: ResultOptions,
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
         results, cut = row_results(head.hidden, asked), chunks.chunks(head.hidden, head.weight.shape[0])
@@ -191,14 +196,14 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
 
     def launch(
         results: RowResults, scale: Tensor | None, sums: Sums, /, head: Head, token_weight: Tensor | None, divide: Tensor | None,
-        options: RowOptions, chunks: ChunkOptions, asked: Asked, needs: list[bool],
+        options: RowOptions, chunks: ChunkOptions, asked: ResultOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         rows = CountedRows(head.hidden, head.target, options.ignore_index, head.weight.shape[0], chunks.pack)
         cut, factors = chunks.chunks(head.hidden, head.weight.shape[0]), token_weight
         inverse = None if divide is None else torch.reciprocal(divide, out=scale)
         if inverse is not None and scale is None and any(needs):
             factors = inverse.expand(head.hidden.shape[0]) if token_weight is None else token_weight * inverse
-        loss, results = results.loss, results._replace(loss=results.statistics.new_empty(head.hidden.shape[0]))
+        loss, results = results.loss, results._replace(loss=results.moments.new_empty(head.hidden.shape[0]))
         head, factors, inner = head.taken(rows), rows.take(factors), rows.like(results)
         gradients = HeadGradients(rows, head, sums, ALONE, cut.rows, cut.dtype)
         for tile in Tiles(head, cut):
@@ -309,19 +314,19 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         # The gradients of a sharded head need the statistics of all shards, so that they are those of the tokens.
         if reduction == "none" or vocab is not None:
             logits = LogitOptions(logit_scale, softcap, None, class_weight if label_smoothing else None)
-            asked = AskedOfTokens(return_metrics, z_loss > 0, label_smoothing > 0, with_prediction=return_metrics)
+            asked = ResultOptions(return_metrics, z_loss > 0, label_smoothing > 0, with_prediction=return_metrics)
             each = head._replace(target=head.target[:, None])
-            found = tokens(each, logits, ignore_index, False, chunks, vocabulary(weight, vocab), asked)
-            loss = _loss_of_rows(found, head.target, options)
-            results = RowResults(loss, found.moments[:, :2], found.prediction, found.entropy)
+            results = tokens(each, logits, ignore_index, False, chunks, vocabulary(weight, vocab), asked)
+            rows = [results.moments, results.prediction, results.entropy]
+            loss = _loss_of_rows(results, head.target, options)
             loss = loss if factor is None else loss * factor
             loss = loss.reshape(target.shape) if reduction == "none" else loss.sum() if divide is None else loss.sum() / divide
         else:
-            results = RowResults(*reduced(head, factor, divide, options, chunks, Asked(return_metrics, return_metrics)))
-            loss = results.loss
+            asked = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
+            loss, *rows = reduced(head, factor, divide, options, chunks, asked)
         if not return_metrics:
             return loss
-        return loss, metrics_of(target, options, results, reduction, None if divide is None else divide.reciprocal(), factor)
+        return loss, metrics_of(target, options, rows, reduction, None if divide is None else divide.reciprocal(), factor)
 
     return takes_dtensors(linear_cross_entropy)
 

@@ -17,8 +17,7 @@ from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Product, Sample, Work, Workload, op
 from liger_core.ops._divergence import KINDS, MIXED, TORCH_DIVERGENCES, DivergenceOptions, DivergencePasses, check_mixture
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, workload
-from liger_core.ops._loss_options import Reduction, check_reduction, check_target, targets_with_ignored
-from liger_core.ops._softmax_loss import denominator
+from liger_core.ops._softmax_loss import Reduction, check_reduction, check_target, denominator, targets_with_ignored
 from liger_core.ops.head.divergences import Teacher, divergence_loop
 from liger_core.ops.head.head import Chunk, Head, autocast_inputs, check_chunks, check_head
 from liger_core.ops.head.loop import ChunkOptions

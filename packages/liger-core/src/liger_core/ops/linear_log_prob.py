@@ -14,9 +14,8 @@ from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Sample, Workload, op
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal
-from liger_core.ops._loss_options import check_row_options, check_target, targets_with_ignored
-from liger_core.ops._softmax_loss import TORCH_PASSES, RowOptions, RowPasses
-from liger_core.ops._token_passes import AskedOfTokens, LogitOptions
+from liger_core.ops._softmax_loss import TORCH_PASSES, RowOptions, RowPasses, check_row_options, check_target, targets_with_ignored
+from liger_core.ops._token_passes import LogitOptions, ResultOptions
 from liger_core.ops.head.head import (
     Chunk,
     Head,
@@ -333,7 +332,7 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         options = LogitOptions(logit_scale, softcap, inverse)
         chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
         every = return_statistics
-        asked = AskedOfTokens(every or return_entropy, every, False, every, every, every)
+        asked = ResultOptions(every or return_entropy, every, False, every, every, every)
         found = tokens(Head(rows, weight, index, bias), options, ignore_index, wide, chunks, vocabulary(weight, vocab), asked)
         log_prob, entropy = found.log_prob, found.entropy
         if allowed is not None:

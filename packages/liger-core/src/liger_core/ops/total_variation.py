@@ -20,7 +20,7 @@ from liger_core.ops._divergence import (
     logit_work,
     logit_workloads,
 )
-from liger_core.ops._loss_options import Reduction
+from liger_core.ops._softmax_loss import Reduction
 
 
 def check(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DeviceError, OptionError
-from liger_core.ops._token_passes import LEAST, MOMENTS, AskedOfTokens
+from liger_core.ops._token_passes import LEAST, MOMENTS, ResultOptions
 from liger_core.private_torch import collectives as _c10d
 from liger_core.private_torch import constant_when_traced, process_group
 
@@ -214,7 +214,7 @@ class Exchange(NamedTuple):
     """The columns that a rank gives for each row: moments, then the sum of class weights, x of one chosen class, the arg-max class."""
 
     vocab: Vocabulary
-    asked: AskedOfTokens
+    asked: ResultOptions
 
     def merge(self, moments: Tensor, selected: Tensor, prediction: Tensor | None, weights: Tensor | float) -> None:
         """Make of the sums of this shard those of all, in place. `weights`: the sum of this shard's class weights."""

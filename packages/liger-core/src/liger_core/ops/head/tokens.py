@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._inputs import accumulator, power_of_two_above
-from liger_core.ops._token_passes import MOMENTS, AskedOfTokens, LogitOptions, Slopes, Sums, TokenPasses
+from liger_core.ops._token_passes import MOMENTS, LogitOptions, ResultOptions, Slopes, Sums, TokenPasses
 from liger_core.ops.head.gradients import Gradients, HeadGradients, new_gradients
 from liger_core.ops.head.head import Head
 from liger_core.ops.head.loop import ChunkOptions, Tiles
@@ -75,13 +75,13 @@ class TokenLoop:
         wide: bool,
         chunks: ChunkOptions,
         vocab: Vocabulary,
-        asked: AskedOfTokens,
+        asked: ResultOptions,
     ) -> TokenResults:
         return TokenResults._make((*self._tokens(head, options, ignore_index, wide, chunks, vocab, asked), None))
 
     def _allocate(
         self, head: Head, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary,
-        asked: AskedOfTokens, needs: list[bool],
+        asked: ResultOptions, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         rows, dtype, device = head.hidden.shape[0], accumulator(head.hidden.dtype), head.hidden.device
         kept = chunks.tiles(head, wide, vocab).kept if any(needs) else 0
@@ -99,7 +99,7 @@ class TokenLoop:
 
     def _launch(
         self, results: TokenResults, /, head: Head, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions,
-        vocab: Vocabulary, asked: AskedOfTokens, needs: list[bool],
+        vocab: Vocabulary, asked: ResultOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         cut, chosen, kept = chunks.tiles(head, wide, vocab), head.target, results.kept
         rows, head, options = _counted(head, options, ignore_index, chunks, vocab)
