@@ -66,6 +66,12 @@ class TritonTokenPasses:
         )  # fmt: skip
         scatter_launch((cdiv(entries, block),), classes, values, out, out.stride(0), first, classes.shape[1], entries, width, BLOCK=block)
 
+    def scaled_rows(self, tensor: Tensor, factor: Tensor) -> None:
+        rows, width = tensor.shape
+        if rows:
+            block = min(GRADIENT.block, power_of_two(width))
+            scaled_rows_launch((rows, cdiv(width, block)), tensor, factor, tensor.stride(0), width, BLOCK=block, num_warps=GRADIENT.warps)
+
 
 @triton.jit
 def slope_at(below, exp_sum, terms, row, class_weight, column, mask, row_mask):
@@ -270,8 +276,21 @@ def scatter_kernel(index, values, out, out_stride, first, count, entries, width,
     tl.store(out + (entry // count) * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def scaled_rows_kernel(tensor, factor, row_stride, width, BLOCK: tl.constexpr):
+    """One program scales one block of one row in place, and reads it only where the factor is not 1."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(factor + row)
+    if scale == 1.0:
+        return
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tensor + row * row_stride + column
+    tl.store(at, tl.load(at, mask=column < width) * scale, mask=column < width)
+
+
 statistics_launch = Launcher(statistics_kernel)
 selected_launch = Launcher(selected_kernel)
 derivative_launch = Launcher(derivative_kernel)
 chosen_launch = Launcher(chosen_kernel)
 scatter_launch = Launcher(scatter_kernel)
+scaled_rows_launch = Launcher(scaled_rows_kernel)

@@ -56,6 +56,19 @@ class LogitOptions(NamedTuple):
         weight = self.class_weight
         return self if weight is None else self._replace(class_weight=weight[start : start + classes])
 
+    def unit(self, like: Tensor) -> Tensor:
+        """Return the derivative of x by the logit where nothing is capped, for each row."""
+        return (
+            like.new_full((like.shape[0],), self.logit_scale)
+            if self.inverse_temperature is None
+            else self.logit_scale * self.inverse_temperature
+        )
+
+    def bend(self, x: Tensor) -> Tensor:
+        """Return the derivative of x (rows, K) by the logits in that unit."""
+        _, softcap = _scale_and_cap(self, slice(None))
+        return torch.ones_like(x) if softcap is None else 1.0 - (x / softcap).square()
+
     def weights(self, classes: int, dtype: torch.dtype) -> Tensor | float:
         """Return Σ w over the classes, of which there are so many."""
         return float(classes) if self.class_weight is None else self.class_weight.sum(dtype=dtype)
@@ -100,6 +113,9 @@ class TokenPasses(Protocol):
 
     def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
         """out = (scatter(g) + (a + b · (x - m) + q · p) · p + c · w) · d x / d logits, 0 in rows that are not counted; it may be logits."""
+
+    def scaled_rows(self, tensor: Tensor, factor: Tensor) -> None:
+        """tensor *= the factor of each row, in place; most are 1, and such a row need not be read."""
 
 
 class Slopes(NamedTuple):
@@ -181,6 +197,9 @@ class TorchTokenPasses:
             if softcap is not None:
                 slope = slope * (1.0 - (x / softcap).square())
             out[rows] = torch.where(part.counted[:, None], slope, 0.0).to(out.dtype)
+
+    def scaled_rows(self, tensor: Tensor, factor: Tensor) -> None:
+        tensor.mul_(factor[:, None])
 
 
 def blocks(tensor: Tensor) -> list[slice]:

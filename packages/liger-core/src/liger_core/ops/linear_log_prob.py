@@ -181,6 +181,14 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("first_far", (hidden, weight, target), {"return_statistics": True}, why="the first logit is far from all others")
     hidden, (_, weight, target) = normal(device, dtype, 16, 6).t(), call((6,), 16, 30)
     yield Sample("transposed", (hidden, weight, target), why="hidden is a transposed view")
+    options = {"bias": normal(device, dtype, 300), "budget": 9 * (20 * 4 + 60 * dtype.itemsize)}
+    why = "the derivative is summed in the forward pass"
+    yield Sample("frozen_head", call((9,), 20, 300), options, why=why, frozen=("weight", "bias"))
+    hidden, weight, target = call((9,), 20, 70)
+    several = torch.stack((target, integers(device, 70, 9), integers(device, 70, 9)), -1)
+    options = {"budget": 9 * (20 * 2 * accumulator(dtype).itemsize + 23 * dtype.itemsize), **order}
+    why = "the derivative is that of all classes, of which each target has a share"
+    yield Sample("frozen_head_several", (hidden, weight, several), options, why=why, frozen=("weight",))
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
@@ -298,6 +306,8 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         All results have a gradient, whatever arrives from upstream, alone or together. If the logits fit the budget they are kept until the
         backward pass, which overwrites them (three matmuls); otherwise they are recomputed in blocks of classes (four matmuls), with the
         gradient of hidden summed in float32. Only required gradients are computed; without any, only the matmul with weight.
+        Where weight and bias are frozen, no statistic is asked for and the logits do not fit, the forward pass sums the derivative of the
+        log-probabilities by hidden (two matmuls), and the backward pass scales it. A checkpoint around the op would compute it twice.
 
         So preference and policy losses (DPO, ORPO, SimPO, KTO, GRPO, PPO) are plain arithmetic on log_prob. DPO, chosen answers first:
 

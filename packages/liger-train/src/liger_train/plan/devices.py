@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from liger_core.kernels import KERNELS, Kernel
 from liger_core.ops._token_passes import REFERENCE_BLOCK
-from liger_core.ops.head.loop import chunking, tiling
+from liger_core.ops.head.loop import Cut, chunking, summing, tiling
+from liger_core.ops.head.shards import Vocabulary
 from liger_core.plugins import registry
 from liger_core.private_torch import FakeTensor, argument_names, graph_task, storage_id, storage_uses, unset_fake_temporarily
 from liger_core.selection import Link, in_turn, ranked, settle
@@ -189,8 +190,12 @@ def _tiles(device: str, given: Arguments) -> int:
     """A tile of logits where not all are kept; in the backward pass also the sums of gradients that several tiles add to."""
     hidden, weight, wide = given["hidden"], given["weight"], given["wide"]
     (rows, width), classes, backward = hidden.shape, weight.shape[0], "moments" in given
+    if given.get("derivative") is not None:
+        return int(40 * rows)
     options = {name: given[name] for name in ("chunk", "budget", "accumulate_dtype")}
-    tiles = tiling(rows, width, classes, hidden.dtype, device, wide, **options)
+    sums = None if backward else _summed(device, given)
+    tiles = sums or tiling(rows, width, classes, hidden.dtype, device, wide, **options)
+    backward |= sums is not None
     logit = max(4, hidden.itemsize) if wide else hidden.itemsize
     kept = tiles.kept if backward or any(given["needs"]) else 0
     length = min(tiles.rows, rows)
@@ -210,6 +215,16 @@ def _tiles(device: str, given: Arguments) -> int:
         passes = 4 * min(length * max(kept, tiles.classes), REFERENCE_BLOCK) * (7 if backward else 4)
         size += max(passes, copies)
     return int(size + 40 * rows)
+
+
+def _summed(device: str, given: Arguments) -> Cut | None:
+    """The cut of a forward pass that sums the derivative by hidden."""
+    statistics = ("with_entropy", "with_log_normalizer", "with_mean_log_prob", "with_mean_logit", "with_collision")
+    if given["needs"] != [True, False, False] or given["wide"] or any(given[name] for name in statistics):
+        return None
+    (rows, width), several = given["hidden"].shape, given["target"].shape[1] > 1
+    classes, shared = Vocabulary(given["group"], given["start"], given["classes"]).usual(), given["group"] is not None
+    return summing(rows, width, classes, given["hidden"].dtype, device, several, shared, chunk=given["chunk"], budget=given["budget"])
 
 
 def _experts(device: str, given: Arguments) -> int:

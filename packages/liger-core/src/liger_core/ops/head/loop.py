@@ -147,6 +147,28 @@ def tiling(
     return Cut(length, block, 0, summed if length < count else once)
 
 
+def summing(
+    rows: int, width: int, classes: int, dtype: torch.dtype, device: str, several: bool, shared: bool, *, chunk: int = 0, budget: int = 0
+) -> Cut | None:
+    """The tiles for a derivative by hidden that the forward pass sums (head/derivative.py), for one class a row or several, on one rank or
+    shared. None where all logits can be kept instead, which takes as few matmuls, or where the sum does not fit. What is kept for one class
+    a row counts as the gradient that it becomes.
+    """
+    wide, held = accumulator(dtype), held_bytes(budget, device)
+    if chunk or (shared and several) or tiling(rows, width, classes, dtype, device, False, budget=budget).kept == classes:
+        return None
+    held -= min(64 * rows, held // 64) + (rows * width * wide.itemsize if several else 0)
+    beside, block = 0 if several or wide == dtype else width * wide.itemsize, min(BLOCK, -(-classes // BLOCKS))
+    length = _rounded(max(0, held) // (beside + block * dtype.itemsize), rows)
+    if length < rows and (several or shared):
+        # All rows at once, with fewer classes.
+        length, block = rows, (held - rows * beside) // max(1, rows * dtype.itemsize)
+        if block < min(NARROW, -(-classes // BLOCKS)):
+            return None
+        block = _rounded(block, min(BLOCK, -(-classes // BLOCKS)))
+    return Cut(length, block, 0, dtype) if length else None
+
+
 def held_bytes(budget: int, device: str) -> int:
     """Return the budget, or that of the device if it is 0."""
     return budget or (CPU_BYTES if device == "cpu" else CHUNK_BYTES)
@@ -182,6 +204,13 @@ class ChunkOptions(NamedTuple):
             rows, width, classes, hidden.dtype, hidden.device.type,
             chunk=self.chunk, budget=self.budget, accumulate_dtype=self.accumulate_dtype,
         )  # fmt: skip
+
+    def derivative(self, head: Head, vocab: Vocabulary) -> Cut | None:
+        """Cut for a derivative by hidden that the forward pass sums, or None."""
+        (rows, width), dtype, device = head.hidden.shape, head.hidden.dtype, head.hidden.device.type
+        # Ranks decide alike.
+        shared, several = vocab.group is not None, head.target.shape[1] > 1
+        return summing(rows, width, vocab.usual(), dtype, device, several, shared, chunk=self.chunk, budget=self.budget)
 
     def tiles(self, head: Head, wide: bool, vocab: Vocabulary) -> Cut:
         """Cut for gradients that arrive later."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,17 @@ from torch import Tensor
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._inputs import accumulator, power_of_two_above
 from liger_core.ops._token_passes import MOMENTS, LogitOptions, ResultOptions, Slopes, Sums, TokenPasses
+from liger_core.ops.head.derivative import HeadDerivative, chosen_slopes, derived
 from liger_core.ops.head.gradients import Gradients, HeadGradients, new_gradients
 from liger_core.ops.head.head import Head
-from liger_core.ops.head.loop import ChunkOptions, Tiles
+from liger_core.ops.head.loop import ChunkOptions, Cut, Tiles
 from liger_core.ops.head.rows import CountedRows
-from liger_core.ops.head.shards import Exchange, Vocabulary
+from liger_core.ops.head.shards import Exchange, RowSum, Vocabulary
 
 
 class TokenResults(NamedTuple):
     """Log-probabilities (N, K), and for each row what is asked for. For the backward pass moments (N, 6), x of the chosen classes, how many
-    rows count, on the CPU (-1: all are taken), and the kept logits.
+    rows count, on the CPU (-1: all are taken), and the kept logits, or what is kept of the derivative by hidden.
     """
 
     log_prob: Tensor
@@ -39,6 +40,7 @@ class TokenResults(NamedTuple):
     selected: Tensor
     number: Tensor
     kept: Tensor | None
+    derivative: Tensor | None
 
 
 class Upstream(NamedTuple):
@@ -67,24 +69,18 @@ class TokenLoop:
             public=10,
         )
 
-    def tokens(
-        self,
-        head: Head,
-        options: LogitOptions,
-        ignore_index: int,
-        wide: bool,
-        chunks: ChunkOptions,
-        vocab: Vocabulary,
-        asked: ResultOptions,
-    ) -> TokenResults:
-        return TokenResults._make((*self._tokens(head, options, ignore_index, wide, chunks, vocab, asked), None))
+    def tokens(self, *args: Any) -> TokenResults:
+        """Call it with its results by name."""
+        return TokenResults._make((*self._tokens(*args), None, None))
 
     def _allocate(
         self, head: Head, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary,
         asked: ResultOptions, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         rows, dtype, device = head.hidden.shape[0], accumulator(head.hidden.dtype), head.hidden.device
-        kept = chunks.tiles(head, wide, vocab).kept if any(needs) else 0
+        derives = _derivative_cut(head, wide, chunks, vocab, asked, needs) is not None
+        kept = chunks.tiles(head, wide, vocab).kept if any(needs) and not derives else 0
+        several = head.target.shape[1] > 1
         return TokenResults._make(
             (
                 torch.empty(head.target.shape, dtype=dtype, device=device),
@@ -94,6 +90,7 @@ class TokenLoop:
                 torch.empty(head.target.shape, dtype=dtype, device=device),
                 torch.empty((), dtype=torch.int64, device="cpu"),
                 torch.empty(rows, kept, dtype=dtype if wide else head.hidden.dtype, device=device) if kept else None,
+                torch.empty(head.hidden.shape, dtype=dtype if several else head.hidden.dtype, device=device) if derives else None,
             )
         )
 
@@ -101,13 +98,14 @@ class TokenLoop:
         self, results: TokenResults, /, head: Head, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions,
         vocab: Vocabulary, asked: ResultOptions, needs: list[bool],
     ) -> None:  # fmt: skip
-        cut, chosen, kept = chunks.tiles(head, wide, vocab), head.target, results.kept
+        cut = _derivative_cut(head, wide, chunks, vocab, asked, needs) or chunks.tiles(head, wide, vocab)
+        chosen, kept, count = head.target, results.kept, head.hidden.shape[0]
         rows, head, options = _counted(head, options, ignore_index, chunks, vocab)
         results.number.fill_(rows.number)
         chosen, counted, classes = rows.take(chosen), head.target, head.weight.shape[0]
         if kept is not None:
             kept[counted.shape[0] :].zero_()
-        inner = TokenResults._make((*map(rows.like, results[:-2]), results.number, None))
+        inner = TokenResults._make((*map(rows.like, results[:9]), results.number, None, None))
         # A class that is out of range is in no tile.
         inner.selected.zero_()
         local, ours = vocab.local(chosen), options.of_shard(vocab.start, classes)
@@ -115,38 +113,61 @@ class TokenLoop:
             inner.moments.copy_(inner.moments.new_tensor((torch.finfo(inner.moments.dtype).min, *[0.0] * (MOMENTS - 1))))
             if inner.prediction is not None:
                 inner.prediction.fill_(vocab.classes)
+        derivative = None
+        if results.derivative is not None:
+            ranks = RowSum(vocab, count, rows.index, cut.rows)
+            derivative = HeadDerivative(self.passes, head, ours, cut, results.derivative, local, ranks)
         for tile in Tiles(head, cut, kept, wide) if classes else ():
             part, first, of_tile = tile.rows, tile.classes.start, ours.of(tile.rows, tile.classes)
             sums = Sums(inner.moments[part], None if inner.prediction is None else inner.prediction[part], asked)
             self.passes.statistics(tile.logits, counted[part], of_tile, sums, first)
             self.passes.selected(tile.logits, local[part], of_tile, inner.selected[part], first)
+            if derivative is not None:
+                derivative.add(tile, of_tile, inner.moments[part])
+                if vocab.group is None and tile.classes.stop == classes:
+                    derivative.finish(part, inner.moments[part], inner.selected[part])
         Exchange(vocab, asked).merge(inner.moments, inner.selected, inner.prediction, ours.weights(classes, inner.moments.dtype))
+        if derivative is not None and vocab.group is not None:
+            derivative.finish(slice(0, counted.shape[0]), inner.moments, inner.selected)
         _finish(inner, chosen, counted, vocab.classes, options, ignore_index)
-        rows.scatter(inner[:-2], results[:-2])
+        rows.scatter(inner[:9], results[:9])
 
-    def _allocate_backward(
-        self, upstream: Upstream, head: Head, moments: Tensor, selected: Tensor, number: Tensor, kept: Tensor | None, options: LogitOptions,
-        ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
-    ) -> Outputs:  # fmt: skip
-        return (*new_gradients(head, chunks.main_grad, needs), None)
+    def _allocate_backward(self, upstream: Upstream, head: Head, chunks: ChunkOptions, *rest: Any) -> Outputs:
+        return (*new_gradients(head, chunks.main_grad, rest[-1]), None)
 
     def _recycle_backward(
-        self, upstream: Upstream, head: Head, moments: Tensor, selected: Tensor, number: Tensor, kept: Tensor | None, options: LogitOptions,
-        ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
-    ) -> Outputs:  # fmt: skip
-        """The same, and the kept logits if their gradient has their dtype."""
+        self, upstream: Upstream, head: Head, chunks: ChunkOptions, kept: Tensor | None, derivative: Tensor | None, *rest: Any
+    ) -> Outputs:
+        """The same, but what was kept if it has the dtype of the gradient that may overwrite it."""
+        if derivative is not None and derivative.dtype == head.hidden.dtype:
+            return derivative, None, None, None
         recycled = None if kept is None or kept.dtype != head.hidden.dtype else kept
-        return (*new_gradients(head, chunks.main_grad, needs), recycled)
+        return (*new_gradients(head, chunks.main_grad, rest[-1]), recycled)
 
     def _launch_backward(
-        self, gradients: Gradients, scratch: Tensor | None, /, upstream: Upstream, head: Head, moments: Tensor, selected: Tensor,
-        number: Tensor, kept: Tensor | None, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary,
-        needs: list[bool],
+        self, gradients: Gradients, scratch: Tensor | None, /, upstream: Upstream, head: Head, chunks: ChunkOptions, kept: Tensor | None,
+        derivative: Tensor | None, moments: Tensor, selected: Tensor, number: Tensor, options: LogitOptions, ignore_index: int, wide: bool,
+        vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
         cut, chosen = chunks.tiles(head, wide, vocab), head.target
         # Known since the forward pass, so that the device need not be waited for.
         rows, head, options = _counted(head, options, ignore_index, chunks, vocab, int(number))
         chosen, upstream, moments, selected = map(rows.take, (chosen, upstream, moments, selected))
+        if derivative is not None:
+            gradient, out = (
+                _of_chosen(upstream.grad_log_prob, selected, chosen, head.target, vocab, ignore_index),
+                rows.like(gradients.grad_hidden),
+            )
+            derived(
+                out,
+                derivative[: chosen.shape[0]],
+                gradient,
+                head.weight,
+                vocab.local(chosen),
+                chosen_slopes(options, selected, head.weight.dtype),
+            )
+            rows.scatter(out, gradients.grad_hidden)
+            return
         slopes, factor = _slopes(upstream, moments, selected, chosen, head.target, vocab, options, ignore_index, head.weight.dtype)
         main_grad = chunks.main_grad if needs[1] else None
         totals = HeadGradients(rows, head, gradients, vocab, cut.rows, cut.dtype, main_grad, factor)
@@ -212,10 +233,7 @@ def _slopes(
     classes = vocab.classes
     of_chosen, of_entropy, of_normalizer, of_mean, of_mean_logit, of_collision = upstream
     named = (chosen != ignore_index) & counted[:, None]
-    # The gradient at an ignored row may be infinite, as that of a ratio to a probability of 0; it counts for nothing.
-    given = torch.zeros_like(selected) if of_chosen is None else torch.where(named, of_chosen, 0.0)
-    # Where a class is out of range its log-probability is NaN, and so is the gradient of the row.
-    given = torch.where(named & ((chosen < 0) | (chosen >= classes)), float("nan"), given)
+    given = _of_chosen(of_chosen, selected, chosen, counted, vocab, ignore_index)
     a = -given.sum(-1)
     b = q = c = torch.zeros_like(a)
     if of_entropy is not None:
@@ -242,3 +260,17 @@ def _slopes(
     largest = power_of_two_above(torch.maximum(torch.where(counted[:, None], terms, 0.0).abs().amax(), given.abs().amax()))
     largest = largest / largest.clamp(1.0, 16384.0)
     return slopes._replace(terms=terms / largest, gradient=given / largest), largest
+
+
+def _of_chosen(upstream: Tensor | None, selected: Tensor, chosen: Tensor, counted: Tensor, vocab: Vocabulary, ignore_index: int) -> Tensor:
+    """Return the gradients of the log-probabilities that count."""
+    named = (chosen != ignore_index) & counted[:, None]
+    # The gradient at an ignored row may be infinite, as that of a ratio to a probability of 0; it counts for nothing.
+    gradient = torch.zeros_like(selected) if upstream is None else torch.where(named, upstream, 0.0)
+    # Where a class is out of range its log-probability is NaN, and so is the gradient of the row.
+    return torch.where(named & ((chosen < 0) | (chosen >= vocab.classes)), float("nan"), gradient)
+
+
+def _derivative_cut(head: Head, wide: bool, chunks: ChunkOptions, vocab: Vocabulary, asked: ResultOptions, needs: list[bool]) -> Cut | None:
+    """Return the cut where hidden alone needs a gradient, that of log-probabilities alone, and the logits do not fit."""
+    return chunks.derivative(head, vocab) if needs == [True, False, False] and not wide and not any(asked[:5]) else None

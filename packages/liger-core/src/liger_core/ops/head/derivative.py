@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The derivative of log-probabilities by hidden, summed in the forward pass: two matmuls where the weight is frozen, and none in the backward pass.
+
+For chosen classes k of a row, with s′ the derivative of x by the logit:
+
+    ∂ log p_k / ∂ hidden = s′_k W_k - E,   E = Σ_v p_v s′_v W_v
+
+A tile of logits is overwritten by e^(x - m) · s′ with the largest x so far, and E grows by one matmul. Where a tile raises m, E shrinks before;
+of b blocks of classes the last raises the m of one row in b, and other rows are not read. Where the model is certain, s′_k W_k and E nearly
+cancel: the largest class has e^0, which is exact, s′_k is rounded as in the tile, and for one class a row the difference is kept, rounded once.
+For several classes E is kept, not rounded.
+
+It holds for log-probabilities alone: a gradient through the entropy needs Σ p (x - m) W too, and one of the weight needs the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_core.matmul import multiply
+from liger_core.ops._inputs import accumulator
+from liger_core.ops._token_passes import MOMENTS, LogitOptions, Slopes, TokenPasses
+from liger_core.ops.head.head import Head
+from liger_core.ops.head.loop import Cut, Tile
+from liger_core.ops.head.rows import slices
+from liger_core.ops.head.shards import RowSum
+
+# Rows of the gradient that are held in float32 at a time.
+ROWS = 4096
+
+
+class HeadDerivative:
+    """Sums the derivative by hidden while tiles go by, in the memory that keeps it: of one chosen class a row, or E for several.
+
+    local  the chosen classes (N, K) of this shard; others are outside
+    """
+
+    def __init__(
+        self, passes: TokenPasses, head: Head, options: LogitOptions, cut: Cut, kept: Tensor, local: Tensor, ranks: RowSum
+    ) -> None:
+        self.passes, self.head, self.options, self.cut, self.local, self.ranks = passes, head, options, cut, local, ranks
+        self.kept = kept[: head.hidden.shape[0]]
+        wide = accumulator(kept.dtype)
+        self.total = self.kept if kept.dtype == wide else torch.empty_like(self.kept[: cut.rows], dtype=wide)
+        self.top = self.total.new_zeros(self.kept.shape[0])
+
+    def sum_of(self, rows: slice) -> Tensor:
+        """Return the memory of E for these rows."""
+        return self.kept[rows] if self.total is self.kept else self.total[: rows.stop - rows.start]
+
+    def add(self, tile: Tile, options: LogitOptions, moments: Tensor) -> None:
+        """Add the classes of a tile, whose logits it overwrites. `moments`: those of its rows, this tile included."""
+        total, first, top = self.sum_of(tile.rows), tile.classes.start, moments[:, 0]
+        if first:
+            counted = self.head.target[tile.rows]
+            self.passes.scaled_rows(total, torch.where(counted, (self.top[tile.rows] - top).exp(), 1.0))
+        self.top[tile.rows] = top
+        # (a + …) · p with p = e^(x - m) / 1: the slope of the log-normalizer, but for the factor that all of a row have.
+        unit = options.unit(top)
+        terms, sums = top.new_zeros(top.shape[0], 4), top.new_zeros(top.shape[0], MOMENTS)
+        terms[:, 0] = torch.where(unit == 0, 1.0, 1.0 / unit)
+        sums[:, 0], sums[:, 1] = top, 1.0
+        nothing = top.new_zeros(top.shape[0], 1)
+        slopes = Slopes(self.head.target[tile.rows], sums, terms, torch.full_like(nothing, -1, dtype=torch.int64), nothing, nothing)
+        self.passes.derivative(tile.logits, slopes, options, tile.slope, first)
+        multiply(total, tile.slope, self.head.weight[tile.classes], None if first == 0 else total)
+
+    def finish(self, rows: slice, moments: Tensor, selected: Tensor) -> None:
+        """Make of the sums of these rows what is kept, given their moments over all shards and x of the chosen classes."""
+        total, kept, local = self.sum_of(rows), self.kept[rows], self.local[rows]
+        options = self.options.of(rows, slice(None))
+        factor = (self.top[rows] - moments[:, 0]).exp() / moments[:, 1] * options.unit(moments[:, 0])
+        if not self.head.weight.shape[0]:
+            total.zero_()
+        # An ignored row has no gradient, whatever its logits are.
+        counted = self.head.target[rows]
+        total.mul_(torch.where(counted, -factor, 0.0)[:, None])
+        if local.shape[1] == 1:
+            memory = None if self.total is self.kept else kept
+            add_chosen(
+                total, self.head.weight, torch.where(counted, local[:, 0], -1), chosen_slopes(options, selected, kept.dtype)[:, 0], memory
+            )
+        self.ranks.start(total)
+        self.ranks.end(total)
+        if self.total is not self.kept:
+            kept.copy_(total)
+
+
+def chosen_slopes(options: LogitOptions, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return s′ of the chosen classes (rows, K), rounded as in a tile of this dtype."""
+    return options.unit(x[:, 0])[:, None] * options.bend(x).to(dtype).to(x.dtype)
+
+
+def add_chosen(total: Tensor, weight: Tensor, index: Tensor, factor: Tensor, memory: Tensor | None = None) -> None:
+    """total += factor · weight[index], row by row, in those rows whose index is one of weight."""
+    if not weight.shape[0]:
+        return
+    inside = (index >= 0) & (index < weight.shape[0])
+    chosen = torch.index_select(weight, 0, torch.where(inside, index, 0), out=memory)
+    total.addcmul_(chosen, torch.where(inside, factor, 0.0)[:, None])
+
+
+def derived(out: Tensor, kept: Tensor, gradient: Tensor, weight: Tensor, chosen: Tensor, slope: Tensor) -> None:
+    """out = the gradient of hidden, from what is kept and the gradients (N, K) of the log-probabilities."""
+    if gradient.shape[1] == 1:
+        torch.mul(kept, gradient, out=out)
+        return
+    for rows in slices(slice(0, kept.shape[0]), ROWS):
+        total = kept[rows] * gradient[rows].sum(-1, keepdim=True)
+        for index, factor in zip(chosen[rows].unbind(1), (gradient[rows] * slope[rows]).unbind(1), strict=True):
+            add_chosen(total, weight, index, factor)
+        out[rows] = total
