@@ -14,8 +14,7 @@ AGAIN = f"{CONFORMANCE}accuracy.py::test_a_second_backward_gives_the_same_gradie
 SHARDS = f"{CONFORMANCE}shards.py::test_a_sharded_vocabulary_is_as_accurate_as_a_whole_one"
 PAPERS = "tests/losses/test_papers.py::test_a_loss_in_float32_is_the_formula_of_its_paper"
 SMALL = "float32 and (one_block or odd_width)"
-# The loops of the heads.
-CHUNKS, DIVERGENCES = "liger_core.ops._chunked_loss", "liger_core.ops._divergence_loop"
+HEAD = "liger_core.ops.head"
 
 DEFINITIONS = (
     Mutant(
@@ -90,38 +89,52 @@ DEFINITIONS = (
 HEADS = (
     Mutant(
         "the weight's gradient is summed in bfloat16",
-        f"{CHUNKS}:chunking",
+        f"{HEAD}.loop:chunking",
         "accumulate_dtype or accumulator(_1)",
         "accumulate_dtype or _1",
         "tests/ops/test_linear_cross_entropy.py::test_weight_gradients_of_many_chunks_are_as_accurate_as_of_one",
     ),
     Mutant(
         "memory for the gradient of a frozen weight",
-        f"{CHUNKS}:Loop._allocate_reduced",
+        f"{HEAD}.gradients:new_sums",
         "_1 if needs[1] else None",
         "_1",
         "tests/ops/test_linear_cross_entropy_memory.py::test_a_frozen_weight_gets_no_gradient_buffer",
     ),
     Mutant(
         "upstream gradient forgotten",
-        f"{CHUNKS}:SumsBackward.launch",
+        f"{HEAD}.gradients:SumsBackward.launch",
         "grad_loss if _1 is None else grad_loss * _1",
         "torch.ones_like(grad_loss) if _1 is None else _1",
         "tests/ops/test_linear_cross_entropy.py::test_linear_cross_entropy_equals_the_two_functions_of_pytorch",
     ),
     Mutant(
         "the upstream gradient meets one of two gradients",
-        f"{DIVERGENCES}:_weighed",
-        "_times(hidden, _1)",
-        "hidden",
+        f"{HEAD}.gradients:HeadGradients.add_unweighted",
+        "torch.mul(self.hidden, row_factor[:, None], out=_1)",
+        "self.hidden",
         "tests/ops/test_linear_divergence.py::test_kept_and_recomputed_logits_give_the_same_gradients",
+    ),
+    Mutant(
+        "the derivative of a frozen head does not follow the largest logit",
+        f"{HEAD}.derivative:HeadDerivative.add",
+        "(_1 - top).exp()",
+        "torch.ones_like(top)",
+        "tests/ops/test_linear_log_prob_frozen.py::test_the_derivative_of_a_frozen_head_is_that_of_the_log_softmax",
+    ),
+    Mutant(
+        "the parts of the derivative of a frozen head are rounded before they cancel",
+        f"{HEAD}.derivative:HeadDerivative.finish",
+        "counted = self.head.target[rows]",
+        "total.copy_(total.to(self.head.weight.dtype)); counted = self.head.target[rows]",
+        "tests/ops/test_linear_log_prob_frozen.py::test_nothing_cancels_in_16_bits",
     ),
 )
 
 SHARDED = (
     Mutant(
         "ranks: sums merged without their maxima",
-        "liger_core.ops._vocabulary:Exchange.merge",
+        f"{HEAD}.shards:Exchange.merge",
         "(total * shrink).sum(0)",
         "total.sum(0)",
         SHARDS,
@@ -130,7 +143,7 @@ SHARDED = (
     ),
     Mutant(
         "ranks: the gradient of one shard is that of all",
-        "liger_core.ops._vocabulary:start_sum",
+        f"{HEAD}.shards:start_sum",
         "_c10d.all_reduce_(_1, 'sum', _2)",
         "_c10d.all_reduce_(_1.clone(), 'sum', _2)",
         "tests/hf/test_tensor_parallel.py::test_losses_and_gradients_are_those_of_one_process",
@@ -551,24 +564,6 @@ TRITON = (
         "grad_stride = width",
         STRIDES,
         "sliced and rms_norm and (one_block or whole_row or wide)",
-        triton=True,
-    ),
-    Mutant(
-        "triton: an upstream gradient is read with the strides of another",
-        "liger_triton._norm_wide:wide_backward_kernel",
-        "grad_summed + row * summed_stride",
-        "grad_summed + row * grad_stride",
-        STRIDES,
-        "sliced and rms_norm and (one_block or whole_row or wide)",
-        triton=True,
-    ),
-    Mutant(
-        "triton: samples share the scale of the first",
-        "liger_triton._norm_modulated:forward_kernel",
-        "scale + _1 * scale_stride",
-        "scale",
-        ACCURATE,
-        "modulated_rms_norm and float32 and odd_width",
         triton=True,
     ),
     Mutant(
