@@ -95,7 +95,7 @@ RECORDED = [[*IN_24_GIB, "--sweep", "batch=4,8", "--strategies", "none,all"], [*
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
-# parity repeats a part of tests, of sweep and techniques the tests take a part; bench, gpu and sanitize need or measure the machine.
+# full and parity repeat tests, of sweep and techniques the tests take a part; bench, gpu and sanitize need or measure the machine.
 nox.options.sessions = ["lint", "types", "tests", "docs", "mutants", "demo", "build"]
 
 
@@ -115,11 +115,21 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests on the CPU: plain PyTorch, a sample of compiled ops, the Triton kernels in their interpreter. For instance: -- tests/hf -k rope."""
+    """Tests on the CPU: plain PyTorch, a sample of compiled ops, the Triton kernels in their interpreter; of each matrix of cases a sixteenth.
+
+    Arguments select tests, of which every case runs, for instance -- tests/hf -k rope.
+    """
+    session.posargs[:] = session.posargs or ["--share", "1/16"]
+    full(session)
+
+
+@nox.session(venv_backend="none")
+def full(session: nox.Session) -> None:
+    """Like tests, with every case of every matrix."""
     parts: list[Part] = [("plain PyTorch", ["tests"], {}), ("Inductor", SAMPLE_OF_INDUCTOR, {})]
     if sys.platform == "linux":
         parts.append(("Triton's interpreter", ["tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton"], INTERPRETED))
-    every_part(session, full(session), parts)
+    every_part(session, environment_of_tests(session), parts)
 
 
 @nox.session(venv_backend="none")
@@ -195,10 +205,10 @@ def demo(session: nox.Session) -> None:
 def latest(session: nox.Session) -> None:
     """README's installation, so the newest versions that the metadata allows: quick start, tests, and what is replaced in each model type.
 
-    -- sample, for CI: a part of the tests. Without a GPU, torch is then the tested version.
+    Of each matrix of cases it takes a sixteenth, or with -- full all. -- sample, for CI: a few tests, with the tested version of torch.
     """
     sample, executable = session.posargs == ["sample"], new_environment(LATEST)
-    session.posargs.clear()
+    session.posargs[:] = [] if session.posargs in (["sample"], ["full"]) else ["--share", "1/16"]
     if not sample:
         # A configuration file of pip may hold constraints.
         session.env["PIP_CONFIG_FILE"] = os.devnull
@@ -345,7 +355,7 @@ def counted(results: Path) -> str:
 
 
 def pytest(session: nox.Session, *args: str, env: dict[str, str] | None = None) -> None:
-    every_part(session, full(session), [("pytest", list(args), env or {})])
+    every_part(session, environment_of_tests(session), [("pytest", list(args), env or {})])
 
 
 def selected(arguments: list[str], posargs: list[str]) -> list[str]:
@@ -385,7 +395,7 @@ def codes(session: nox.Session) -> list[int]:
 
 def python(session: nox.Session, *args: str) -> None:
     """Run the Python of the environment for tests."""
-    session.run(full(session), *args, external=True)
+    session.run(environment_of_tests(session), *args, external=True)
 
 
 def liger(session: nox.Session, *args: str, success_codes: Iterable[int] = (0,)) -> None:
@@ -395,7 +405,7 @@ def liger(session: nox.Session, *args: str, success_codes: Iterable[int] = (0,))
 
 def here(session: nox.Session, *modules: str) -> str:
     """The current environment's Python if Liger and these modules are installed there, else that of the environment for tests."""
-    return sys.executable if all(map(importlib.util.find_spec, ("liger_core", *modules))) else full(session)
+    return sys.executable if all(map(importlib.util.find_spec, ("liger_core", *modules))) else environment_of_tests(session)
 
 
 def shared(session: nox.Session) -> str:
@@ -403,7 +413,7 @@ def shared(session: nox.Session) -> str:
     return environment(session, SHARED, "--no-build-isolation", *EDITABLE)
 
 
-def full(session: nox.Session) -> str:
+def environment_of_tests(session: nox.Session) -> str:
     """The Python of the environment for tests, which lies over the shared one."""
     shared(session)
     return environment(session, TESTS, *TOOLS, *EXTRAS, over=SHARED)

@@ -120,7 +120,7 @@ def test_the_derivative_of_a_frozen_head_is_that_of_the_log_softmax(
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("certain", [False, True], ids=["uncertain", "certain"])
 def test_nothing_cancels_in_16_bits(certain: bool, softcap: float | None, several: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Where the model is certain the gradient is small, but its error is as small as where logits are computed again."""
+    """Where the model is certain the gradient is small, but its error is as small as where logits are recomputed."""
     hidden, weight = hidden_and_weight(device, dtype)
     target = targets(device, several)
     bias = torch.zeros(CLASSES, device=device)

@@ -98,7 +98,6 @@ def test_a_plan_fits_a_terminal(printed: Callable[[], str], monkeypatch: pytest.
     text = printed()
     assert cells(text, "--optimizer adamw-torchao-4bit")[1:3] == ["2561.14", "+0.00"]
     assert "1.24 B parameters\n" in text
-    assert "batch · sequence · vocabulary · 4, three copies = 112 · 24576 ·" in text
     assert "do not fit with any of these techniques" in text
     offered = [other.technique for other in found.alternatives if other.prediction]
     assert len(offered) > 10

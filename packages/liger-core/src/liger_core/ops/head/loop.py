@@ -7,7 +7,7 @@ Tiles have some rows and some classes; all classes of some rows come before the 
   computed in the forward pass: three matmuls.
 * Kept: the upstream gradients of rows arrive later. Logits that fit the budget are kept until then, and their gradient overwrites them: three
   matmuls.
-* Again: logits that do not fit are computed again in the backward pass: four matmuls. Tiles take all rows and a block of classes: the gradient
+* Again: logits that do not fit are recomputed in the backward pass: four matmuls. Tiles take all rows and a block of classes: the gradient
   of weight is then one matmul a block, rounded once, and what is summed over the blocks in float32 is the gradient of hidden, which is small.
   Only if that sum does not fit are rows cut, too.
 
@@ -259,7 +259,7 @@ class Tiles:
             yield Tile(rows, classes, logits, logits)
 
     def again(self, overwrite: bool) -> Iterator[Tile]:
-        """Take each tile for its gradient: kept logits as they are, others are computed again. The gradient may overwrite kept logits,
+        """Take each tile for its gradient: kept logits as they are, recomputed ones else. The gradient may overwrite kept logits,
         or has memory of its own.
         """
         stays = 0

@@ -69,7 +69,7 @@ class CountedRows:
         return full[self.index] if isinstance(full, Tensor) else type(full)._make(map(self.take, full))
 
     def like(self, full: Any) -> Any:
-        """Memory for the rows that count, in the place of what has all rows, which is its own where none is left out."""
+        """Return memory for the counted rows that stands for `full`; `full` itself if none is left out."""
         if self.index is None or full is None:
             return full
         if isinstance(full, Tensor):
