@@ -156,6 +156,9 @@ BY_NATURE = {
     "sinks_and_parts_of_sequences": {"model": "gpt_oss", "cp": 2},
     "biases_of_keys_and_dropout": {"model": "opt", "shard": "ddp"},
     "gradients_of_no_token": {"model": "biogpt", "shard": "ddp"},
+    # Trainable once Transformers has loaded it: DDP waits for its gradient and averages none.
+    "a_frozen_bias_of_a_router": {"model": "laguna", "shard": "ddp"},
+    "the_text_part_of_several_parts": {"model": "emu3", "shard": "ddp"},
 }
 
 

@@ -229,27 +229,31 @@ class Training:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * NOISE)
-        # What both runs start from is float32.
-        nn.Module.to(model, torch.float32)
-        model.save_pretrained(world.folder / "model")
-        return nn.Module.to(model, world.dtype).train()
+        nn.Module.to(model, torch.float32).save_pretrained(world.folder / "model")
+        return nn.Module.to(self.loaded(world, options), world.dtype).train()
+
+    def loaded(self, world: World, options: Mapping[str, Any]) -> Any:
+        """The saved model in float32, which all runs start from; Transformers makes frozen parameters trainable as it loads them."""
+        from transformers import AutoModelForCausalLM
+
+        # The text config that is saved for a model of several parts may be no config of a causal model.
+        return AutoModelForCausalLM.from_pretrained(world.folder / "model", config=self.config(), dtype=torch.float32, **options)
 
     def parallel(self, world: World, mesh: Any) -> Any:
         """The same model on every rank of a mesh, patched and wrapped."""
         from torch.distributed.fsdp import fully_shard
         from torch.nn.parallel import DistributedDataParallel
-        from transformers import AutoModelForCausalLM
         from transformers.distributed import DistributedConfig
 
         import liger_hf
 
         _quiet()
-        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", **EXPERTS}
+        options: dict[str, Any] = {"attn_implementation": "eager", **EXPERTS}
         if self.tp > 1 and self._places_all_ranks():
             options["distributed_config"] = DistributedConfig(tp_size=self.tp, tp_plan="auto", fsdp_size=self.dp * self.cp)
         elif self.tp > 1:
             options |= {"tp_plan": "auto", "device_mesh": mesh["tp"]}
-        model = AutoModelForCausalLM.from_pretrained(world.folder / "model", **options).train()
+        model = self.loaded(world, options).train()
         if self.cp > 1:
             self._gather_keys(model)
         if self.liger:
