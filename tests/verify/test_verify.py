@@ -13,6 +13,7 @@ import typer
 from liger_core.errors import OptionError
 from liger_verify import compare
 from liger_verify.command import verify
+from liger_verify.tiny import check_size
 from liger_verify.training import Training
 from verify import steps
 
@@ -207,6 +208,23 @@ def test_a_setup_that_cannot_be_is_refused_before_anything_starts(setup: dict[st
 def test_a_type_that_cannot_be_made_tiny_is_refused_with_a_sentence(model: str) -> None:
     with pytest.raises(OptionError, match=f"verify: {model} could not be made tiny: .*; pass a folder with a small checkpoint"):
         verify(model=[model])
+
+
+@pytest.mark.parametrize(("model", "parts"), [("musicgen", "text_encoder, audio_encoder, decoder"), ("gemma4_assistant", "text_config")])
+def test_a_type_whose_config_has_no_parts_by_default_is_refused_with_their_names(model: str, parts: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        check_size(model, Training(model).config())
+    assert str(raised.value) == (
+        f"verify: {model} could not be made tiny: its default config has no {parts}; pass a folder with a small checkpoint"
+    )
+
+
+@pytest.mark.matrix
+def test_a_model_without_a_loss_of_tokens_alone_is_refused_with_a_sentence() -> None:
+    with pytest.raises(
+        OptionError, match="verify: git must compute a loss from input_ids, position_ids and labels, on one process it raised ValueError: "
+    ):
+        verify(model=["git"], shard="ddp", liger=False)
 
 
 def test_one_rank_has_nothing_to_be_compared_with() -> None:

@@ -32,10 +32,12 @@ def tiny_config(model: str, options: Mapping[str, Any]) -> Any:
 
     if model not in CONFIG_MAPPING:
         raise OptionError(f"verify: model must be a model type of Transformers or a folder, got {model!r}.{nearest(model, CONFIG_MAPPING)}")
+    default = CONFIG_MAPPING[model]
     try:
-        return AutoConfig.for_model(model, **{**_tiny(AutoConfig.for_model(model)), "use_cache": False, **options})
+        default = AutoConfig.for_model(model)
+        return AutoConfig.for_model(model, **{**_tiny(default), "use_cache": False, **options})
     except Exception as error:
-        raise _not_tiny(model, error) from error
+        raise _not_tiny(model, error, default) from error
 
 
 def check_size(model: str, config: Any, **options: Any) -> None:
@@ -46,9 +48,9 @@ def check_size(model: str, config: Any, **options: Any) -> None:
         with torch.device("meta"):
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config, **options).parameters())
     except Exception as error:
-        raise _not_tiny(model, error) from error
+        raise _not_tiny(model, error, config) from error
     if size > LARGEST:
-        raise _not_tiny(model, f"it has {size / 1e6:,.0f} million parameters")
+        raise _not_tiny(model, f"it has {size / 1e6:,.0f} million parameters", config)
 
 
 def without_chance(config: Any) -> None:
@@ -62,9 +64,17 @@ def without_chance(config: Any) -> None:
             setattr(config, name, 0.0)
 
 
-def _not_tiny(model: str, why: object) -> OptionError:
+def one_line(error: Exception) -> str:
+    """The kind of an exception and what it says, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _not_tiny(model: str, why: object, config: Any) -> OptionError:
+    """Return the error for a model type; where its default config, or the class of that, has none of its parts, they are the reason."""
     if isinstance(why, OptionError):
         return why
+    if config.sub_configs and all(getattr(config, part, None) is None for part in config.sub_configs):
+        why = f"its default config has no {', '.join(config.sub_configs)}"
     return OptionError(f"verify: {model} could not be made tiny: {' '.join(str(why).split())}; pass a folder with a small checkpoint")
 
 

@@ -21,7 +21,7 @@ from liger_core.private_torch import flatten_mesh
 from liger_hf.isolation import DoublePrecision
 from liger_verify import attention
 from liger_verify.batches import Batch, batches
-from liger_verify.tiny import check_size, tiny_config, without_chance
+from liger_verify.tiny import check_size, one_line, tiny_config, without_chance
 from liger_verify.world import World
 
 SHARDS = ("none", "ddp", "fsdp2")
@@ -138,12 +138,17 @@ class Training:
         return torch.stack(losses).sum(), gradients
 
     def _check_loss(self, model: Any, batch: Batch, total: Tensor) -> None:
-        """Raise OptionError for a loss that is not finite or depends on the random state: nothing can be compared with it."""
+        """Raise OptionError for a loss that fails, is not finite or depends on the random state: nothing can be compared with it."""
         losses = []
-        for seed in (self.seed, self.seed + 1):
-            torch.manual_seed(seed)
-            with torch.no_grad():
-                losses.append(float(Training.loss(self, model, batch, None, total)))
+        try:
+            for seed in (self.seed, self.seed + 1):
+                torch.manual_seed(seed)
+                with torch.no_grad():
+                    losses.append(float(Training.loss(self, model, batch, None, total)))
+        except Exception as error:
+            raise OptionError(
+                f"verify: {self.model} must compute a loss from input_ids, position_ids and labels, on one process it raised {one_line(error)}"
+            ) from error
         if not math.isfinite(losses[0]):
             raise OptionError(f"verify: the loss of {self.model} must be finite on one process, got {losses[0]}")
         if not math.isclose(*losses, rel_tol=1e-6):
