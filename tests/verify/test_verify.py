@@ -151,6 +151,7 @@ def test_a_parameter_that_no_loss_depends_on_is_named() -> None:
     assert report.as_dict()["notes"] == report.notes
 
 
+REVERSIBLE = {"is_decoder": True, "axial_pos_shape": [4, 4], "axial_pos_embds_dim": [32, 32], "num_buckets": 2}
 # What a parallel step has been called wrong for, although it is right.
 BY_NATURE = {
     "sinks": {"model": "gpt_oss", "shard": "ddp"},
@@ -159,6 +160,12 @@ BY_NATURE = {
     "gradients_of_no_token": {"model": "biogpt", "shard": "ddp"},
     # Trainable once Transformers has loaded it: DDP waits for its gradient and averages none.
     "a_frozen_bias_of_a_router": {"model": "laguna", "shard": "ddp"},
+    "a_bias_without_a_loss_and_a_backward_pass_of_its_own": {
+        "model": "reformer",
+        "shard": "ddp",
+        "accumulation": 2,
+        "options": REVERSIBLE,
+    },
     "the_text_part_of_several_parts": {"model": "emu3", "shard": "ddp"},
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -25,8 +26,8 @@ from liger_verify.tiny import check_size, one_line, tiny_config, without_chance
 from liger_verify.world import World
 
 SHARDS = ("none", "ddp", "fsdp2")
-# Where one process leaves the names of parameters that the loss of some micro-batch does not depend on.
-UNUSED = "unused.txt"
+# Where one process leaves how many micro-batches depend on each parameter that not all of them do.
+UNUSED = "unused.json"
 # Grouped matmuls do not support float64.
 EXPERTS = {"experts_implementation": "eager"}
 # Standard deviation of what is added to each initial weight, so that every part of the model matters.
@@ -133,8 +134,8 @@ class Training:
                 loss.backward()
                 losses.append(loss.detach())
         gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        unused = [name for name in gradients if used[name] < len(every)]
-        (world.folder / UNUSED).write_text("\n".join(unused))
+        unused = {name: used[name] for name in gradients if used[name] < len(every)}
+        (world.folder / UNUSED).write_text(json.dumps(unused))
         return torch.stack(losses).sum(), gradients
 
     def _check_loss(self, model: Any, batch: Batch, total: Tensor) -> None:
@@ -266,7 +267,12 @@ class Training:
         if self.dp * self.cp == 1 and self.shard != "ddp":
             return _unwrapped(model)
         if self.shard == "ddp":
-            return DistributedDataParallel(model, find_unused_parameters=bool((world.folder / UNUSED).read_text()))
+            unused = json.loads((world.folder / UNUSED).read_text())
+            for name, parameter in model.named_parameters():
+                if unused.get(name) == 0:
+                    # DDP would wait for its gradient. It finds unused parameters only in models without a backward pass of their own.
+                    parameter.requires_grad_(False)
+            return DistributedDataParallel(model, find_unused_parameters=any(unused.values()))
         if self.shard == "fsdp2" and "distributed_config" not in options:
             inner = flatten_mesh(mesh["dp", "cp"], "dp_cp")
             for layer in _layers(model):
