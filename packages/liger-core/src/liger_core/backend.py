@@ -19,9 +19,10 @@ DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
 
 
 class Implementation(NamedTuple):
-    """A function of a backend, and the number of elements of its first tensor up to which a compiled region gets the reference instead.
+    """A function of a backend, and the size up to which a compiled region gets the reference instead.
 
-    The compiler fuses the reference with its neighbors, and the host launches compiled code faster than a custom op.
+    The size is the number of elements of the first tensor. The compiler fuses the reference with its neighbors, and the
+    host launches compiled code faster than a custom op.
     """
 
     function: Callable[..., Any]
@@ -32,13 +33,13 @@ Implementations = Mapping["Op[..., Any]", Callable[..., Any] | Implementation]
 
 
 def always() -> str | None:
-    """A backend that needs nothing is always available."""
+    """Return None: a backend without requirements is always available."""
     return None
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What a plugin returns from `liger_backends()`.
+    """A backend, as a plugin returns it from `liger_backends()`.
 
     device_types     PyTorch's names of device types, for instance ("cuda",)
     priority         `auto` tries the available backends from the highest priority down to the reference, which has 0
@@ -63,7 +64,7 @@ class Backend:
     distribution: str = ""
 
     def check(self) -> None:
-        """Raise PluginError for mistakes that show before anything is loaded."""
+        """Raise PluginError for mistakes that can be found without loading the implementations."""
         title = f"backend {self.name!r}"
         if self.name == "auto" or not re.fullmatch(r"[\w.-]+", str(self.name)):
             raise PluginError(
@@ -81,7 +82,7 @@ class Backend:
                 )
 
     def table(self, known: Mapping[str, Op[..., Any]]) -> dict[str, Implementation]:
-        """Op name → implementation, each with the signature of its reference."""
+        """Return a table op name → implementation, each with the signature of its reference."""
         given = self.implementations() if callable(self.implementations) else self.implementations
         table: dict[str, Implementation] = {}
         for op, value in given.items():
@@ -99,7 +100,7 @@ class Backend:
 
 
 def _is_device_type(name: object) -> bool:
-    """Whether tensors can have this device type, also one that an out-of-tree device has registered."""
+    """Whether tensors can have this device type, including those registered by out-of-tree devices."""
     try:
         return isinstance(name, str) and torch.device(name).type == name
     except RuntimeError:
@@ -107,7 +108,7 @@ def _is_device_type(name: object) -> bool:
 
 
 def _drift(op: Op[..., Any], implementation: Callable[..., Any]) -> str:
-    """The first difference between the signature of an implementation and that of its reference, or nothing."""
+    """Return the first difference between the signatures of an implementation and its reference, or an empty string."""
     want, got = op.signature.parameters, inspect.signature(implementation).parameters
     for name, parameter in want.items():
         if name not in got:

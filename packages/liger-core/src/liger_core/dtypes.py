@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of an op must have one dtype, and what autocast makes of those that do not."""
+"""The tensors of an op that must share a dtype, and how autocast casts them if they do not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from liger_core import checks
 
 
 class Dtypes(NamedTuple):
-    """Groups of tensor arguments that must have one dtype, by name.
+    """Groups of tensor arguments, by name; all arguments in a group must have the same dtype.
 
     Outside autocast, nothing is cast silently. Under autocast, each group is promoted to the widest dtype in it, as torch promotes x + residual,
     or, with `matmul`, cast to the dtype of autocast, as for torch.nn.functional.linear.
@@ -29,7 +29,10 @@ ANY = Dtypes(())
 
 
 def same_dtypes(dtypes: Dtypes, parameters: tuple[str, ...]) -> Callable[[tuple[Any, ...], Mapping[str, Any]], bool]:
-    """Whether a call needs no `settled`: a function of its arguments, which runs in every call."""
+    """Return a function of a call's arguments that says whether their dtypes match and `settled` can be skipped.
+
+    It runs in every call.
+    """
     groups = tuple(tuple((parameters.index(name), name) for name in group) for group in dtypes.alike)
 
     def same(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -51,7 +54,10 @@ def same_dtypes(dtypes: Dtypes, parameters: tuple[str, ...]) -> Callable[[tuple[
 
 
 def settled(op: str, dtypes: Dtypes, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments in the dtypes that the op takes; raises DtypeError for what autocast does not cast."""
+    """Return the arguments in the dtypes that the op takes.
+
+    Raises DtypeError if the dtypes in a group differ and autocast does not cast them.
+    """
     result = dict(arguments)
     for group in dtypes.alike:
         given: dict[str, Tensor] = {name: arguments[name] for name in group if arguments.get(name) is not None}
@@ -60,7 +66,7 @@ def settled(op: str, dtypes: Dtypes, arguments: Mapping[str, Any]) -> dict[str, 
         first, *others = given
         found = {value.dtype for value in given.values()}
         low = autocast_dtype(given[first].device.type)
-        # What is written in place is the caller's tensor, not a copy in another dtype.
+        # An in-place op must write to the caller's tensor, not to a copy in another dtype.
         if low is None or arguments.get("inplace") or (dtypes.matmul and torch.float64 in found):
             checks.same_dtype(op, first, given[first], **{name: given[name] for name in others})
             continue
@@ -70,7 +76,7 @@ def settled(op: str, dtypes: Dtypes, arguments: Mapping[str, Any]) -> dict[str, 
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of autocast on this type of device; None where it is off."""
+    """Return the autocast dtype for this device type, or None if autocast is off."""
     # Meta tensors have no autocast; torch.compile of PyTorch 2.11 cannot trace the question whether there is one.
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None

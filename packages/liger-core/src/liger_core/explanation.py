@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call would run, and why."""
+"""The explanation of a call: the implementation that it would run, and the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from liger_core.selection import AUTO, in_words, ranking, selected
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which implementation a call gets, and why; `str()` is one line for people."""
+    """The implementation that a call gets, and the reason; `str()` gives a readable summary."""
 
     op: str
     backend: str
@@ -33,7 +33,7 @@ class Explanation:
 
 
 def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Which implementation the call `op(*args, **kwargs)` would run, and why, without running it.
+    """Return which implementation the call `op(*args, **kwargs)` would run, and why, without running it.
 
     Raises what the call itself would raise for wrong arguments, and OptionError for anything but an op.
     """
@@ -47,7 +47,7 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         return Explanation(op.name, "reference", "no plugin that is loaded offers this op", {})
     name, source = selected(op)
     if op.layout is not None:
-        # What runs is decided by what a rank holds of DTensors.
+        # The choice depends on the local tensors of DTensors.
         args, kwargs = tree_map_only(torch.Tensor, lambda value: value.to_local() if hasattr(value, "to_local") else value, (args, kwargs))
     verdicts = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
     candidates = {b: verdict.words for b, verdict in verdicts.items()} | {b: f"not loaded: {why}" for b, why in found.left_out.items()}
@@ -69,7 +69,7 @@ def _compiled(found: Registry, op: Op[..., Any], backend: str, first: Any) -> st
 
 
 class _Verdict(NamedTuple):
-    """Whether a backend would run a call, None where only the call itself shows it, and the same in words."""
+    """The verdict on a backend: whether it would run a call (None if only the call can show it), and the reason."""
 
     runs: bool | None
     words: str
@@ -91,7 +91,7 @@ def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: An
 
 
 def _on_fakes(implementation: Callable[..., Any], args: Any, kwargs: Any) -> _Verdict:
-    """Call the implementation on fake tensors: it declines before any work, and fakes do none."""
+    """Call the implementation on fake tensors, which compute nothing; an implementation declines before any work."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))
         # An implementation that fails on fake tensors has not declined.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls with DTensors: an op names the dimensions of its tensors once, and every rank runs it on what it holds.
+"""Calls with DTensors: an op names the dimensions of its tensors once, and every rank runs it on its local tensors.
 
 A dimension that the op treats index by index may be sharded: then each rank computes its part alone, all tensors that have the dimension are
 sharded alike, and a tensor that lacks it has a part of its gradient on each rank (`Partial`). Other dimensions must be whole. This is
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
 
 def run_locally(op: str, layout: Layout, call: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """call(**arguments) on local tensors, and its results as DTensors. Each tensor is redistributed only where it has to be.
+    """Run call(**arguments) on local tensors and return DTensors; tensors are redistributed only if necessary.
 
     Raises DeviceError for plain tensors beside DTensors and for different meshes.
     """
@@ -73,7 +73,7 @@ def run_locally(op: str, layout: Layout, call: Callable[..., Any], arguments: Ma
 
 
 def _placements(names: _Names, split: list[str | None]) -> list[Any]:
-    """Sharded in what is split, if these dimensions are among it."""
+    """Return a tensor's placements: sharded in those of its dimensions that are split, else replicated."""
     from torch.distributed.tensor import Replicate, Shard
 
     return [Replicate() if name is None or name not in names else Shard(names.index(name)) for name in split]
@@ -91,7 +91,7 @@ def _mesh_of(op: str, tensors: Mapping[str, Any]) -> Any:
 
 
 def _named(dimensions: str, count: int) -> _Names:
-    """The names of so many dimensions."""
+    """Return the names of `count` dimensions, None for each that must be whole."""
     names = re.findall(r"\(?\w+\)?", dimensions)
     if dimensions.startswith("…"):
         names = [*(f"…{i}" for i in range(count - len(names))), *names]
@@ -99,7 +99,10 @@ def _named(dimensions: str, count: int) -> _Names:
 
 
 def _split(tensors: Mapping[str, Any], names: Mapping[str, _Names], i: int) -> str | None:
-    """What dimension i of the mesh shards: that of the first tensor in which it may."""
+    """Return the name of the dimension that mesh dimension i shards, or None.
+
+    It is taken from the first tensor that is sharded there in a dimension that may be.
+    """
     from torch.distributed.tensor import Shard
 
     for name, value in tensors.items():
@@ -110,7 +113,10 @@ def _split(tensors: Mapping[str, Any], names: Mapping[str, _Names], i: int) -> s
 
 
 def _local(value: Any, mesh: Any, wanted: list[Any], split: list[str | None]) -> Tensor:
-    """What this rank computes with. Its gradient is whole on no rank where the tensor is and others are sharded."""
+    """Return this rank's local tensor, redistributed to `wanted`.
+
+    If the tensor is replicated and others are sharded, each rank has only a part of its gradient (`Partial`).
+    """
     from torch.distributed.tensor import Partial
 
     if list(value.placements) != wanted:
@@ -121,7 +127,7 @@ def _local(value: Any, mesh: Any, wanted: list[Any], split: list[str | None]) ->
 
 
 def _dense(local: tuple[int, ...], shape: list[int]) -> tuple[int, ...]:
-    """Strides of a whole tensor in the order of the local ones."""
+    """Return contiguous strides for a whole tensor, in the order of the local strides."""
     stride, step = [0] * len(shape), 1
     for i in sorted(range(len(shape)), key=lambda i: (local[i], -i)):
         stride[i], step = step, step * max(1, shape[i])

@@ -99,7 +99,9 @@ class Work:
 
 @dataclass(slots=True)
 class Choice:
-    """What calls of an op run: one object, so that a new selection replaces all of it at once, also for calls in other threads.
+    """The functions that calls of an op run.
+
+    They are one object: a new selection replaces all of them at once, also for calls in other threads.
 
     table      device type → implementation
     traced     device type → implementation in a compiled region
@@ -184,9 +186,10 @@ class Op(Generic[P, R]):
             raise
 
     def _check_names(self, names: Iterable[str]) -> None:
-        """Report an argument that the op does not have under the op's own name; looked at only after a TypeError, as other calls pay nothing.
+        """Raise a TypeError that names the op if it does not have one of the arguments.
 
-        A check may leave options to the implementation, whose name would say nothing.
+        This runs only after a TypeError, so valid calls pay nothing. Checks may pass options on to the implementation,
+        whose own name would not help the caller.
         """
         for name in names:
             if name not in self.signature.parameters:
@@ -194,20 +197,20 @@ class Op(Generic[P, R]):
                 raise TypeError(f"{self.name}: arguments must be among {', '.join(known)}, got {name!r}.{nearest(name, known)}") from None
 
     def checked(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of a call, cast where autocast casts them; raises what the call itself would raise."""
+        """Return the arguments of a call, cast as autocast does; raises what the call itself would raise."""
         self.check(*args, **kwargs)
         if self.same_dtypes is None or self.same_dtypes(args, kwargs):
             return args, kwargs
         return (), settled(self.name, self.dtypes, self.signature.bind(*args, **kwargs).arguments)
 
     def _on_ranks(self, layout: Layout | Callable[..., Layout], args: Any, kwargs: Any) -> R:
-        """On what each rank holds of DTensors. Their memory is not this call's to write over."""
+        """Run the op on the local tensors of DTensors, never in place: their memory does not belong to this call."""
         arguments = self.signature.bind(*args, **kwargs).arguments
         given = {name: False if name in OVERWRITING else value for name, value in arguments.items()}
         return run_locally(self.name, layout if isinstance(layout, Layout) else layout(**given), self, given)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> str:
-        """Its name: like a function, an op is pickled by it, and copied as itself."""
+        """Return the op's name: like a function, an op is pickled by name and copied as itself."""
         return self.name
 
     def __repr__(self) -> str:
@@ -223,7 +226,7 @@ _prepare: list[Callable[[], None]] = []
 
 
 def before_first_call(prepare: Callable[[], None]) -> None:
-    """Ops get what they need from higher layers as arguments; they import nothing of it."""
+    """Set a function to run before the first call. Higher layers pass it in, because ops do not import them."""
     _prepare[:] = [prepare]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds plugins through entry points and collects their ops and backends, once."""
+"""The plugins: entry points are loaded once, and their ops and backends collected."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ _own: list[object] = []
 
 
 def offer(plugin: object) -> None:
-    """Core's own plugin, which stands above this file."""
+    """Set core's own plugin, which this file must not import because it is in a higher layer."""
     _own[:] = [plugin]
 
 
 @dataclass(eq=False)
 class Registry:
-    """Everything that the plugins offer, and their faults.
+    """The ops and backends of all plugins, and the faults of the plugins.
 
     handed_over  backend → op → number of elements up to which a compiled region gets the reference
     unavailable  backend → why it cannot run here, as the backend reports it
@@ -79,11 +79,11 @@ class Registry:
     plugins: dict[str, Plugin] = field(default_factory=dict)
 
     def faults(self) -> list[str]:
-        """The faults of the plugins, in sentences."""
+        """Return the faults of the plugins as sentences."""
         return list(dict.fromkeys(fault for faults in self.failed.values() for fault in faults))
 
     def hooks(self, name: str) -> Iterator[tuple[Plugin, pluggy.HookImpl]]:
-        """What implements a hook, in the order of the plugins' names, core first."""
+        """Yield the implementations of a hook, core first, then by plugin name."""
         hooks = {self.manager.get_name(hook.plugin): hook for hook in getattr(self.manager.hook, name).get_hookimpls()}
         yield from ((plugin, hooks[name]) for name, plugin in self.plugins.items() if name in hooks)
 
@@ -95,7 +95,7 @@ _loading = False
 
 
 def registry() -> Registry:
-    """What the plugins offer; the first call loads them.
+    """Return the ops, backends and faults of the plugins; the first call loads them.
 
     A fault of a plugin never stops the others: the affected part, for instance a backend, is ignored with a warning and listed in
     `Registry.failed`. `LIGER_DISABLE_PLUGINS=name,…` disables plugins, which are then not even imported.
@@ -123,7 +123,7 @@ def forget() -> None:
 
 @contextmanager
 def blaming(found: Registry, plugins: list[Plugin], ignored: str, *, backend: str = "") -> Iterator[None]:
-    """A PluginError in this block is a fault of these plugins: it is kept and warned about, and the rest of the block is skipped."""
+    """Record a PluginError in this block as a fault of these plugins and warn; the rest of the block is skipped."""
     try:
         yield
     except PluginError as error:
@@ -141,7 +141,7 @@ def blaming(found: Registry, plugins: list[Plugin], ignored: str, *, backend: st
 
 
 def attempt(what: str, call: Callable[[], T]) -> T:
-    """The result of plugin code. Anything it raises, even SystemExit, becomes a PluginError; KeyboardInterrupt does not."""
+    """Return the result of plugin code; anything it raises but KeyboardInterrupt becomes a PluginError."""
     try:
         return call()
     except (PluginError, KeyboardInterrupt):
@@ -209,7 +209,7 @@ def _check_hooks(manager: pluggy.PluginManager, module: object) -> None:
 
 
 def offers(found: Registry, hook: str, kind: type[T]) -> Iterator[tuple[Plugin, str, T]]:
-    """(plugin, name, item) for every item that the plugins return from a hook."""
+    """Yield (plugin, name, item) for every item that the plugins return from a hook."""
     for plugin, implementation in found.hooks(hook):
         with blaming(found, [plugin], f"what {hook} returns"):
             items = attempt(f"its hook {hook}", partial(_items, implementation))
@@ -225,7 +225,7 @@ def _items(implementation: pluggy.HookImpl) -> list[Any]:
 
 
 def one_of_each(found: Registry, kind: str, offered: Iterable[tuple[Plugin, str, T]]) -> list[tuple[Plugin, T]]:
-    """The offers without those that share a name; of these, only one from this project stays, if any."""
+    """Yield the offers with unique names. Of several with one name, only this project's stays, if any."""
     by_name: dict[str, list[tuple[Plugin, T]]] = {}
     for plugin, name, item in offered:
         by_name.setdefault(name, []).append((plugin, item))
@@ -237,7 +237,10 @@ def one_of_each(found: Registry, kind: str, offered: Iterable[tuple[Plugin, str,
 
 
 def keeper(found: Registry, kind: str, name: str, rivals: list[Plugin], ignored: str) -> Plugin | None:
-    """The plugin that keeps a name: the only one that uses it, else that of this project. All others are blamed, whichever was loaded first."""
+    """Return the plugin that keeps a name: the only one that uses it, or this project's.
+
+    All others are reported, in whichever order they were loaded.
+    """
     if len(rivals) == 1:
         return rivals[0]
     keeps = next((plugin for plugin in rivals if plugin.ours), None)

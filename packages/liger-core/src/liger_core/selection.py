@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation a call gets: `with use(…)`, `use(…)`, LIGER_BACKEND, else the automatic choice."""
+"""The selection of implementations: `with use(…)`, `use(…)`, LIGER_BACKEND, else the automatic choice."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class use:
 
 
 def _check_nesting(layer: _Layer) -> None:
-    """The selection inside a block must not be changed from outside."""
+    """Raise BackendError if another thread or task is inside a `with use(…)` block."""
     if _blocks and _inside.get() is not _blocks[-1]:
         raise BackendError(
             f"{layer.source}: the selection of the process must not change while another thread or task is inside `with {_blocks[-1].source}`; "
@@ -144,13 +144,13 @@ def reset() -> None:
 
 
 def selected(op: Op[..., Any]) -> tuple[str, str]:
-    """The backend name that is selected for an op and what selected it."""
+    """Return the name of the backend selected for an op, and what selected it."""
     settle()
     return _settled[op.name]
 
 
 def _environment() -> None:
-    """Put the environment variable under everything else, once."""
+    """Add the environment variable as the lowest layer, once."""
     if _settled or _layers:
         return
     text = os.environ.get(VARIABLE, "").strip()
@@ -208,7 +208,7 @@ def _known_backend(found: Registry, name: str, source: str) -> str:
 
 
 def _choose(found: Registry, op: Op[..., Any]) -> tuple[str, str]:
-    """(backend or auto, what selected it) for one op, strongest layer first."""
+    """Return (backend or auto, what selected it) for one op, from the strongest layer that has it."""
     for layer in reversed(_layers):
         name = layer.by_op.get(op.name, layer.default)
         if name is None:
@@ -220,7 +220,7 @@ def _choose(found: Registry, op: Op[..., Any]) -> tuple[str, str]:
 
 
 def ranking(found: Registry, op: Op[..., Any]) -> dict[str, list[str]]:
-    """Device type → the available backends that `auto` tries in turn, by descending priority; after them comes the reference, which has 0."""
+    """Return a table device type → the backends that `auto` tries, by descending priority, without the reference."""
     others = {name: backend for name, backend in found.backends.items() if backend.automatic and name != "reference"}
     able = [backend for name, backend in others.items() if op.name in found.implementations.get(name, {})]
     ranked: dict[str, list[str]] = {}
@@ -231,7 +231,7 @@ def ranking(found: Registry, op: Op[..., Any]) -> dict[str, list[str]]:
 
 
 def automatic(found: Registry, op: Op[..., Any]) -> dict[str, str]:
-    """Device type → the backend that `auto` tries first."""
+    """Return a table device type → the backend that `auto` tries first."""
     return {device: names[0] for device, names in ranking(found, op).items()}
 
 
@@ -256,7 +256,7 @@ def _apply(found: Registry) -> None:
 
 
 class Link(NamedTuple):
-    """One of the backends that are tried in turn, with what it runs in plain Python and in a compiled region."""
+    """One of the backends that are tried in order, with its functions for plain Python and for a compiled region."""
 
     backend: str
     implementation: Callable[..., Any]
@@ -272,7 +272,7 @@ def ranked(found: Registry, op: Op[..., Any]) -> dict[str, list[Link]]:
 
 
 def in_turn(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Choice:
-    """Device type → the backends of which the first runs, unless it declines, then the next, and at last the reference."""
+    """Return a choice that tries a device type's backends in order until one does not decline, then the reference."""
     links = {device: tried for device, tried in links.items() if tried}
     return Choice(
         {device: tried[0].implementation for device, tried in links.items()},
@@ -283,7 +283,7 @@ def in_turn(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Choice:
 
 
 def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
-    """The implementation that a compiled region gets if this backend is selected."""
+    """Return the implementation that a compiled region gets if this backend is selected."""
     implementation = found.implementations[backend][op.name]
     most = found.handed_over.get(backend, {}).get(op.name, 0)
     if not most:
@@ -297,7 +297,7 @@ def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., An
 
 
 def _fall_back(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Callable[..., Any]:
-    """A call that the first backend declined goes to the next ones in turn; each reason is logged once."""
+    """Return a function that runs a declined call on the next backends in order; each reason is logged once."""
     steps = {device: list(pairwise(tried)) for device, tried in links.items()}
 
     def fall_back(reason: Unsupported, *args: Any, **kwargs: Any) -> Any:

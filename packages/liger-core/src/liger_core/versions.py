@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the installed versions are tested ones: those that the metadata of Liger's packages allows."""
+"""Checks of installed versions: those that the metadata of Liger's packages allows are tested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEPENDED_ON = {"liger-core": "torch", "liger-triton": "triton", "liger-hf": "tra
 
 
 def complaint(distribution: str) -> str | None:
-    """A sentence if the library that a package of Liger depends on is not of a tested version, else None."""
+    """Return a sentence if the version of a library that Liger depends on is untested, else None."""
     name = DEPENDED_ON[distribution]
     try:
         version = metadata.version(name)
@@ -32,12 +32,12 @@ def complaint(distribution: str) -> str | None:
 
 @cache
 def warn_if_untested(distribution: str, stacklevel: int = 1) -> None:
-    """Once in a process, at the caller, or as many calls above it as `stacklevel` says."""
+    """Warn once if the installed version of a library is untested; a `stacklevel` of 1 points to the caller."""
     said = complaint(distribution)
     if said:
         warnings.warn(f"{said}; install a tested version, or compare a few steps with and without Liger", stacklevel=stacklevel + 1)
 
 
 def complaints() -> list[str]:
-    """Those of all packages."""
+    """Return a sentence for each library of an untested version."""
     return [said for said in map(complaint, DEPENDED_ON) if said]

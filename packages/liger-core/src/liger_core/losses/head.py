@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Head: log-probabilities that a loss computes itself, without holding the logits."""
+"""Head: inputs from which a loss computes log-probabilities itself, without storing the logits."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ class Head:
 
     @property
     def mask(self) -> Tensor:
-        """Which tokens count: all whose target is not the ignore_index."""
+        """Return a mask (sequences, tokens) of the tokens that count: those whose target is not ignore_index."""
         return self.target != self._ignore_index
 
     def log_prob(self, mask: Tensor | None = None, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of every target, and the entropy of its distribution if requested; tokens outside `mask` cost nothing and get 0."""
+        """Return the log-probability of every target, and the entropy of its distribution if requested.
+
+        Tokens outside `mask` get 0 and cost nothing.
+        """
         target = self.target if mask is None else torch.where(mask, self.target, self._ignore_index)
         options = {**self.options, "return_entropy": entropy or self.options.get("return_entropy", False)}
         result = linear_log_prob(self.hidden, self.weight, target, **options)

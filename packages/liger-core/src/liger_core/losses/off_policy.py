@@ -20,7 +20,7 @@ LEVELS = ("token", "sequence")
 
 @dataclass(frozen=True, eq=False)
 class OffPolicy:
-    """Weights ρ = π_old/μ for the surrogate, where μ is what sampled the tokens, and sequences that are left out.
+    """Off-policy correction: weights ρ = π_old/μ, where the policy μ sampled the tokens, and a filter of sequences.
 
     sampling   (B, T) log μ, as the engine reported it; NaN, where it has none, counts as ρ = 1
     weight     "truncate": ρ within [low, high] (arXiv:1802.01561); "mask": ρ there and 0 outside (arXiv:2510.18855); None: no weights
@@ -48,7 +48,7 @@ class OffPolicy:
             checks.fail(OptionError, name, f"low must be below high={self.high}, got {self.low}")
 
     def weights(self, old: Tensor, sampling: Tensor) -> Tensor | None:
-        """ρ (B, T) or (B, 1), bounded; None where there is no correction."""
+        """Return the bounded weights ρ, (B, T) or (B, 1), or None without a correction."""
         if self.weight is None:
             return None
         log_rho = torch.nan_to_num(old.detach() - sampling, nan=0.0)
@@ -59,7 +59,7 @@ class OffPolicy:
         return torch.where((rho >= low) & (rho <= high), rho, 0.0)
 
     def kept(self, tokens: Tokens, sampling: Tensor, advantage: Tensor) -> Tensor | None:
-        """Which tokens stay, (B, 1) or (B, T); None for all."""
+        """Return a mask of the tokens that stay, (B, 1) or (B, T), or None if all do."""
         if self.threshold is None:
             return None
         drift = torch.nan_to_num(sampling - tokens.log_prob.detach(), nan=0.0).sum(-1) / lengths(tokens)

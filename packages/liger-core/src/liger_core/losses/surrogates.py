@@ -22,7 +22,7 @@ LEVELS = ("token", "sequence")
 
 
 class Gain(NamedTuple):
-    """What a token adds to the objective, and where the bounds cut its ratio."""
+    """A token's contribution to the objective, and whether the lower or upper bound cuts its ratio."""
 
     value: Tensor
     low: Tensor
@@ -151,7 +151,7 @@ class Vespo:
 
 
 def _either(condition: Tensor, a: float, b: float, like: Tensor) -> Tensor:
-    """torch.where of two numbers would have the default dtype."""
+    """Select one of two numbers, in the dtype of `like`; torch.where of two numbers returns the default dtype."""
     return torch.where(condition, like.new_full((), a), like.new_full((), b))
 
 

@@ -62,7 +62,7 @@ class DivergenceOptions(NamedTuple):
 
     of_teacher, of_student  factors of KL(p ‖ M) and KL(q ‖ M)
     hard_weight             share of the cross entropy with the target
-    partial                 the classes are a part of the vocabulary: a target that is none of them is one of another part
+    partial                 the classes are one shard of the vocabulary; a target outside them is in another shard
     """
 
     formula: int
@@ -80,7 +80,7 @@ class DivergenceOptions(NamedTuple):
 
     @classmethod
     def given(cls, kind: Kind, beta: float, temperature: float = 1.0, **more: Any) -> DivergenceOptions:
-        """From the options of an op."""
+        """Return the options for the arguments of an op."""
         formula = {"forward_kl": FORWARD, "reverse_kl": REVERSE, "total_variation": VARIATION}.get(kind, MIXTURE)
         of_teacher, of_student = {"skewed_kl": (1.0, 0.0), "skewed_reverse_kl": (0.0, 1.0)}.get(kind, (beta, 1.0 - beta))
         # c · tanh(s·a / c) / T = (c/T) · tanh((s/T)·a / (c/T)): a temperature is part of scale and cap.
@@ -92,7 +92,7 @@ class DivergenceOptions(NamedTuple):
 
 
 class DivergenceResults(NamedTuple):
-    """For each row its loss and its moments (rows, MOMENTS)."""
+    """The loss of each row, and its moments (rows, MOMENTS)."""
 
     loss: Tensor
     moments: Tensor
@@ -102,7 +102,7 @@ class DivergenceResults(NamedTuple):
 
 
 class DivergencePasses(RowPasses, Protocol):
-    """What a backend provides beside the passes of the losses; logits are (rows, classes)."""
+    """The passes that a backend provides in addition to those of the losses; logits are (rows, classes)."""
 
     def divergences(
         self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults, options: DivergenceOptions,
@@ -119,7 +119,10 @@ class DivergencePasses(RowPasses, Protocol):
     def divergence_sums(
         self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, options: DivergenceOptions, out: Tensor
     ) -> None:
-        """out (rows, 3): the sums of the divergence and of q · (h - h₀) over these classes, given the moments of all, and x of the target."""
+        """Write sums over these classes into out (rows, 3), given the moments of all classes.
+
+        The columns are the divergence, q · (h - h₀), and x of the target.
+        """
 
 
 class TorchDivergencePasses(TorchPasses):
@@ -174,7 +177,7 @@ TORCH_DIVERGENCES = TorchDivergencePasses()
 
 
 def _both(student: Tensor, teacher: Tensor, options: DivergenceOptions) -> tuple[Tensor, Tensor]:
-    """x of both sides, in the accumulator of the student."""
+    """Return x of both sides, in the student's accumulator dtype."""
     dtype = accumulator(student.dtype)
     x, theirs = student.to(dtype) * options.logit_scale, teacher.to(dtype) * options.teacher_logit_scale
     if options.softcap is not None:
@@ -205,7 +208,7 @@ def _moments(x: Tensor, theirs: Tensor, options: DivergenceOptions) -> Tensor:
 
 
 def _compared(x: Tensor, theirs: Tensor, moments: Tensor, options: DivergenceOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """(the terms of the divergence, h - h₀, q) of each class; for the forward KL q · h, which is finite."""
+    """Return (terms of the divergence, h - h₀, q) of each class; for the forward KL, q · h, which is finite."""
     top, total, their_top, their_total, their_first = moments[:, :5].split(1, -1)
     below, beneath = x - top, theirs - their_top
     q, p = below.exp() / total, beneath.exp() / their_total
@@ -239,18 +242,21 @@ def _compared(x: Tensor, theirs: Tensor, moments: Tensor, options: DivergenceOpt
 
 
 def _log_ratio(a: Tensor, b: Tensor) -> Tensor:
-    """log(a / b), exact to the last digits also where it is nearly 0, which decides which of two probabilities is larger."""
+    """Return log(a / b), accurate to the last digits even near 0, where the sign decides which of two is larger."""
     difference = (a - b) / b
     return torch.where(difference.abs() < 0.5 * NEAR, difference.log1p(), (a / b).log())
 
 
 def _either(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
-    """One of two numbers, in the dtype of a tensor; of numbers alone torch.where makes float32."""
+    """Select one of two numbers, in the dtype of a tensor; from numbers alone, torch.where would return float32."""
     return torch.where(condition, like.new_full((), one), other)
 
 
 def _steps(far: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(far - 1 + e, 1 - e - far · e, 1 - e, e) where e = e^-far; the first is far²/2 near 0, and from it follow the others exactly."""
+    """Return (far - 1 + e, 1 - e - far · e, 1 - e, e), where e = e^-far.
+
+    The first is about far²/2 near 0, and the others follow from it exactly.
+    """
     smaller, near = (-far).exp(), far < NEAR
     over = torch.where(near, _series(far), far - 1.0 + smaller)
     step = torch.where(near, far - over, 1.0 - smaller)
@@ -259,7 +265,7 @@ def _steps(far: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _mixed(share: Tensor, step: Tensor, smaller: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(t - log(1 + t), log(1 + t), 1 + t) where 1 + t = share + (1 - share) · smaller."""
+    """Return (t - log(1 + t), log(1 + t), 1 + t), where 1 + t = share + (1 - share) · smaller."""
     t, mixture = (share - 1.0) * step, share + (1.0 - share) * smaller
     close = t.abs() < 0.5 * NEAR
     log = torch.where(close, 0.0, mixture.log())
@@ -268,7 +274,7 @@ def _mixed(share: Tensor, step: Tensor, smaller: Tensor) -> tuple[Tensor, Tensor
 
 
 def _slope(apart: Tensor, behind: Tensor, options: DivergenceOptions) -> Tensor:
-    """h of a mixture but for a constant, which is another one in rows where p/M of the student's largest class is nearly 0."""
+    """Return h of a mixture up to a constant, which differs if p/M of the student's largest class is nearly 0."""
     far, ahead = apart.abs(), apart >= 0
     _, _, step, smaller = _steps(far)
     _, log, mixture = _mixed(_either(ahead, options.beta, 1.0 - options.beta, far), step, smaller)
@@ -279,7 +285,7 @@ def _slope(apart: Tensor, behind: Tensor, options: DivergenceOptions) -> Tensor:
 
 
 def _series(far: Tensor) -> Tensor:
-    """far - 1 + e^-far = far²/2 · (1 - far/3 · (1 - far/4 · (1 - …)))."""
+    """Return far - 1 + e^-far = far²/2 · (1 - far/3 · (1 - far/4 · (1 - …)))."""
     near = far.clamp(max=NEAR)
     total = torch.ones_like(near)
     for number in range(TERMS, 2, -1):
@@ -288,7 +294,7 @@ def _series(far: Tensor) -> Tensor:
 
 
 def _log_series(t: Tensor) -> Tensor:
-    """t - log(1 + t), with s = t / (2 + t): t·s - 2s³ · (1/3 + s²/5 + s⁴/7 + …)."""
+    """Return t - log(1 + t), with s = t / (2 + t): t·s - 2s³ · (1/3 + s²/5 + s⁴/7 + …)."""
     t = t.clamp(-0.5 * NEAR, 0.5 * NEAR)
     s = t / (2.0 + t)
     total, square = torch.zeros_like(s), s.square()
@@ -300,7 +306,7 @@ def _log_series(t: Tensor) -> Tensor:
 def _gradient(
     x: Tensor, theirs: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor | None, options: DivergenceOptions
 ) -> Tensor:
-    """row_factor · d loss / d student."""
+    """Return row_factor · d loss / d student."""
     _, slope, q = _compared(x, theirs, moments, options)
     if options.formula != FORWARD:
         slope = torch.where(q != 0, q * (slope - moments[:, 5:6]), 0.0)
@@ -325,7 +331,7 @@ def _gradient(
 
 
 def check_logits(name: str, student: Tensor, teacher: Tensor, temperature: float, reduction: Reduction, normalizer: Any) -> None:
-    """What the divergences of logits take."""
+    """Check the arguments of the divergences of logits."""
     checks.floating(name, 2, student=student, teacher=teacher)
     checks.at_least_one_dimension(name, "student", student)
     if student.shape[-1] == 0:
@@ -338,14 +344,14 @@ def check_logits(name: str, student: Tensor, teacher: Tensor, temperature: float
 
 
 def check_mixture(name: str, label: str, value: Any) -> None:
-    """A weight between 0 and 1, at which a mixture is none."""
+    """Raise OptionError unless the weight is in (0, 1); at 0 and 1 there is no mixture."""
     checks.fraction(name, label, value)
     if not 0.0 < value < 1.0:
         checks.fail(OptionError, name, f"{label} must be a number in (0, 1), got {value!r}")
 
 
 def logit_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """The calls that every divergence of logits must get right."""
+    """Yield the calls that every divergence of logits must get right."""
 
     def n(*shape: int, scale: float = 1.0) -> Tensor:
         return normal(device, dtype, *shape, scale=scale)
@@ -379,7 +385,7 @@ def logit_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def logit_misuses(name: str, device: torch.device) -> Iterator[Misuse]:
-    """The wrong calls that the divergences of logits share."""
+    """Yield the wrong calls that the divergences of logits share."""
     misuse = misuses_of(name)
     x = torch.zeros(3, 8, device=device)
     yield misuse("teacher_shape", (x, x[:2]), ShapeError, "teacher must have shape (3, 8) like student, got (2, 8)")
@@ -407,7 +413,7 @@ def logit_workloads() -> Iterator[Workload]:
 
 
 def logit_work(student: Tensor, teacher: Tensor, **options: Any) -> Work:
-    """Both are read, and both again beside the gradient that is written."""
+    """Return the minimal work: forward reads both tensors; backward reads both again and writes a gradient."""
     size, theirs = student.numel() * student.element_size(), teacher.numel() * teacher.element_size()
     return Work(size + theirs, 3 * size + 2 * theirs)
 
@@ -442,7 +448,7 @@ class LogitDivergences:
     def __call__(
         self, student: Tensor, teacher: Tensor, options: DivergenceOptions, reduction: Reduction, normalizer: Tensor | float | None
     ) -> Tensor:
-        """Divergence of the last dimension, reduced."""
+        """Return the reduced divergence over the last dimension."""
         rows, theirs = (t.reshape(-1, t.shape[-1]) for t in (student, teacher))
         loss: Tensor = self.rows(rows, theirs, options)
         if reduction == "none":
@@ -453,12 +459,12 @@ class LogitDivergences:
 
 @functools.cache
 def logit_divergences(passes: DivergencePasses, make_kernel: Callable[..., Kernel]) -> LogitDivergences:
-    """The kernels of a backend, which its ops share."""
+    """Return the kernels of a backend, which its ops share."""
     return LogitDivergences(passes, make_kernel)
 
 
 def divergence_results(like: Tensor) -> DivergenceResults:
-    """New memory for the results of as many rows as the tensor has, on its device."""
+    """Allocate the results for as many rows as the tensor has, on its device."""
     rows, dtype = like.shape[0], accumulator(like.dtype)
     return DivergenceResults(
         torch.empty(rows, dtype=dtype, device=like.device), torch.empty(rows, MOMENTS, dtype=dtype, device=like.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gated activations share: their formula, arguments, samples and workloads."""
+"""The formula, arguments, samples and workloads that the gated activations share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layout(gate: Tensor, up: Tensor | None = None, **options: Any) -> Layout:
 
 
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gate and up of a packed tensor (gate first), or the two tensors themselves."""
+    """Return gate and up of a packed tensor (gate first), or the two tensors themselves."""
     if up is not None:
         return gate, up
     first, second = gate.chunk(2, dim=-1)
@@ -50,7 +50,7 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 def joined_gate(
     gate: Tensor, up: Tensor | None, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0
 ) -> Tensor:
-    """act(min(gate, limit)) · (clamp(up, -limit, limit) + shift); without up, the first factor."""
+    """Return act(min(gate, limit)) · (clamp(up, -limit, limit) + shift); without up, the first factor."""
     if limit is not None:
         gate = gate.clamp(max=limit)
         up = up.clamp(-limit, limit) if up is not None else None

@@ -14,7 +14,7 @@ from liger_core.matmul import multiply
 
 
 def grouped(index: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The slots of index (tokens, k), counted row by row, in the order of the groups 0 … count - 1 that it names.
+    """Return the slots of index (tokens, k), counted row by row, in the order of their groups 0 … count - 1.
 
     order  (slots,)   the slot of each row; slots of one group keep their order, and those that name no group come last
     place  (slots,)   the row of each slot
@@ -29,13 +29,23 @@ def grouped(index: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grouped_linear(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """What `linear` gives of rows (n, inner), from one end to the next, and matrices (groups, outer, inner); 0 behind the last end."""
+    """Apply `linear` to each group of rows with its own matrix; rows behind the last end give 0.
+
+    rows      (n, inner)
+    matrices  (groups, outer, inner)
+    ends      (groups,), the row where each group ends
+    returns   (n, outer)
+    """
     result: Tensor = _grouped_linear(rows, matrices, ends)
     return result
 
 
 def adapted_linear(rows: Tensor, matrices: Tensor, a: Tensor | None, b: Tensor | None, ends: Tensor) -> Tensor:
-    """As `grouped_linear`, with a low-rank adapter of each group, a (groups, rank, inner) and b (groups, outer, rank), if there is one."""
+    """Return `grouped_linear`, plus the low-rank adapter of each group if there is one.
+
+    a  (groups, rank, inner)
+    b  (groups, outer, rank)
+    """
     own = grouped_linear(rows, matrices, ends)
     return own if a is None or b is None else own + grouped_linear(grouped_linear(rows, a, ends), b, ends)
 
@@ -70,9 +80,10 @@ def _multiply(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None
 
 
 def _groups(ends: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What each group has of two tensors: for both their rows, or of the first all rows, those of other groups as zeros.
+    """Yield each group's part of two tensors.
 
-    A device would have to be waited for to learn how many rows a group has, so that only the CPU slices.
+    On the CPU, it is the group's rows of both. On a device, slicing would synchronize to learn the size of a group;
+    there it is all rows, and those of other groups are zeros in `first`.
     """
     if ends.device.type == "cpu":
         bounds = [0, *ends.tolist()]

@@ -27,7 +27,7 @@ REFERENCE_BLOCK = 1 << 22
 
 
 class RankPasses(NamedTuple):
-    """What a backend brings: passes over long matrices that meet the adapter.
+    """The passes that a backend provides: products of long matrices with the adapter's factors.
 
     project  (rows, factor (rank, columns), scale, out): scale · rows @ factorᵀ as a left factor, see `factor_columns`
     reduce   (left factor, rows, out (rank, columns)): the sum over all rows of factorᵀ @ rows
@@ -55,12 +55,12 @@ class LowRankGradients(NamedTuple):
 
 
 def is_split(rows: torch.dtype, adapter: torch.dtype) -> bool:
-    """Whether the adapter is the sum of three matrices in the dtype of the rows. Float16 has not the range for that."""
+    """Whether the adapter is split into three matrices in the rows' dtype; float16 lacks the range for it."""
     return rows == torch.bfloat16 and adapter == torch.float32
 
 
 def thirds(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The high, the middle and the low third of a float32 matrix; each difference is exact."""
+    """Split a float32 matrix into its high, middle and low third; each difference is exact."""
     high = matrix.to(torch.bfloat16)
     rest = matrix - high
     middle = rest.to(torch.bfloat16)
@@ -68,7 +68,7 @@ def thirds(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def right_factor(matrix: Tensor, rows: torch.dtype) -> Tensor:
-    """A matrix (columns, rank) as the right factor of a product with a left factor of rows of this dtype."""
+    """Return a matrix (columns, rank) as the right factor for a left factor of rows of this dtype."""
     if not is_split(rows, matrix.dtype):
         return matrix
     parts = thirds(matrix)
@@ -76,14 +76,14 @@ def right_factor(matrix: Tensor, rows: torch.dtype) -> Tensor:
 
 
 def factor_columns(rows: Tensor, adapter: Tensor, rank: int) -> tuple[int, torch.dtype]:
-    """The number of columns of a left factor, and its dtype: float32 beside float16, which scaled sums may overflow."""
+    """Return a left factor's number of columns and dtype: float32 for float16, where scaled sums may overflow."""
     if is_split(rows.dtype, adapter.dtype):
         return len(LEFT) * rank, rows.dtype
     return rank, torch.float32 if adapter.dtype == torch.float16 else adapter.dtype
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed and returned in float32 (float64 for float64); only tensor cores multiply low precision without casts."""
+    """Return a @ b, summed in float32 (float64 for float64); only GPUs multiply low precision without casts."""
     wide = accumulator(torch.promote_types(a.dtype, b.dtype))
     if a.dtype == b.dtype != wide and a.is_cuda:
         return torch.mm(a, b, out_dtype=wide)
@@ -187,7 +187,7 @@ class LowRank:
     def _recycle_backward(
         self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor, scale: float, needs: list[bool]
     ) -> Outputs:
-        """The gradient of base is the upstream one itself."""
+        """Reuse the upstream gradient as the gradient of base."""
         made = self._allocate_backward(grad_y, x, weight, a, b, projected, scale, [*needs[:5], False])
         return (*made[:5], grad_y if needs[5] else None)
 
@@ -203,7 +203,7 @@ class LowRank:
         self, gradients: LowRankGradients, grad_y: Tensor, of_layer: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor,
         projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
-        """All but that of base, from the upstream gradients of the adapter and of the layer itself."""
+        """Compute all gradients but that of base from the upstream gradients of the adapter and of the layer itself."""
         grad_x, grad_weight, grad_a, grad_b, grad_bias, _ = gradients
         # More precise only beside such a base, which has no weight here; an adapter in the dtype of x adds nothing more precise to it.
         if a.dtype == x.dtype:
@@ -284,13 +284,13 @@ def scaled_rows(b: Tensor, columns: Tensor) -> Tensor:
 def compute(
     passes: RankPasses, y: Tensor, x: Tensor, weight: Tensor | None, b: Tensor, bias: Tensor | None, base: Tensor | None, projected: Tensor
 ) -> None:
-    """A layer with its adapter, from x and what x aᵀ gives as a left factor."""
+    """Compute a layer with its adapter from x and from x aᵀ as a left factor."""
     right = passes.right(b, x.dtype).t()
     add_all(base if weight is None else bias, projected, right, () if weight is None else ((x, weight.t()),), y)
 
 
 def add_all(base: Tensor | None, left: Tensor, right: Tensor, large: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
-    """base + left @ right + the sum of rows @ matrix over the large products."""
+    """Write base + left @ right + Σ rows @ matrix over the large products into out."""
     if out.dtype == torch.float16:
         # The adapter's part alone may leave the range; plain PyTorch rounds only those of the layers.
         for rows, matrix in large:
@@ -305,7 +305,7 @@ def add_all(base: Tensor | None, left: Tensor, right: Tensor, large: Sequence[tu
 
 
 def add_product(base: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """base + left @ right, rounded once."""
+    """Write base + left @ right into out, rounded once."""
     if left.dtype == out.dtype and (base is None or base.dtype == out.dtype):
         multiply(out, left, right, base)
     elif base is not None and left.dtype != out.dtype == base.dtype == torch.float32 and left.is_cuda:

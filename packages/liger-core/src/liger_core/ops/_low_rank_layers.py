@@ -17,7 +17,7 @@ from liger_core.ops._low_rank import RankPasses, add_all, compute, factor_column
 
 
 class Layer(NamedTuple):
-    """What the backward pass needs of one layer, and x aᵀ as a left factor."""
+    """The tensors of one layer that the backward pass needs, including x aᵀ as a left factor."""
 
     weight: Tensor | None
     a: Tensor
@@ -43,7 +43,7 @@ class Layers(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What a layer adds to the product with its adapter: its bias, or all that it computes by itself."""
+    """The term that each layer adds to its adapter's product: its bias, or its complete output without the adapter."""
 
     bias: Tensor | None
     base: Tensor | None
@@ -163,7 +163,7 @@ class LowRankLayers:
         self, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers, scale: float,
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
-        """The gradient of a base is the upstream one itself."""
+        """Reuse each upstream gradient as the gradient of its base."""
         of_bases = {5: grad_y, 10: grad_y_2, 15: grad_y_3}
         others = [need and place not in of_bases for place, need in enumerate(needs)]
         made = self._allocate_backward(grad_y, grad_y_2, grad_y_3, x, layers, scale, others)
@@ -190,7 +190,7 @@ class LowRankLayers:
             self._of_input(gradients.grad_x, parts, x, scale)
 
     def _of_layer(self, part: Part, x: Tensor) -> None:
-        """The gradients that x aᵀ or x alone give."""
+        """Compute a layer's gradients of b, weight and bias, which need only x aᵀ, x and the upstream gradient."""
         grad_y, layer, made = part
         if made.grad_b is not None:
             self.passes.reduce(layer.projected, grad_y, made.grad_b.t())
@@ -200,7 +200,10 @@ class LowRankLayers:
             made.grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
 
     def _of_input(self, grad_x: Tensor | None, parts: list[Part], x: Tensor, scale: float) -> None:
-        """The gradients of x and of every a: what goes back through each b, side by side, meets x and all of a at once."""
+        """Compute the gradients of x and of every a.
+
+        The gradients that went back through each b lie side by side: one matmul each with x and with all of a.
+        """
         matrices = [part.layer.a for part in parts]
         joint, grad_y = torch.cat(matrices), parts[0].grad_y
         columns, dtype = factor_columns(grad_y, joint, joint.shape[0])
@@ -228,7 +231,7 @@ def _layers(layers: Layers) -> list[Layer]:
 
 
 def _split(factor: Tensor, matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The columns of each matrix in a left factor of all of them, (rows, thirds, rank)."""
+    """Return each matrix's columns (rows, thirds, rank) in a left factor of all matrices."""
     ranks = [matrix.shape[0] for matrix in matrices]
     thirds = factor.shape[1] // max(1, sum(ranks))
     parts: tuple[Tensor, ...] = factor.view(factor.shape[0], thirds, sum(ranks)).split(ranks, 2)

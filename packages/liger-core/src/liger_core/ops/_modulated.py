@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modulated_rms_norm and modulated_layer_norm share: checks, samples and workloads."""
+"""The checks, samples and workloads that modulated_rms_norm and modulated_layer_norm share."""
 
 from __future__ import annotations
 

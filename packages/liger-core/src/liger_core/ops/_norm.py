@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rms_norm and add_rms_norm share: the checks of scale and weight, and their wrong calls."""
+"""The checks of scale and weight that rms_norm and add_rms_norm share, and their wrong calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Cast = Literal["input", "float32"]
 
 
 def check_scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str) -> None:
-    """The rows, and how they are scaled."""
+    """Check the rows and how they are scaled."""
     checks.floating(op, x=x, weight=weight)
     checks.at_least_one_dimension(op, "x", x)
     checks.vector(op, "weight", weight, x.shape[-1], "x", x)
@@ -31,7 +31,7 @@ def check_scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_
 
 
 def scaling_misuses(op: str, device: torch.device, inputs: int) -> Iterator[Misuse]:
-    """Wrong calls with so many tensors of rows before the weight."""
+    """Yield wrong calls with `inputs` tensors of rows before the weight."""
     misuse = misuses_of(op)
 
     def rows(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:

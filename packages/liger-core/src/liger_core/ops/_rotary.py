@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rope and qk_norm_rope share: the checks of queries, keys and angles, the usual angles, and the names of dimensions."""
+"""The parts that rope and qk_norm_rope share: checks of queries, keys and angles, usual angles, dimension names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = Dtypes((("q", "k"), ("cos", "sin")))
 
 
 def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Queries and keys that match, and angles for their tokens."""
+    """Check that queries and keys match and that the angles are for their tokens."""
     checks.floating(op, 4, q=q, k=k, cos=cos, sin=sin)
     for name, tensor in (("q", q), ("k", k)):
         if tensor.dim() != 4:
@@ -41,7 +41,7 @@ def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Non
 
 
 def angles(device: torch.device, dtype: torch.dtype, tokens: int, rotary: int, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """cos and sin (tokens, rotary) of the usual frequencies; each angle appears twice."""
+    """Return cos and sin (tokens, rotary) of the usual frequencies; each angle appears twice."""
     frequency = 10000.0 ** (-torch.arange(0, rotary, 2, device=device, dtype=torch.float32) / rotary)
     angle = torch.arange(tokens, device=device, dtype=torch.float32)[:, None] * frequency
     angle = angle.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angle, angle), dim=-1)

@@ -34,7 +34,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class LossMetrics(NamedTuple):
-    """What a loss returns besides itself; none of it is differentiable.
+    """The metrics that a loss returns in addition to itself; none of them is differentiable.
 
     z_loss      the part of the loss that is z_loss · lse², reduced like the loss
     accuracy    share of counted tokens whose arg-max is the target (per token, 0 or 1, under reduction="none")
@@ -49,7 +49,7 @@ class LossMetrics(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """The scalars and per-class weights of the formula above, by default those that change nothing."""
+    """The scalars and class weights of the formula above; the defaults change nothing."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -60,12 +60,12 @@ class RowOptions(NamedTuple):
 
     @classmethod
     def among(cls, options: Mapping[str, Any], **more: Any) -> Self:
-        """The subset that are options of an op."""
+        """Return the subset of options that an op has."""
         return cls(**{name: options[name] for name in cls._fields if name in options}, **more)
 
 
 class RowResults(NamedTuple):
-    """Per-row outputs of a pass: float32 loss, moments (m, d), and, where they are asked for, arg-max and entropy."""
+    """Per-row outputs of a pass: float32 loss, moments (m, d), and on request arg-max and entropy."""
 
     loss: Tensor
     moments: Tensor
@@ -74,7 +74,7 @@ class RowResults(NamedTuple):
 
 
 def row_results(like: Tensor, asked: ResultOptions) -> RowResults:
-    """New memory for the results of as many rows as the tensor has, on its device."""
+    """Allocate the results for as many rows as the tensor has, on its device."""
     rows, dtype, device = like.shape[0], accumulator(like.dtype), like.device
     return RowResults(
         torch.empty(rows, dtype=dtype, device=device),
@@ -98,10 +98,16 @@ class RowPasses(TokenPasses, Protocol):
         """Write row_factor · d loss / d a into out, given the statistics of each row."""
 
     def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
-        """mean = inverse · Σ losses, where inverse is 1/divide, by default 1/Σ w_t over the counted targets (1 if there is none)."""
+        """Write mean = inverse · Σ losses and inverse = 1/divide.
+
+        By default, divide is Σ w_t over the counted targets, or 1 if there are none.
+        """
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
-        """out = tensor · scale, or out += tensor · scale; a float32 scalar on the device, rounded once. out may be tensor."""
+        """Write out = tensor · scale, or with `add` out += tensor · scale, rounded once.
+
+        scale is a float32 scalar on the device; out may be tensor.
+        """
 
 
 class TorchPasses(TorchTokenPasses):
@@ -165,7 +171,7 @@ def _capped(logits: Tensor, options: RowOptions) -> Tensor:
 
 
 def _losses(below: Tensor, statistics: Tensor, target: Tensor, options: RowOptions) -> Tensor:
-    """The losses of rows, given x - m."""
+    """Return the losses of rows, given x - m."""
     classes = below.shape[-1]
     counted = target != options.ignore_index
     index = target.clamp(0, classes - 1)
@@ -218,7 +224,10 @@ def _gradients(x: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor
 def denominator(
     target: Tensor, class_weight: Tensor | None, ignore_index: int, normalizer: Tensor | float | None, dtype: torch.dtype
 ) -> Tensor:
-    """What "mean" divides by, on the device: normalizer, else the summed class weight of the counted targets (at least one token)."""
+    """Return the divisor of "mean" as a scalar on the device.
+
+    It is the normalizer, else the summed class weight of the counted targets, or 1 if that sum is 0.
+    """
     if isinstance(normalizer, Tensor):
         return normalizer.to(dtype)
     if normalizer is not None:
@@ -234,7 +243,7 @@ def denominator(
 
 
 def check_row_options(name: str, options: RowOptions, classes: int, weight_name: str = "class_weight") -> None:
-    """The scalars and class weights of a row's loss."""
+    """Check the scalars and class weights of a row's loss."""
     checks.fraction(name, "label_smoothing", options.label_smoothing)
     checks.not_negative(name, "z_loss", options.z_loss)
     if options.softcap is not None:
@@ -270,7 +279,7 @@ def check_target(name: str, target: Tensor, classes: int, ignore_index: int) -> 
 
 
 def loss_option_samples(device: torch.device, classes: int) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(name, options, why) for the options that both losses have; class weights are under the key "class_weight"."""
+    """Yield (name, options, why) for the options that both losses have; class weights have the key "class_weight"."""
     weight = torch.rand(classes, device=device) + 0.5
     yield "sum", {"reduction": "sum"}, "no normalizer"
     yield "none", {"reduction": "none"}, "every token has its own upstream gradient"
@@ -288,7 +297,7 @@ def loss_option_samples(device: torch.device, classes: int) -> Iterator[tuple[st
 
 
 def targets_with_ignored(device: torch.device, classes: int, *shape: int, ignore_index: int = -100) -> Tensor:
-    """Random targets of which about a third are ignored, and never all."""
+    """Return random targets; about a third of them, but never all, are ignored."""
     target = integers(device, classes, *shape)
     target.view(-1)[1::3] = ignore_index
     return target

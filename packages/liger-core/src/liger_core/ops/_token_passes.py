@@ -38,7 +38,7 @@ LEAST = -700.0
 
 
 class LogitOptions(NamedTuple):
-    """What turns logits into x, and the weights of the mean of x."""
+    """The options that turn logits into x, and the weights of the mean of x."""
 
     logit_scale: float = 1.0
     softcap: float | None = None
@@ -70,12 +70,12 @@ class LogitOptions(NamedTuple):
         return torch.ones_like(x) if softcap is None else 1.0 - (x / softcap).square()
 
     def weights(self, classes: int, dtype: torch.dtype) -> Tensor | float:
-        """Return Σ w over the classes, of which there are so many."""
+        """Return Σ w over all `classes` classes."""
         return float(classes) if self.class_weight is None else self.class_weight.sum(dtype=dtype)
 
 
 class ResultOptions(NamedTuple):
-    """The results of a row that are asked for, beside its loss or log-probabilities."""
+    """The requested results of a row, in addition to its loss or log-probabilities."""
 
     with_entropy: bool = False
     with_log_normalizer: bool = False
@@ -93,8 +93,8 @@ class ResultOptions(NamedTuple):
 class Sums(NamedTuple):
     """The sums of rows over the classes seen so far: m, d, Σ e·(x - m), Σ w·(x - anchor), Σ e², the anchor, and the class of m.
 
-    The anchor is the median of the first three x. `moments` has all as columns but for the class; those that `asked` does not name are not
-    computed.
+    The anchor is the median of the first three x. The columns of `moments` are all but the class; those that `asked`
+    does not name are not computed.
     """
 
     moments: Tensor
@@ -103,23 +103,29 @@ class Sums(NamedTuple):
 
 
 class TokenPasses(Protocol):
-    """What a backend provides for a block of classes, `first` … of a row; logits (rows, classes in the block)."""
+    """The passes that a backend provides, over one block of classes.
+
+    The block begins at class `first`; logits are (rows, classes in the block).
+    """
 
     def statistics(self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, first: int) -> None:
         """Add a block of classes to the sums of each counted row; with first = 0 they begin there."""
 
     def selected(self, logits: Tensor, index: Tensor, options: LogitOptions, out: Tensor, first: int) -> None:
-        """out[n, k] = x[n, index[n, k]] where that class is in the block."""
+        """Write out[n, k] = x[n, index[n, k]] where that class is in the block."""
 
     def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
-        """out = (scatter(g) + (a + b · (x - m) + q · p) · p + c · w) · d x / d logits, 0 in rows that are not counted; it may be logits."""
+        """Write out = (scatter(g) + (a + b · (x - m) + q · p) · p + c · w) · d x / d logits.
+
+        Rows that are not counted get 0; out may be logits.
+        """
 
     def scaled_rows(self, tensor: Tensor, factor: Tensor) -> None:
-        """tensor *= the factor of each row, in place; most are 1, and such a row need not be read."""
+        """Multiply each row by its factor, in place; most factors are 1, and their rows need not be read."""
 
 
 class Slopes(NamedTuple):
-    """What the gradient over the logits of rows is made of.
+    """The tensors from which the gradient with respect to the logits is computed.
 
     counted   whether a row has a gradient at all
     moments   those of `Sums`
@@ -207,21 +213,21 @@ def blocks(tensor: Tensor) -> list[slice]:
 
 
 def _local(index: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Which of these classes are in a block, and their places there."""
+    """Return a mask of the classes that are in a block, and their positions there, 0 for others."""
     local = index - first
     inside = (local >= 0) & (local < classes)
     return inside, torch.where(inside, local, 0)
 
 
 def _transformed(logits: Tensor, options: LogitOptions, rows: slice) -> Tensor:
-    """x, in float32 or float64."""
+    """Return x in float32 or float64."""
     scale, softcap = _scale_and_cap(options, rows)
     x = logits.to(accumulator(logits.dtype)) * scale
     return x if softcap is None else torch.tanh(x / softcap) * softcap
 
 
 def _scale_and_cap(options: LogitOptions, rows: slice) -> tuple[Tensor | float, Tensor | float | None]:
-    """c · tanh(s·a / c) / T = (c/T) · tanh((s/T)·a / (c/T)): a temperature is part of scale and cap."""
+    """Return scale and cap divided by the temperature: c · tanh(s·a / c) / T = (c/T) · tanh((s/T)·a / (c/T))."""
     if options.inverse_temperature is None:
         return options.logit_scale, options.softcap
     inverse = options.inverse_temperature[rows, None]

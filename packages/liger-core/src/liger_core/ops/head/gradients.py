@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients over a head, which tiles of logits add to one after the other."""
+"""The gradients of a head, summed tile by tile of logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCALED = 1 << 22
 
 
 class Gradients(NamedTuple):
-    """The gradients over a head; that of weight is missing where main_grad takes it."""
+    """The gradients of a head; grad_weight is None if main_grad receives it instead."""
 
     grad_hidden: Tensor | None
     grad_weight: Tensor | None
@@ -30,7 +30,7 @@ class Gradients(NamedTuple):
 
 
 def new_gradients(head: Head, main_grad: Tensor | None, needs: list[bool]) -> Gradients:
-    """Allocate the gradients over a head that are needed."""
+    """Allocate the gradients of a head that are needed."""
     inputs = (head.hidden, head.weight if main_grad is None else None, head.bias)
     return Gradients(
         *(torch.empty(t.shape, dtype=t.dtype, device=t.device) if n and t is not None else None for n, t in zip(needs, inputs, strict=True))
@@ -38,7 +38,7 @@ def new_gradients(head: Head, main_grad: Tensor | None, needs: list[bool]) -> Gr
 
 
 class Sums(NamedTuple):
-    """The gradients over a head before the upstream gradient is known; that of weight is summed in the dtype of the cut."""
+    """The gradients of a head before the upstream gradient is known; the weight's has the dtype of the cut."""
 
     sum_hidden: Tensor | None
     sum_weight: Tensor | None
@@ -51,7 +51,7 @@ def divides_late(head: Head, divide: Tensor | None) -> bool:
 
 
 def new_sums(head: Head, dtype: torch.dtype, needs: list[bool]) -> Sums:
-    """Allocate the sums over a head that are needed; that of weight in this dtype."""
+    """Allocate the sums that are needed, the weight's in this dtype."""
     hidden, weight, device = head.hidden, head.weight, head.hidden.device
     return Sums(
         torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if needs[0] else None,
@@ -61,17 +61,17 @@ def new_sums(head: Head, dtype: torch.dtype, needs: list[bool]) -> Sums:
 
 
 class HeadGradients:
-    """Adds up the gradients over a head while tiles go by: all classes of some rows, then those of the next rows.
+    """The running sums of a head's gradients over tiles: all classes of some rows, then those of the next rows.
 
-    Several tiles are added in float32 (or a wider dtype) before they are rounded: those of a row for hidden, those of a class for weight in
-    the dtype that is given. What a factor was taken out of, in float16, meets it in `finish`.
+    Several tiles are summed before rounding: those of a row for hidden, in float32 or wider, and those of a class for
+    weight, in `dtype`. In float16, the slopes are divided by a factor, and `finish` multiplies the sums by it.
     """
 
     def __init__(
         self, rows: CountedRows, head: Head, results: Gradients | Sums, vocab: Vocabulary, most: int, dtype: torch.dtype,
         main_grad: Tensor | None = None, factor: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """For a head of the counted rows, and of the rows of weight that are classes; at most `most` rows come at a time."""
+        """Prepare the sums for a head of counted rows, without padding classes; at most `most` rows come at a time."""
         self.counted, self.hidden, self.weight, self.dtype, self.factor = rows, head.hidden, head.weight, dtype, factor
         self.whole, of_weight, of_bias = results
         self.classes = head.weight.shape[0]
@@ -89,7 +89,7 @@ class HeadGradients:
             self.bias_sum = self.of_bias.zero_() if self.of_bias.dtype == wide else torch.zeros_like(self.of_bias, dtype=wide)
 
     def _without_padding(self, gradient: Tensor | None) -> Tensor | None:
-        """The rows that are classes; those past them are padding, whose gradient is zero."""
+        """Return the rows that are classes, without padding, whose gradient is zero."""
         if gradient is None or gradient.shape[0] == self.classes:
             return gradient
         gradient[self.classes :].zero_()
@@ -106,7 +106,10 @@ class HeadGradients:
             self._round(rows)
 
     def add_unweighted(self, slope: Tensor, row_factor: Tensor) -> None:
-        """Add the gradient of all logits but for a factor of each row: dX = factor · (slope @ W), dW = slopeᵀ @ (factor · X)."""
+        """Add the gradient of all logits, given without a factor for each row.
+
+        dX = factor · (slope @ W), dW = slopeᵀ @ (factor · X).
+        """
         count = self.hidden.shape[0]
         if self.of_hidden is not None and count:
             buffer = self.hidden.new_empty(min(self.most, count), self.hidden.shape[1], dtype=accumulator(self.hidden.dtype))
@@ -125,7 +128,7 @@ class HeadGradients:
                 self.bias_sum += row_factor[rows] @ slope[rows].to(row_factor.dtype)
 
     def finish(self) -> None:
-        """Round the sums, and put the gradients of the counted rows in their places; without any tile they are zero."""
+        """Round the sums and write the gradients of the counted rows to their positions; without tiles they are 0."""
         count, factor = self.hidden.shape[0], self.factor
         if self.of_weight is not None and not count:
             self.of_weight.zero_()
@@ -148,7 +151,7 @@ class HeadGradients:
             self.ranks.start(out)
 
     def _sum_of(self, rows: slice, several: bool) -> Tensor:
-        """Where the gradient of these rows is summed."""
+        """Return the tensor in which the gradient of these rows is summed."""
         assert self.of_hidden is not None
         wide = accumulator(self.of_hidden.dtype)
         if not several or self.of_hidden.dtype == wide:
@@ -188,7 +191,7 @@ class HeadGradients:
 
 
 class ScalingPass(Protocol):
-    """What the backward pass of a summed loss needs of a backend."""
+    """The pass that the backward of a summed loss needs from a backend."""
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None: ...
 
@@ -211,7 +214,7 @@ class SumsBackward:
     def recycle(
         self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None, needs: list[bool]
     ) -> Outputs:
-        """The sums themselves if they have the dtype of the gradient: scaling them in place saves a copy."""
+        """Reuse sums that have the dtype of the gradient: scaling them in place saves a copy."""
         fresh = [need and t is not None and t.dtype != weight.dtype for need, t in zip(needs, sums, strict=True)]
         made = self.allocate(grad_loss, weight, scale, sums, main_grad, fresh)
         kept = sums if main_grad is None else sums._replace(sum_weight=None)

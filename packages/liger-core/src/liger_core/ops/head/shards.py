@@ -5,7 +5,7 @@ Every sum of a row over the classes is a few numbers, so that one all-gather of 
 
     m = max m_r,   s_r = m_r - m,   d = Σ d_r e^s_r,   Σ e·(x - m) = Σ (t_r + d_r s_r) e^s_r,   Σ e² = Σ q_r e^2s_r
 
-The gradient of weight stays where its rows are. That of hidden is a sum over all classes: the ranks add their parts, in float32.
+The gradient of weight stays with its rows. That of hidden is a sum over all classes, and so over ranks, in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OF_CLASSES = ("weight", "bias", "teacher_weight", "teacher_bias")
 
 
 class VocabShard(NamedTuple):
-    """Which classes of a vocabulary the rows of weight on this rank are.
+    """The shard of a vocabulary whose rows of weight are on this rank.
 
     group      the process group whose ranks have all classes between them
     start      the class of the first row of weight here
@@ -49,11 +49,10 @@ class VocabShard(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, group: Any = None, classes: int | None = None) -> VocabShard:
-        """The shard of a rank whose rows of weight follow those of the ranks before it in the group (by default all ranks).
+        """Return this rank's shard if the ranks hold the rows of weight in order.
 
-        classes  how many there are without padding, by default as many as all rows of weight
-
-        Every rank of the group must call it, since they exchange how many rows they have.
+        group    by default all ranks; each of them must call this method, because they exchange their numbers of rows
+        classes  the number of classes without padding, by default the number of all rows of weight
         """
         group = torch.distributed.group.WORLD if group is None else group
         sizes: list[int] = [0] * group.size()
@@ -62,7 +61,7 @@ class VocabShard(NamedTuple):
 
 
 def vocabulary(weight: Tensor, vocab: VocabShard | None) -> Vocabulary:
-    """What kernels take of it."""
+    """Return the shard's description in the form that kernels take."""
     if vocab is None:
         return Vocabulary(None, 0, weight.shape[0])
     group = vocab.group
@@ -70,12 +69,15 @@ def vocabulary(weight: Tensor, vocab: VocabShard | None) -> Vocabulary:
 
 
 def held_classes(weight: Tensor, vocab: VocabShard | None) -> int:
-    """Classes of a row of logits that a rank holds, alike on all ranks, so that none raises an error alone while the others wait for it."""
+    """Return the number of classes of a row of logits on a rank.
+
+    It is the same on all ranks: an error on one rank alone would leave the others waiting.
+    """
     return vocabulary(weight, vocab).usual()
 
 
 def check_vocab(op: str, weight: Tensor, vocab: VocabShard | None) -> int:
-    """How many classes there are in all."""
+    """Check the shard and return the number of all classes."""
     if vocab is None:
         return weight.shape[0]
     if not isinstance(vocab, VocabShard):
@@ -90,10 +92,10 @@ def check_vocab(op: str, weight: Tensor, vocab: VocabShard | None) -> int:
 
 
 def takes_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation (hidden, weight, …, vocab) that also takes weight as a DTensor with its vocabulary over a mesh dimension.
+    """Make an implementation (hidden, weight, …, vocab) also accept weight as a DTensor with a sharded vocabulary.
 
-    Rows may be distributed over the other dimensions of the mesh. What is returned is then distributed likewise: results for each token
-    as they are, a sum as a partial one; if hidden is a plain tensor, as plain tensors.
+    Rows may be sharded over the other mesh dimensions. If hidden is a DTensor, so are the results: per-token results
+    are sharded like the rows, and a sum is partial. If hidden is a plain tensor, the results are plain tensors.
     """
 
     @functools.wraps(function)
@@ -107,7 +109,7 @@ def takes_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_order(hidden: Any, dimension: int) -> bool:
-    """Whether this dimension of the mesh alone splits hidden, into equal parts that follow each other in the order of its rows."""
+    """Whether this mesh dimension alone splits hidden, into equal parts in the order of its rows."""
     placement = hidden.placements[dimension]
     if not placement.is_shard() or sum(p.is_shard() for p in hidden.placements) > 1:
         return False
@@ -184,7 +186,7 @@ def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **optio
 class Vocabulary(NamedTuple):
     """The classes that the rows of weight stand for: start, start + 1, … of `classes`; rows past these are padding.
 
-    group      name of the process group that has all of them; None if this rank has
+    group      name of the process group that has all classes; None if this rank has them all
     scattered  the rows of hidden come in equal parts from the ranks, and each needs the gradient of its own only
     """
 
@@ -194,30 +196,33 @@ class Vocabulary(NamedTuple):
     scattered: bool = False
 
     def mine(self, rows: int) -> int:
-        """How many rows of weight are classes."""
+        """Return the number of rows of weight that are classes, not padding."""
         return max(0, min(rows, self.classes - self.start))
 
     def usual(self) -> int:
-        """Classes of a rank if they are spread evenly: what all ranks know alike."""
+        """Return the classes per rank of an even split, which is the same number on all ranks."""
         return -(-self.classes // self.ranks())
 
     def ranks(self) -> int:
-        """How many share the vocabulary."""
+        """Return the number of ranks that share the vocabulary."""
         return 1 if self.group is None else _size(self.group)
 
     def local(self, index: Tensor) -> Tensor:
-        """Where a class is in this shard; elsewhere it is none of its rows."""
+        """Return the row of a class in this shard; for a class elsewhere, it is outside the shard's rows."""
         return index - self.start if self.start else index
 
 
 class Exchange(NamedTuple):
-    """The columns that a rank gives for each row: moments, then the sum of class weights, x of one chosen class, the arg-max class."""
+    """The exchange of a row's sums.
+
+    Each rank sends columns: moments, the sum of class weights, x of a single chosen class, and the arg-max class.
+    """
 
     vocab: Vocabulary
     asked: ResultOptions
 
     def merge(self, moments: Tensor, selected: Tensor, prediction: Tensor | None, weights: Tensor | float) -> None:
-        """Make of the sums of this shard those of all, in place. `weights`: the sum of this shard's class weights."""
+        """Reduce this shard's sums over all shards, in place; `weights` is the sum of this shard's class weights."""
         if self.vocab.group is None or not moments.shape[0]:
             return
         bits = torch.int32 if moments.dtype == torch.float32 else torch.int64
@@ -256,7 +261,10 @@ class Exchange(NamedTuple):
 
 
 def merge_divergence(moments: Tensor, temperature: float, hard: bool, vocab: Vocabulary) -> None:
-    """Make of a shard's moments of two sides (liger_core/ops/_divergence.py) those of all, in place, but for Σ q · (h - h₀)."""
+    """Reduce a shard's moments of both sides over all shards, in place, except for Σ q · (h - h₀).
+
+    liger_core/ops/_divergence.py defines the moments.
+    """
     every = _everyone(moments, vocab)
     highest, theirs = every[:, :, 0].amax(0), every[:, :, 2].amax(0)
     step = every[:, :, 0] - highest
@@ -269,7 +277,7 @@ def merge_divergence(moments: Tensor, temperature: float, hard: bool, vocab: Voc
 
 
 def _everyone(mine: Tensor, vocab: Vocabulary) -> Tensor:
-    """(ranks, …): what each rank has."""
+    """Return the tensors of all ranks, (ranks, …)."""
     assert vocab.group is not None
     ranks = _size(vocab.group)
     gathered: Tensor = _c10d.wait_tensor(_c10d.all_gather_into_tensor(mine, ranks, vocab.group))
@@ -277,35 +285,35 @@ def _everyone(mine: Tensor, vocab: Vocabulary) -> Tensor:
 
 
 def start_sum(part: Tensor, vocab: Vocabulary) -> None:
-    """Start to add up what each rank has, in place."""
+    """Start to sum a tensor over the ranks, in place."""
     if vocab.group is not None:
         _c10d.all_reduce_(part, "sum", vocab.group)
 
 
 def end_sum(part: Tensor, vocab: Vocabulary) -> None:
-    """Make what comes after wait for that sum."""
+    """Wait for the sum, on the device."""
     if vocab.group is not None:
         _c10d.wait_tensor(part)
 
 
 class RowSum:
-    """Adds up over the ranks what each has of the gradient of hidden; where a rank needs that of its own rows only, in half of the traffic.
+    """The sum over ranks of the gradient of hidden; if a rank needs only its own rows, it takes half of the traffic.
 
-    rows   of hidden
-    index  those of them that the gradient has; None if it has all
-    most   of those that come at once
-    shared whether there are other ranks at all
+    rows    the number of rows of hidden
+    index   the rows that the gradient has; None if it has all
+    most    the largest number of rows that come at once
+    shared  whether there are other ranks
     """
 
     def __init__(self, vocab: Vocabulary, rows: int, index: Tensor | None, most: int) -> None:
         self.vocab, self.rows, self.index, self.shared = vocab, rows, index, vocab.group is not None
         count = rows if index is None else index.shape[0]
-        # All at once, and not so few of them that to send the others costs more than what it saves.
+        # Only if all rows come at once, and not so few that sending the zeros of the others costs more than it saves.
         self.scatters = vocab.scattered and count <= most and rows % vocab.ranks() == 0 and 2 * count >= rows > 0
         self.started: Tensor | None = None
 
     def start(self, out: Tensor) -> None:
-        """Start to add up these rows, in place."""
+        """Start to sum these rows over the ranks, in place."""
         if not self.scatters:
             start_sum(out, self.vocab)
             return
@@ -313,7 +321,7 @@ class RowSum:
         self.started = _c10d.reduce_scatter_tensor(whole, "sum", self.vocab.ranks(), self.vocab.group)
 
     def end(self, out: Tensor) -> None:
-        """Make what comes after wait for that sum. Scattered rows of other ranks keep what this rank has."""
+        """Wait for the sum, on the device. If it was scattered, the rows of other ranks keep this rank's part."""
         if self.started is None:
             end_sum(out, self.vocab)
             return

@@ -25,8 +25,10 @@ from liger_core.ops.head.shards import Exchange, RowSum, Vocabulary
 
 
 class TokenResults(NamedTuple):
-    """Log-probabilities (N, K), and for each row what is asked for. For the backward pass moments (N, 6), x of the chosen classes, how many
-    rows count, on the CPU (-1: all are taken), and the kept logits, or what is kept of the derivative by hidden.
+    """The log-probabilities (N, K), the requested results of each row, and tensors for the backward pass.
+
+    Those are the moments (N, 6), x of the chosen classes, the number of counted rows, on the CPU (-1: all rows are
+    taken), and the kept logits or the kept derivative with respect to hidden.
     """
 
     log_prob: Tensor
@@ -44,7 +46,7 @@ class TokenResults(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """The gradients that arrive."""
+    """The upstream gradients."""
 
     grad_log_prob: Tensor | None
     grad_entropy: Tensor | None
@@ -70,7 +72,7 @@ class TokenLoop:
         )
 
     def tokens(self, *args: Any) -> TokenResults:
-        """Call it with its results by name."""
+        """Return the results of a call by name."""
         return TokenResults._make((*self._tokens(*args), None, None))
 
     def _allocate(
@@ -138,7 +140,7 @@ class TokenLoop:
     def _recycle_backward(
         self, upstream: Upstream, head: Head, chunks: ChunkOptions, kept: Tensor | None, derivative: Tensor | None, *rest: Any
     ) -> Outputs:
-        """The same, but what was kept if it has the dtype of the gradient that may overwrite it."""
+        """Allocate the gradients, but let them overwrite the kept tensor if it has their dtype."""
         if derivative is not None and derivative.dtype == head.hidden.dtype:
             return derivative, None, None, None
         recycled = None if kept is None or kept.dtype != head.hidden.dtype else kept
@@ -182,14 +184,14 @@ class TokenLoop:
 
 @functools.cache
 def token_loop(passes: TokenPasses, make_kernel: Callable[..., Kernel]) -> TokenLoop:
-    """The kernels of a backend, which its ops share."""
+    """Return the kernels of a backend, which its ops share."""
     return TokenLoop(passes, make_kernel)
 
 
 def _counted(
     head: Head, options: LogitOptions, ignore_index: int, chunks: ChunkOptions, vocab: Vocabulary, number: int | None = None
 ) -> tuple[CountedRows, Head, LogitOptions]:
-    """The rows of which some class counts, with that as their target, before those of weight that are classes; and the options for them."""
+    """Return the rows in which some class counts, the head of these rows without padding, and their options."""
     counted = head.target != ignore_index
     counted = counted[:, 0] if counted.shape[1] == 1 else counted.any(-1)
     rows = CountedRows(head.hidden, counted, 0, vocab.usual(), chunks.pack, number)
@@ -198,7 +200,7 @@ def _counted(
 
 
 def _finish(results: TokenResults, chosen: Tensor, counted: Tensor, classes: int, options: LogitOptions, ignore_index: int) -> None:
-    """The results from the moments of rows and x of the chosen classes."""
+    """Compute the results from the moments of rows and x of the chosen classes."""
     top, total, distance, weighted, squares, anchor = results.moments.unbind(-1)
     log_total = total.log()
     log_prob = (results.selected - top[:, None]) - log_total[:, None]
@@ -229,7 +231,7 @@ def _slopes(
     upstream: Upstream, moments: Tensor, selected: Tensor, chosen: Tensor, counted: Tensor, vocab: Vocabulary, options: LogitOptions,
     ignore_index: int, dtype: torch.dtype,
 ) -> tuple[Slopes, Tensor | None]:  # fmt: skip
-    """What the gradient of logits of this dtype is made of, and in float16 the power of two that it was divided by."""
+    """Return the slopes of the gradient for logits of this dtype, and in float16 the power of two that divides them."""
     classes = vocab.classes
     of_chosen, of_entropy, of_normalizer, of_mean, of_mean_logit, of_collision = upstream
     named = (chosen != ignore_index) & counted[:, None]
