@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the divergences read two rows of logits in Triton, and the maximum and the sum of each."""
+"""The divergences' reads of two rows of logits in Triton, and the maximum and the sum of each row."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from liger_triton._logits import capped
 
 @triton.jit
 def grown(m, d, x):
-    """The maximum and the sum of e^(x - m) of each thread, with VECTOR neighbors more."""
+    """Update each thread's maximum m and sum of e^(x - m) with VECTOR more neighbors."""
     top = tl.maximum(m, tl.max(x, 1))
     return top, d * tl.exp2((m - top) * 1.4426950408889634) + tl.sum(tl.exp2((x - top[:, None]) * 1.4426950408889634), 1)
 
 
 @triton.jit
 def met(m, d):
-    """The maximum and the sum of a row from those of its threads. A NaN among the logits shows in the sum."""
+    """Reduce the maxima and sums of the threads to those of the row; a NaN among the logits shows in the sum."""
     top = tl.max(m, 0)
     return top, tl.sum(d * tl.exp2((m - top) * 1.4426950408889634), 0)
 
@@ -29,9 +29,9 @@ def both(
     base, theirs, column, width, logit_scale, softcap, their_scale, their_softcap,
     HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """x of the student and the teacher at these columns, -∞ past the last one. PLAIN: they are the logits.
+    """Load x of the student and the teacher at these columns, -∞ past the last one. PLAIN: x is the logit itself.
 
-    The mask also keeps the product that x may be from being fused into x - m, where m is a rounded one.
+    The mask also prevents x, if it is a product, from being fused into x - m, where m is a rounded product.
     """
     mask = column < width
     x = tl.load(base + column, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
@@ -44,7 +44,10 @@ def both(
 
 @triton.jit
 def neighbors(pointer, N: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constexpr, POLICY: tl.constexpr):
-    """(N, VECTOR) adjacent logits in float32. PAIRED: two of bfloat16 come as one word, so that each takes one instruction, not one and a half."""
+    """Load adjacent logits as (N, VECTOR) in float32.
+
+    PAIRED: two bfloat16 logits are loaded as one word, which takes one instruction per logit instead of one and a half.
+    """
     if PAIRED:
         HALF: tl.constexpr = VECTOR // 2
         offset = tl.arange(0, N)[:, None] * HALF + tl.arange(0, HALF)[None, :]
@@ -58,7 +61,7 @@ def neighbors(pointer, N: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constex
 
 @triton.jit
 def halves(pointer, HALF: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constexpr, POLICY: tl.constexpr):
-    """Two blocks beside each other: what a thread does once a block it does once for both."""
+    """Load two adjacent blocks, so each thread does its work per block once for both."""
     first = neighbors(pointer, HALF // VECTOR, VECTOR, PAIRED, POLICY)
     second = neighbors(pointer + HALF, HALF // VECTOR, VECTOR, PAIRED, POLICY)
     return tl.join(first, second).reshape(HALF // VECTOR, 2 * VECTOR)
@@ -66,7 +69,7 @@ def halves(pointer, HALF: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constex
 
 @triton.jit
 def masked_halves(pointer, column, width, HALF: tl.constexpr, POLICY: tl.constexpr):
-    """(`halves` of the last columns, whatever is past the last one, and which are not)."""
+    """Return (`halves` of the last columns, zeros past the last one; a mask of the valid columns)."""
     first = tl.load(pointer + column, mask=column < width, other=0.0, eviction_policy=POLICY)
     second = tl.load(pointer + column + HALF, mask=column + HALF < width, other=0.0, eviction_policy=POLICY)
     both = tl.join(first, second)
@@ -76,7 +79,10 @@ def masked_halves(pointer, column, width, HALF: tl.constexpr, POLICY: tl.constex
 
 @triton.jit
 def anchored(m, anchor, d, x):
-    """The maximum of each thread, its anchor, which is the maximum to base 2 and rounded, and the sum of 2^(x - anchor), with more neighbors."""
+    """Update each thread's maximum, anchor and sum of 2^(x - anchor) with more neighbors.
+
+    The anchor is the maximum in units of base 2, rounded.
+    """
     m = tl.maximum(m, tl.max(x, 1))
     top = m * 1.4426950408889634
     return m, top, d * tl.exp2(anchor - top) + tl.sum(tl.exp2(tl.fma(x, 1.4426950408889634, -top[:, None])), 1)
@@ -84,17 +90,20 @@ def anchored(m, anchor, d, x):
 
 @triton.jit
 def met_anchored(m, anchor, d):
-    """The maximum of a row and the sum of e^(x - maximum), from those of its threads."""
+    """Reduce the threads' values to the maximum of the row and the sum of e^(x - maximum)."""
     top = tl.max(m, 0)
     highest = tl.max(anchor, 0)
-    # Selected, so that no product is fused into a sum of two threads, of which each would fuse its own.
+    # The select prevents fusing the products into the sum, where each of two threads would fuse its own.
     d = tl.sum(tl.where(d > 0, d * tl.exp2(anchor - highest), d), 0)
     return top, d * tl.exp2(-tl.fma(top, 1.4426950408889634, -highest))
 
 
 @triton.jit
 def quick_statistics(base, theirs, width, BLOCK: tl.constexpr, VECTOR: tl.constexpr, PAIRED: tl.constexpr):
-    """`statistics` of plain logits, by half of the instructions. The sums are 0, infinite or NaN if a logit is, or is nearly as large."""
+    """Return `statistics` of plain logits with half of the instructions.
+
+    If a logit is infinite, NaN or nearly infinite, the sums are 0, infinite or NaN.
+    """
     HALF: tl.constexpr = BLOCK // 2
     m = tl.full((HALF // VECTOR,), -1e30, dtype=tl.float32)
     anchor = m * 1.4426950408889634
@@ -102,7 +111,7 @@ def quick_statistics(base, theirs, width, BLOCK: tl.constexpr, VECTOR: tl.conste
     their_m = m
     their_anchor = anchor
     their_d = d
-    # Where each thread found its largest.
+    # The block in which each thread saw its maximum.
     found = tl.zeros((HALF // VECTOR,), dtype=tl.int32)
     whole = width // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
@@ -133,7 +142,10 @@ def statistics(
     base, theirs, width, temperature, logit_scale, softcap, their_scale, their_softcap, FORMULA: tl.constexpr, HARD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """(m and d of the student, those of the teacher, the teacher's x at the student's largest, d of the student without temperature)."""
+    """Return m and d of both rows.
+
+    Returns (student's m, d, teacher's m, d, teacher's x at the student's largest, student's d without temperature).
+    """
     # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
     m = tl.full((BLOCK // VECTOR,), -3.4028234663852886e38, dtype=tl.float32)
     d = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
@@ -160,7 +172,7 @@ def statistics(
 
 @triton.jit
 def seen(m, d, their_m, their_d, their_first, sharp_d, x, y, temperature, FORMULA: tl.constexpr, HARD: tl.constexpr):
-    """What each thread knows of a row, with VECTOR neighbors of both sides more."""
+    """Update each thread's statistics of a row with VECTOR more neighbors of both sides."""
     if FORMULA != KIND_FORWARD:
         highest = tl.max(x, 1)
         there = tl.max(tl.where(x == highest[:, None], y, float("-inf")), 1)

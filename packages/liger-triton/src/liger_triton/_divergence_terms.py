@@ -16,7 +16,7 @@ KIND_VARIATION, KIND_EVEN = tl.constexpr(VARIATION), tl.constexpr(EVEN)
 
 @triton.jit
 def summed(slopes, slope, q, FORMULA: tl.constexpr):
-    """Σ q · h of each thread. Only the slope of the reverse KL may be infinite."""
+    """Return Σ q · h of each thread. Only the slope of the reverse KL may be infinite."""
     if FORMULA == KIND_REVERSE:
         slopes += tl.where(q != 0, q * slope, 0.0)
     elif FORMULA != KIND_FORWARD:
@@ -26,7 +26,10 @@ def summed(slopes, slope, q, FORMULA: tl.constexpr):
 
 @triton.jit
 def steps(far):
-    """(far - 1 + e, 1 - e - far · e, 1 - e, e) where e = e^-far; the first is far²/2 near 0, and from it follow the others exactly."""
+    """Return (far - 1 + e, 1 - e - far · e, 1 - e, e), where e = e^-far.
+
+    The first is about far²/2 near 0, and the others follow from it exactly.
+    """
     smaller = tl.exp2(far * -1.4426950408889634)
     near = far < 0.5
     over = 0.5 * far * far * (1.0 - far * (1.0 / 3 - far * (1.0 / 12 - far * (1.0 / 60 - far * (1.0 / 360 - far / 2520)))))
@@ -39,7 +42,7 @@ def steps(far):
 
 @triton.jit
 def log_series(t):
-    """t - log(1 + t) for a small t, with s = t / (2 + t)."""
+    """Return t - log(1 + t) for a small t, with s = t / (2 + t)."""
     s = t / (2.0 + t)
     square = s * s
     return t * s - 2.0 * s * square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))))
@@ -47,14 +50,17 @@ def log_series(t):
 
 @triton.jit
 def log_ratio(a, b):
-    """log(a / b), exact to the last digits also where it is nearly 0: there the hardware's logarithm has absolute errors only."""
+    """Return log(a / b), accurate to the last digits even near 0, where the hardware's logarithm is not."""
     difference = (a - b) / b
     return tl.where(tl.abs(difference) < 0.25, difference - log_series(difference), tl.log2(a / b) * 0.6931471805599453)
 
 
 @triton.jit
 def mixed(share, complement, step, smaller):
-    """(t - log(1 + t), log(1 + t), 1 + t) where 1 + t = share + complement · smaller; complement is 1 - share, which float32 would round."""
+    """Return (t - log(1 + t), log(1 + t), 1 + t), where 1 + t = share + complement · smaller.
+
+    complement is 1 - share, which float32 would round.
+    """
     t = -complement * step
     mixture = share + complement * smaller
     rest = log_series(t)
@@ -66,7 +72,7 @@ def mixed(share, complement, step, smaller):
 
 @triton.jit
 def mixed_slope(far, ahead, step, smaller, log, mixture, behind, beta, complement, of_teacher, of_student):
-    """h of a mixture but for a constant, which is another one in rows where p/M of the student's largest class is nearly 0."""
+    """Return h of a mixture up to a constant, which differs if p/M of the student's largest class is nearly 0."""
     one = tl.where(ahead, 1.0, smaller)
     difference = complement * tl.where(ahead, step, -step)
     ratio = tl.where(behind, one, difference) / mixture
@@ -76,10 +82,10 @@ def mixed_slope(far, ahead, step, smaller, log, mixture, behind, beta, complemen
 
 @triton.jit
 def even_terms(far):
-    """(e^-far, log M, terms) where M = (1 + e^-far) / 2, all in units of the larger of p and q.
+    """Return (e^-far, log M, terms), where M = (1 + e^-far) / 2, all in units of the larger of p and q.
 
-    The terms are twice the divergence, -(1 + e^-far) · log M - far · e^-far, which near 0 is e^(-far/2) times an even function of far, and
-    log M is there log cosh(far/2) - far/2. The coefficients are those of the least relative error, which is below 1e-7.
+    The terms are twice the divergence, -(1 + e^-far) · log M - far · e^-far. Near 0, they are e^(-far/2) times an even
+    function of far, and log M is log cosh(far/2) - far/2. The coefficients minimize the relative error, to below 1e-7.
     """
     root = tl.exp2(far * -0.7213475204444817)
     smaller = root * root
@@ -95,7 +101,7 @@ def even_terms(far):
 
 @triton.jit
 def first_slope(first, beta, complement, of_teacher, of_student, FORMULA: tl.constexpr):
-    """h at the student's largest class, in units of `slope_unit`."""
+    """Return h at the student's largest class, in units of `slope_unit`."""
     h = -first
     if FORMULA == KIND_VARIATION:
         h = tl.where(first == 0, 0.0, tl.where(first > 0, -0.5, 0.5))
@@ -114,7 +120,7 @@ def first_slope(first, beta, complement, of_teacher, of_student, FORMULA: tl.con
 
 @triton.jit
 def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_student, FORMULA: tl.constexpr):
-    """(the terms of `added_up`, h less that of the student's largest class, q) of classes, or q · h for the forward KL.
+    """Return (terms of `added_up`, h minus h of the student's largest class, q) of classes; for the forward KL, q · h.
 
     All but h are in units of 1/d of the student. As in liger_core/ops/_divergence.py: the larger of p and q times a function of
     far = |log p - log q|, by a series where it is small.
@@ -168,13 +174,13 @@ def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_
 
 @triton.jit
 def slope_unit(FORMULA: tl.constexpr):
-    """What a slope of `compared` is counted in: EVEN has twice the slope."""
+    """Return the unit of the slopes of `compared`: EVEN computes twice the slope."""
     return 0.5 if FORMULA == KIND_EVEN else 1.0
 
 
 @triton.jit
 def added_up(values, slopes, offset, inverse, FORMULA: tl.constexpr):
-    """(divergence, Σ q (h - h₀)) of a row from the terms of its threads, of which VARIATION and EVEN have twice as much.
+    """Return (divergence, Σ q (h - h₀)) of a row from the terms of its threads, which VARIATION and EVEN double.
 
     A NaN among the logits of either side shows in the offset, the difference of the logarithms of both sums, if nowhere else.
     """
@@ -186,7 +192,7 @@ def added_up(values, slopes, offset, inverse, FORMULA: tl.constexpr):
 
 @triton.jit
 def difference(below, inverse, beneath, their_inverse, offset):
-    """q - p, by a series where they are nearly equal."""
+    """Return q - p, by a series where they are nearly equal."""
     q = tl.exp2(below * 1.4426950408889634) * inverse
     p = tl.exp2(beneath * 1.4426950408889634) * their_inverse
     apart = (beneath - below) + offset
@@ -196,7 +202,7 @@ def difference(below, inverse, beneath, their_inverse, offset):
 
 @triton.jit
 def pulled(slope, q, mean, inverse, FORMULA: tl.constexpr):
-    """The gradient over x of the student."""
+    """Return the gradient with respect to the student's x."""
     mean = mean / slope_unit(FORMULA)
     inverse = inverse * slope_unit(FORMULA)
     if FORMULA == KIND_REVERSE:
@@ -207,6 +213,6 @@ def pulled(slope, q, mean, inverse, FORMULA: tl.constexpr):
 
 @triton.jit
 def sharpened(below, sharp_inverse, column, label, temperature):
-    """The gradient of the cross entropy: the softmax without temperature, less 1 at the label."""
+    """Return the gradient of the cross entropy: the softmax without temperature, minus 1 at the label."""
     sharp = tl.exp2(below * temperature * 1.4426950408889634) * sharp_inverse
     return temperature * tl.where(column == label, sharp - 1.0, sharp)

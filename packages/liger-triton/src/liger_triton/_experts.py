@@ -49,7 +49,7 @@ def combine_kernel(
 
 @triton.jit
 def joined_at(row, column, width, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The offsets of gate and up of a tile in the outputs of the first matmul."""
+    """Return a tile's offsets of gate and up in the outputs of the first matmul."""
     if GATED:
         if INTERLEAVED:
             first = row[:, None] * (2 * width) + 2 * column[None, :]
@@ -68,7 +68,10 @@ def joined_values(
     joined, bias, group, row, column, mask, width, limit, alpha, shift,
     ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: the activation of its gate, its derivative, and where it is flat; what multiplies it, and where that is flat."""
+    """Compute a tile of the activated gate and of the factor that multiplies it.
+
+    Returns the activation, its derivative, a mask where it is flat, the factor, and a mask where the factor is flat.
+    """
     first, second = joined_at(row, column, width, GATED, INTERLEAVED)
     gate = tl.load(joined + first, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -87,7 +90,7 @@ def joined_values(
 
 @triton.jit
 def group_of(order, index, row, mask, HAS_BIAS: tl.constexpr):
-    """The experts of some rows, where a bias is to be found by them."""
+    """Return the experts of some rows if there is a bias to look up, else the rows."""
     group = row
     if HAS_BIAS:
         group = tl.load(index + tl.load(order + row, mask=mask, other=0), mask=mask, other=0).to(tl.int64)

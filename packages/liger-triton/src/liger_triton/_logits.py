@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the row passes over logits share: shapes of launches, and what becomes of a logit before its softmax."""
+"""The parts that row passes over logits share: launch shapes, and the scale and cap of a logit before the softmax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 class Shape(NamedTuple):
-    """Columns of a block, warps and pipeline stages of one pass."""
+    """The columns of a block, the warps and the pipeline stages of one pass."""
 
     block: int
     warps: int
@@ -27,7 +27,10 @@ GRADIENT = Shape(2048, 4)
 
 @triton.jit
 def tanh(u):
-    """By its exponential, since the hardware's approximation is off by 2⁻¹¹; near 0, where that cancels, by its series."""
+    """Compute tanh from the exponential, or near 0, where that cancels, from the series.
+
+    The hardware's approximation is off by 2⁻¹¹.
+    """
     size = tl.abs(u)
     decay = tl.exp(-2.0 * size)
     square = u * u
@@ -38,7 +41,7 @@ def tanh(u):
 
 @triton.jit
 def capped(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """logit_scale · logits, then softcap · tanh(· / softcap), in float32."""
+    """Return logit_scale · logits, then softcap · tanh(· / softcap), in float32."""
     x = logits.to(tl.float32) * logit_scale
     if HAS_SOFTCAP:
         x = softcap * tanh(x * (1.0 / softcap))
@@ -47,7 +50,7 @@ def capped(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def through_cap(slope, logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """The gradient over x as that over the logits: 1 - tanh² by the exponential, which unlike that difference does not cancel."""
+    """Turn the gradient over x into that over the logits; 1 - tanh² comes from the exponential and does not cancel."""
     slope = slope * logit_scale
     if HAS_SOFTCAP:
         decay = tl.exp(-2.0 * tl.abs(logits.to(tl.float32) * logit_scale * (1.0 / softcap)))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row a program, or one row after the other, in chunks that registers hold: rows of more than 512 columns backward, and forward those whose
-width is not a power of two.
+"""Norms of rows that a program holds in registers in chunks, one row per program or one after the other.
+
+Backward, these are rows of more than 512 columns; forward, those whose width is not a power of two.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FORWARD_CHUNKS = 6
 
 
 def forward_options(width: int, centered: bool) -> dict[str, int | bool]:
-    """The compile-time arguments of forward_launch, which has one program a row."""
+    """Return the compile-time arguments of forward_launch, which runs one program per row."""
     return chunks_of(width, warps_for(width, FORWARD_CHUNKS))
 
 
@@ -43,7 +44,7 @@ def backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
     grad_stride: int, summed_stride: int, x_stride: int, width: int, offset: float,
 ) -> None:  # fmt: skip
-    """As many programs as run at once walk the rows; of few rows each has its own."""
+    """Launch the backward pass: as many programs as run at once walk the rows, or one per row if there are few."""
     sums = (grad_weight is not None) + (grad_bias is not None)
     warps, walking, held = backward_shape(width, mean is not None, grad_summed is not None)
     direct = rows <= DIRECT_ROWS or not sums
@@ -67,7 +68,7 @@ def backward(
 # Share of copy bandwidth on one H200 (bfloat16), backward: rms_norm .81 at 1024 columns, .86 at 2560, .90 at 4096 and 5120, .89 at 8192, .91 at 16384;
 # layer_norm .79 at 1024, .85 at 3072, .88 at 4096 and 5120, .86 at 8192. In one block a row of 2560 columns reaches .74, of 5120 .78.
 def backward_shape(width: int, centered: bool, summed: bool) -> tuple[int, int, bool]:
-    """Warps of a row, warps of a multiprocessor, and whether the weight stays in registers from row to row."""
+    """Return the warps per row and per multiprocessor, and whether the weight stays in registers between rows."""
     if width <= 3072:
         return max(2, warps_for(width, 3)), 8 if summed else 12, True
     if width > 12288 and summed:
@@ -81,7 +82,7 @@ def backward_shape(width: int, centered: bool, summed: bool) -> tuple[int, int, 
 
 @triton.jit
 def around_mean(value, mean, row, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """A row, and if it is centered, less its mean, which is stored."""
+    """Return a row; if the norm is centered, store its mean and subtract it."""
     if mean is not None:
         # Correctly rounded, so that a constant row becomes exactly zero.
         average = tl.div_rn(row_sum(value), 1.0 * WIDTH)
@@ -92,7 +93,7 @@ def around_mean(value, mean, row, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def inverse_of(value, inverse, row, WIDTH: tl.constexpr, eps):
-    """1 / sqrt(mean(value²) + eps), which is stored."""
+    """Store and return 1 / sqrt(mean(value²) + eps)."""
     scale = tl.rsqrt(product_sum(value, value) / WIDTH + eps)
     tl.store(inverse + row, scale)
     return scale
@@ -100,7 +101,7 @@ def inverse_of(value, inverse, row, WIDTH: tl.constexpr, eps):
 
 @triton.jit
 def normalized(value, mean, scale, row):
-    """What a row was normalized to."""
+    """Return the normalized row before the weight."""
     average = 0.0
     if mean is not None:
         average = tl.load(mean + row)

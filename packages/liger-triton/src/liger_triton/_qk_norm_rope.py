@@ -12,9 +12,10 @@ from liger_triton.rope import rows_at
 
 @triton.jit
 def columns(half, width, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr):
-    """The columns of a tile and their partners in the rotation, which lanes hold a column and which are rotated, and whose sine is negative.
+    """Return a tile's columns, their partners in the rotation, and masks of the lanes.
 
-    PAIRS: the second column of each pair is only a partner. Else every column is in the tile, and those of pairs are partners, too.
+    The masks say which lanes hold a column, which are rotated, and whose sine is negative. PAIRS: the second column of
+    each pair is only a partner. Otherwise all columns are in the tile, and those of a pair are each other's partners.
     """
     lane = tl.arange(0, LANES)
     if PAIRS:
@@ -31,7 +32,7 @@ def columns(half, width, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: 
 def partners(
     value, row, partner, mask, turned, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """What the partners of a tile's columns hold: neighbors are in the tile already, columns of the other half are read."""
+    """Return the values of the partners of a tile's columns: neighbors from the tile, the other half's from memory."""
     if INTERLEAVED:
         even, odd = tl.split(tl.reshape(value, (TOKENS, HEADS, LANES // 2, 2)))
         return tl.where(turned[None, None, :], tl.reshape(tl.join(odd, even), (TOKENS, HEADS, LANES)), 0.0)
@@ -41,13 +42,13 @@ def partners(
 
 @triton.jit
 def table(row, column, mask, otherwise):
-    """The columns of cos or sin of a tile's tokens."""
+    """Load the columns of cos or sin for a tile's tokens."""
     return tl.load(row + column[None, :], mask=mask, other=otherwise).to(tl.float32)[:, None, :]
 
 
 @triton.jit
 def factor(weight, column, mask, offset):
-    """What a normalized row is multiplied by."""
+    """Load the factor of a normalized row, weight + offset."""
     return (tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + offset)[None, None, :]
 
 
@@ -61,7 +62,10 @@ def normalized(value, scale, weight, out, CAST_INPUT: tl.constexpr):
 
 @triton.jit
 def share(program, programs, tiles, batches, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr, EVEN: tl.constexpr):
-    """What a program computes: its batch row, its first token, how far apart its tiles are, its heads, and which of them are there."""
+    """Return a program's share of the work.
+
+    It is (batch row, first token, distance between tiles in tokens, heads, mask of the valid heads).
+    """
     # Programs of neighboring tiles of heads run side by side.
     tile = program % tiles
     walker = program // tiles
@@ -78,7 +82,7 @@ def forward_tiles(
     HALF: tl.constexpr, WIDTH: tl.constexpr, CAST_INPUT: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr,
     LANES: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and rotate the same heads of all tokens that are this program's, TOKENS adjacent ones at a time.
+    """Normalize and rotate the same heads of all of this program's tokens, TOKENS adjacent ones at a time.
 
     y1 = m1·cos1 - m2·sin1,  y2 = m2·cos2 + m1·sin2,  where m = x · inverse · (weight + offset) and inverse = 1 / sqrt(mean(x²) + eps).
     """
@@ -131,7 +135,7 @@ def forward_kernel(
     Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr,
     Q_EVEN: tl.constexpr, K_EVEN: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every program walks its tokens with a tile of heads of q, then with one of k: what does not depend on the token is computed once."""
+    """Every program walks its tokens with a tile of heads of q, then of k; what tokens share is computed once."""
     program = tl.program_id(0)
     if q_tiles > 0:
         forward_tiles(
@@ -149,7 +153,10 @@ def forward_kernel(
 
 @triton.jit
 def place(tile, rows, tokens, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """The batch and token of each of a tile's tokens, the heads, which tokens and which heads of them are there, and their scales."""
+    """Return the position of a tile.
+
+    It is (batch and token of each row, heads, mask of valid rows, mask of valid rows and heads, offsets of the scales).
+    """
     tiles = tl.cdiv(heads, HEADS)
     # In 32 bits: a 64-bit division takes more instructions than the rest of a small tile.
     index = (tile // tiles) * TOKENS + tl.arange(0, TOKENS)

@@ -28,7 +28,7 @@ SUMMED, NARROW = 32, 64
 
 
 class Routing(NamedTuple):
-    """Where tokens go, and by which weights they come back; see `grouped`."""
+    """The experts that each token goes to, (tokens, k), and the weights of their outputs."""
 
     chosen: Tensor
     weight: Tensor
@@ -40,7 +40,7 @@ class Biases(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """Low-rank adapters of the matrices."""
+    """The low-rank adapters of the matrices."""
 
     gate_up_a: Tensor | None
     gate_up_b: Tensor | None
@@ -155,7 +155,7 @@ def _turned(factor: Tensor | None) -> Tensor | None:
 def _through(
     rows: Tensor, matrices: Tensor, first: Tensor | None, second: Tensor | None, ends: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """rows @ matrices, and with an adapter also rows @ first @ second, of each group."""
+    """Return rows @ matrices of each group, plus rows @ first @ second with an adapter."""
     out = grouped_matmul(rows, matrices, ends, dtype)
     if first is not None and second is not None:
         # In one pass over the large result, and without rounding the small product.
@@ -166,7 +166,7 @@ def _through(
 def _of_matrices(
     grads: Tensor, rows: Tensor, matrices: tuple[Tensor, Tensor | None, Tensor | None], ends: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of matrices and of their adapter, from rows and the gradients of what they gave."""
+    """Return the gradients of matrices and of their adapter from rows and the upstream gradients of the products."""
     own, a, b = matrices
     return (
         _summed_like(own, grads, rows, ends) if needs[0] else None,
@@ -176,7 +176,7 @@ def _of_matrices(
 
 
 def _summed_like(matrices: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """For each group leftᵀ @ right, stored as the matrices are, so that autograd need not copy it."""
+    """Return leftᵀ @ right for each group, in the layout of the matrices, so autograd need not copy it."""
     if matrices.stride(1) < matrices.stride(2):
         return grouped_sum(right, left, ends).mT
     return grouped_sum(left, right, ends)
@@ -197,7 +197,7 @@ def _spread(x: Tensor, place: Tensor, routing: Routing) -> Tensor:
 def _combine(
     rows: Tensor, place: Tensor, ends: Tensor, routing: Routing, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Sum the rows of each token's slots in float32: those that an expert has, by weights if there are any."""
+    """Sum the rows of each token's slots that have an expert, in float32 and weighted if there are weights."""
     (tokens, k), width = routing.chosen.shape, rows.shape[1]
     y = rows.new_empty(tokens, width)
     if y.numel() and k:
@@ -239,7 +239,7 @@ def _activate_backward(
 
 
 def _along_bias(grad_y: Tensor, place: Tensor, ends: Tensor, routing: Routing, bias: Tensor) -> Tensor:
-    """For each slot, the upstream gradient of its token times the bias of its expert."""
+    """Return, for each slot, the product of its token's upstream gradient and its expert's bias."""
     grad_y, stride = strided_rows(grad_y)
     along = grad_y.new_empty(place.shape[0], dtype=torch.float32)
     if along.numel():
@@ -252,7 +252,7 @@ def _along_bias(grad_y: Tensor, place: Tensor, ends: Tensor, routing: Routing, b
 
 
 def _sum_rows(rows: Tensor, ends: Tensor, order: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
-    """For each group the sum of its rows, by the weights of their slots if there are any."""
+    """Return the sum of each group's rows, weighted by their slots' weights if there are any."""
     width, groups = rows.shape[1], ends.shape[0]
     sums = rows.new_empty(groups, width)
     tiles = cdiv(width, NARROW)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """group_norm in Triton.
 
-Groups that a program can hold are read once (`_group_held`). Of larger ones, if there are enough for the device, one program walks a group twice,
-the second time mostly through the L2 cache. Fewer: each is split over programs, whose statistics a second kernel merges. Their backward
-pass sums every channel, or parts of it, then takes the means over groups and the sums over samples, then reads everything again, the other
-way round.
+Groups that a program can hold are read once (`_group_held`). If there are enough larger groups for the device, one
+program walks each group twice, the second time mostly through the L2 cache. If there are fewer, each group is split
+over programs, and a second kernel merges their statistics. The backward pass of split groups sums every channel, or
+parts of it, then takes the means over groups and the sums over samples, then reads everything again in reverse order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STRIP = 16
 
 
 class Shape(NamedTuple):
-    """Numbers of a tile, its warps, and the programs for each multiprocessor below which rows are split into parts."""
+    """The elements and warps of a tile, and the programs per multiprocessor below which rows are split into parts."""
 
     tile: int
     warps: int
@@ -121,7 +121,7 @@ def _launch_backward(
 def finish(
     sums: Tensor, means: Tensor | None, weight: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, per_group: int, space: int,
 ) -> None:  # fmt: skip
-    """From the sums of parts of channels, the means over groups and the sums over samples."""
+    """Reduce the sums of parts of channels to means over groups and sums over samples."""
     samples, parts, channels = sums.shape[1:]
     strips = 0 if grad_weight is None and grad_bias is None else cdiv(channels, STRIP)
     first = 0 if means is None else means.shape[1]
@@ -134,7 +134,7 @@ def finish(
 
 
 def parts_of(size: int, tile: int, rows: int, programs: int) -> tuple[int, int]:
-    """Numbers of a part, in whole tiles, and the parts of each row: so many that there are about as many programs as asked for."""
+    """Return the size of a part, a multiple of the tile, and the parts per row that give about `programs` programs."""
     tiles = cdiv(size, tile)
     part = cdiv(tiles, min(64, tiles, cdiv(programs, rows))) * tile
     return part, cdiv(size, part)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sparsemax in Triton: no sort. The set of candidates shrinks to the support, each time to what is above the threshold of the last set.
+"""sparsemax in Triton, without a sort: candidates below the threshold are dropped until the support remains.
 
-It shrinks first among the largest of every few neighbors, whose threshold is where the search among all of a row starts: elements of the
-support seldom are neighbors, and then it ends there after one pass.
+The search starts with the largest of every few neighbors, and their threshold is the start for the whole row. Elements
+of the support are rarely neighbors, so the search of the whole row usually ends after one pass.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[b
 # Share of copy bandwidth on one H100 (bfloat16) at 4096 · 8192 · 16384 · 32768 columns .97 · .97 · .91 · .89; the last two held in registers reach
 # .65 · .56 on an H200, with the next row on its way meanwhile .68 · .64.
 def forward_shape(width: int) -> tuple[int, int, int]:
-    """Block of columns, rows of a program, warps."""
+    """Return the columns of a block, the rows of a program and its warps."""
     block = power_of_two(width)
     return block, max(1, min(64, 1024 // block)), max(1, block // 2048)
 
 
 def backward_shape(width: int) -> tuple[int, int, int]:
-    """Block of columns, rows of a program, warps."""
+    """Return the columns of a block, the rows of a program and its warps."""
     return row_shape(width, 1024, lambda block: min(32, max(4, block // 1024)))
 
 
@@ -93,8 +93,8 @@ _sparsemax = differentiable(
 def forward_kernel(x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr, EVEN: tl.constexpr):
     """One program computes ROWS rows, each in one block.
 
-    The threshold of a set that contains the support is at most the right one, so that nothing of the support is lost (Michelot 1986); nor is
-    the right threshold of some elements of a row higher than that of the row.
+    The threshold of a set that contains the support is at most the exact one, so no element of the support is lost
+    (Michelot 1986). The exact threshold of a subset of a row is not higher than the row's either.
     """
     column = neighbors(BLOCK, NEIGHBORS)
     inside = tl.full((1, BLOCK // NEIGHBORS, NEIGHBORS), 1, dtype=tl.int1) if EVEN else column < width
@@ -112,7 +112,10 @@ def forward_kernel(x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def wide_forward_kernel(x, y, x_stride, width, BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr, EVEN: tl.constexpr):
-    """One program computes one row in passes over its blocks. The first threshold is that of the largest of neighbors in all blocks."""
+    """One program computes one row in passes over its blocks.
+
+    The first threshold is that of the largest neighbors in all blocks.
+    """
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     y += row * width
@@ -130,7 +133,7 @@ def wide_forward_kernel(x, y, x_stride, width, BLOCK: tl.constexpr, NEIGHBORS: t
 
 @triton.jit
 def tried(x, y, highest, threshold, width, BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr, EVEN: tl.constexpr):
-    """What `raised` says of the elements of a row above the threshold. Stores to y what the row becomes by this threshold, unless y is None."""
+    """Return `raised` for a row's elements above the threshold; store the row's result for it in y unless None."""
     sizes = tl.zeros((1, BLOCK // NEIGHBORS), dtype=tl.float32)
     totals = tl.zeros((1, BLOCK // NEIGHBORS), dtype=tl.float32)
     for first in range(0, width, BLOCK):
@@ -147,13 +150,13 @@ def tried(x, y, highest, threshold, width, BLOCK: tl.constexpr, NEIGHBORS: tl.co
 
 @triton.jit
 def neighbors(BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr):
-    """The columns of a block as (1, groups of neighbors, neighbors): a thread has whole groups."""
+    """Return the columns of a block as (1, groups, neighbors); a thread has whole groups."""
     return ((tl.arange(0, BLOCK // NEIGHBORS) * NEIGHBORS)[:, None] + tl.arange(0, NEIGHBORS)[None, :])[None, :, :]
 
 
 @triton.jit
 def block_of(x, first, width, BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr, EVEN: tl.constexpr):
-    """A block of a row, in float32."""
+    """Load a block of a row in float32."""
     column = first + neighbors(BLOCK, NEIGHBORS)
     if EVEN:
         return tl.load(x + column).to(tl.float32)
@@ -163,13 +166,16 @@ def block_of(x, first, width, BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr, EVEN
 
 @triton.jit
 def candidates(value, highest):
-    """Relative to the highest; what is 1 below it or more is in no support, and now finite."""
+    """Return the values relative to the highest, clamped to -2; a value of -1 or less is never in the support."""
     return tl.maximum(value - highest, -2.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def risen(value, threshold):
-    """The threshold of what is above the threshold, again and again until that of no row rises: at most as often as a row has elements."""
+    """Raise the threshold to that of the elements above it until no row's rises.
+
+    It takes at most as many steps as a row has elements.
+    """
     rising = 1
     while rising > 0:
         sizes, totals = above(value, threshold)
@@ -179,8 +185,8 @@ def risen(value, threshold):
 
 @triton.jit
 def above(value, threshold):
-    """How many neighbors of each group are above the threshold, and their sum."""
-    # By the sign bit of the difference: LLVM packs comparisons of many elements into a bitmap and unpacks it again.
+    """Return the number of neighbors of each group above the threshold, and their sum."""
+    # Use the sign bit of the difference: LLVM packs comparisons of many elements into a bitmap and unpacks it again.
     sign = (threshold[:, None, None] - value).to(tl.int32, bitcast=True) >> 31
     inside = (sign & 0x3F800000).to(tl.float32, bitcast=True)
     return tl.reduce((inside, inside * value), 2, add_both)
@@ -188,12 +194,12 @@ def above(value, threshold):
 
 @triton.jit
 def raised(sizes, totals, threshold):
-    """The threshold of a set of which each group has so many elements with that sum, and whether that of a row rises."""
+    """Return the threshold of a set from the sizes and sums of its groups, and whether any row's threshold rises."""
     size, total = tl.reduce((sizes, totals), 1, add_both)
-    # Correctly rounded, so that a threshold that x can have is met exactly. NaN in a row without a finite value.
+    # Correctly rounded: a threshold that x can represent is computed exactly. NaN in a row without a finite value.
     higher = tl.div_rn(total - 1.0, size)
     rising = tl.max((higher > threshold).to(tl.int32), 0)
-    # Never lower by rounding, so that rows that share a program do not wait for each other forever.
+    # Rounding must not lower it, or rows that share a program would wait for each other forever.
     return tl.where(higher < threshold, threshold, higher), rising
 
 
@@ -204,7 +210,7 @@ def add_both(size, total, other_size, other_total):
 
 @triton.jit
 def backward_kernel(grad_y, y, grad_x, grad_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """On the support, the gradient less its mean there."""
+    """Compute the gradient minus its mean on the support; one program computes ROWS rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < width)[None, :]
