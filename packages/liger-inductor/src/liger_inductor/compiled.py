@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An implementation of an op: its reference and the derivative of it, each compiled at its first call."""
+"""An implementation of an op: its reference and the derivative, each compiled at its first call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class Programs(NamedTuple):
-    """What is compiled of an op.
+    """The compiled functions of an op.
 
     forward   (tensors, options) → outputs
     backward  (tensors, options, names, upstream gradients) → the gradients of the tensors with these names
@@ -36,7 +36,7 @@ class Programs(NamedTuple):
 
 
 def compiled(op: Op[..., Any]) -> Callable[..., Any]:
-    """The reference of an op, compiled for tensors of any size."""
+    """Return the reference of an op, compiled for tensors of any size."""
     reference, names = op.reference, tuple(op.signature.parameters)
     programs = functools.cache(lambda: _programs(str(op.name), reference))
 
@@ -54,7 +54,7 @@ def compiled(op: Op[..., Any]) -> Callable[..., Any]:
 
 
 def _compiles(given: Mapping[str, Any]) -> bool:
-    """Not what another compiler, a dispatch mode or a transform looks into, and not what overwrites its arguments."""
+    """Whether to compile a call: not under another compiler, dispatch mode or transform, and not in place."""
     return not (
         torch.compiler.is_compiling()
         or dispatch_stack_length()
@@ -73,13 +73,16 @@ def _call(programs: Programs, given: Mapping[str, Any]) -> Any:
 
 
 def _run(programs: Programs, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> Any:
-    # Detached: a program is for tensors that do or do not require gradients, and for parameters of one size.
+    # Detached, because a program is specific to requires_grad and to the size of parameters.
     with torch.no_grad():
         return programs.forward({name: tensor.detach() for name, tensor in tensors.items()}, options)
 
 
 class _Derived(torch.autograd.Function):
-    """Keeps the arguments only; the backward program recomputes what it needs of the forward, fused with the rest."""
+    """The autograd node of an op.
+
+    It saves only the arguments; the backward program recomputes what it needs from the forward, fused with the rest.
+    """
 
     @staticmethod
     def forward(ctx: Any, programs: Programs, names: tuple[str, ...], options: Mapping[str, Any], *tensors: Tensor) -> Any:
@@ -100,7 +103,10 @@ class _Derived(torch.autograd.Function):
 
 
 def _laid(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The gradient with the strides of its output: each other layout, as of a sum or a slice, would compile a program of its own."""
+    """Return the gradient with the strides of its output.
+
+    Any other layout, such as that of a sum or a slice, would compile a separate program.
+    """
     if gradient.stride() == strides:
         return gradient
     return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
@@ -126,7 +132,10 @@ def _programs(op: str, reference: Callable[..., Any]) -> Programs:
 
 
 def _own(function: Any) -> FunctionType:
-    """A copy with code of its own: torch.compile counts and looks for programs by the code, which those of all ops would share."""
+    """Return a copy of a function with its own code object.
+
+    torch.compile counts and looks up programs by code object, which all ops would otherwise share.
+    """
     copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
