@@ -23,7 +23,13 @@ MATMULS = private_torch.MATMULS | {aten.mm.default, aten.addmm.default, aten.bmm
 
 
 class Keeps(IntEnum):
-    """What a layer keeps on the device: nothing, with its input in host memory; its input; also the outputs of its matmuls; everything."""
+    """The tensors that a layer keeps on the device for its backward pass.
+
+    NOTHING  its input is in host memory
+    INPUT    only its input
+    MATMULS  its input and the outputs of its matmuls
+    ALL      all activations
+    """
 
     NOTHING = -1
     INPUT = 0
@@ -40,7 +46,7 @@ def checkpoint_layers(model: Any) -> None:
 
 
 def enable(model: Any, how: str) -> None:
-    """Make the model recompute as a setup's `checkpoint` says; "auto" starts as "full".
+    """Enable activation checkpointing as a setup's `checkpoint` requests; "auto" starts as "full".
 
     Raises OptionError if the model has fewer layers than that, or none that can be checkpointed.
     """
@@ -67,14 +73,14 @@ def enable(model: Any, how: str) -> None:
 
 
 def layers(model: nn.Module) -> list[Any]:
-    """The layers that can be checkpointed, in order."""
+    """Return the layers that can be checkpointed, in order."""
     from liger_hf.private_transformers import GradientCheckpointingLayer
 
     return [module for module in language_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def language_model(model: Any) -> Any:
-    """Return the language model in a vision-language model, whose other parts text does not reach; any other model as it is."""
+    """Return the language model in a vision-language model, or any other model itself."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if text is config or any(getattr(each, "is_encoder_decoder", False) for each in (config, text)):
@@ -83,12 +89,15 @@ def language_model(model: Any) -> Any:
 
 
 def checkpointed_layers(model: nn.Module) -> int:
-    """The number of layers that recompute everything, or everything but their matmuls."""
+    """Return the number of layers that recompute everything, or everything but their matmuls."""
     return sum(bool(layer.gradient_checkpointing) for layer in layers(model))
 
 
 def keep(layer: Any, what: Keeps, matmuls: Matmuls | None = None, offloading: Offloading | None = None) -> None:
-    """Set what a layer keeps from its next forward pass on; layers of the same kind share `matmuls`, and all `offloading`."""
+    """Set what a layer keeps from its next forward pass on.
+
+    Layers of the same kind share `matmuls`; all layers share `offloading`.
+    """
     from liger_hf.private_transformers import CHECKPOINT
 
     layer.gradient_checkpointing = what is not Keeps.ALL
@@ -100,7 +109,7 @@ def keep(layer: Any, what: Keeps, matmuls: Matmuls | None = None, offloading: Of
 
 
 class Matmuls:
-    """Selective checkpointing: the contexts of each pass through a layer that keep matmul outputs and recompute the rest.
+    """The contexts of selective checkpointing for each pass through a layer: keep matmul outputs, recompute the rest.
 
     In Llama 3 8B, matmuls are nearly all operations of a layer, and their outputs half of its activations. Attention is worth its
     memory for long sequences: per byte of output, it takes as many operations as there are tokens (half of them with a causal mask,

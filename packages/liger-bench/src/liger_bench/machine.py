@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where and with what a measurement was taken, and the device to take it on."""
+"""The device to measure on, and the description of a measurement: machine, versions, commit and date."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def measurable_device(command: str, name: str) -> torch.device:
-    """The device to measure on; "auto" is the GPU if there is one.
+    """Return the device to measure on; "auto" is the GPU if there is one.
 
-    Raises DeviceError for one whose memory cannot be measured or that is not here.
+    Raises DeviceError for a device that is missing or whose memory cannot be measured.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +40,7 @@ def measurable_device(command: str, name: str) -> torch.device:
 
 
 def named_dtype(command: str, name: str | None, device: torch.device) -> torch.dtype:
-    """The dtype of that name; by default float32 on the CPU and bfloat16 elsewhere."""
+    """Return the dtype of that name, by default float32 on the CPU and bfloat16 elsewhere."""
     if name is None:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:
@@ -53,7 +53,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Machine, versions, commit and date, as every result carries them."""
+    """Return the machine, versions, commit and date that every result records."""
     return {
         "machine": _machine(device),
         "versions": ", ".join(f"{name} {version}" for name, version in _versions().items()),
@@ -90,7 +90,10 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of these sources and a digest of what was changed in the packages since; outside a checkout LIGER_COMMIT, else "installed"."""
+    """Return the commit of these sources, with a digest of uncommitted changes in the packages.
+
+    Outside a checkout, it is LIGER_COMMIT or "installed".
+    """
     source = Path(__file__).resolve()
 
     def git(*arguments: str) -> bytes:

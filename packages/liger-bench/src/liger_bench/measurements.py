@@ -21,7 +21,7 @@ from liger_core.errors import OptionError, nearest
 
 
 class Row(Protocol):
-    """A dataclass with the figures of one measurement; failed: it ended without a result."""
+    """A dataclass with the figures of one measurement; `failed` means that it ended without a result."""
 
     @property
     def failed(self) -> bool: ...
@@ -46,9 +46,11 @@ def check_known(command: str, option: str, names: Iterable[str], known: Collecti
 
 @dataclass(frozen=True)
 class Files:
-    """Where rows go: to `name`.csv and `name`.json in the folder `out`, and to the table `csv`, as far as they are given.
+    """The files that rows are written to: `name`.csv and `name`.json in the folder `out`, and the table `csv`.
 
-    header  the names of the columns, with which tables begin
+    Either may be None.
+
+    header  the column names in the first line of a table
     """
 
     name: str
@@ -85,7 +87,7 @@ class Files:
 
 
 def rows_as(kind: type[R], found: Sequence[Columns]) -> list[R]:
-    """Rows that were read from a file; a column that an older version did not write is empty."""
+    """Return the rows read from a file; a column that an older version did not write is empty."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return [kind(**{name: row.get(name) for name in names}) for row in found]
 
@@ -93,7 +95,7 @@ def rows_as(kind: type[R], found: Sequence[Columns]) -> list[R]:
 def completed(
     case: type, jobs: Sequence[Job], where: Mapping[str, str], before: Sequence[R], files: Files, measure: Measure[Job, R, M]
 ) -> tuple[list[R], list[M]]:
-    """The rows of all jobs, in their order, and the measurements of those that no row of `before` is of.
+    """Return the rows of all jobs, in order, and the measurements of those jobs without a row in `before`.
 
     case  the dataclass of the fields that a job and its row share, which identify a measurement on the same machine, versions and commit
     """
@@ -107,7 +109,7 @@ def completed(
 
 
 def _measured(count: int, begin: Callable[[Show], Generator[M, None, None]], files: Files) -> list[M]:
-    """Measure with a progress bar, and write each row at once, so that no failure loses it."""
+    """Measure with a progress bar and write each row at once: no later failure loses it."""
     found: list[M] = []
     with progress_bar() as bar:
         task = bar.add_task("", total=count)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the commands that print tables."""
+"""The parts that commands that print tables share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def print_implementations(
     figures: Sequence[Column],
     all_columns: bool,
 ) -> None:
-    """A table of implementations, below a title wherever it changes, then the reasons of the rows that have no figures."""
+    """Print a table of implementations with a title wherever it changes, then the reasons for rows without figures."""
     lines: list[list[Cell]] = []
     before = ""
     for row in rows:
@@ -39,41 +39,44 @@ def print_implementations(
 
 
 def print_source(console: Console, what: str, row: Recorded) -> None:
-    """Where, with which versions and when this was measured."""
+    """Print the machine, versions, commit and date of a row."""
     what = f"{what} on " if what else ""
     console.print(f"{what}{row.machine}\n{row.versions}; commit {row.commit}; {row.date}", markup=False)
 
 
 def change(value: float, base: float) -> str:
-    """The change from a base in percent, like −48 %; without a sign if it is 0."""
+    """Return the change from a base in percent, like −48 %; without a sign if it is 0."""
     percent = round(100 * (value / base - 1))
     return f"{'−' if percent < 0 else '+' if percent else ''}{abs(percent)} %"
 
 
 def ratio(value: float | None, base: float | None) -> str:
-    """A cell with the ratio of a value to its base, if both are known."""
+    """Return a cell with the ratio of a value to its base, if both are known."""
     return f"{value / base:.2f}" if value is not None and base else "–"
 
 
 def speed_ratio(row: Mapping[str, Any], base: str, rows: Sequence[Mapping[str, Any]], title: Callable[[Mapping[str, Any]], str]) -> str:
-    """A cell with the ratio of a row's throughput to that of the implementation `base` under the same title."""
+    """Return a cell with the ratio of a row's throughput to that of implementation `base` under the same title."""
     same = (other for other in rows if title(other) == title(row) and other["implementation"] == base != row["implementation"])
     return ratio(row["tokens_per_second"], next((other["tokens_per_second"] for other in same if other["tokens_per_second"]), None))
 
 
 def unit_of(largest: float) -> tuple[int, str]:
-    """The unit of a column of sizes whose largest has so many bytes, and its name; the report and the plan keep two decimals of it."""
+    """Return the unit of a column of sizes and its name, given the largest size in bytes.
+
+    The report and the plan print two decimals.
+    """
     return next(((1 << bits, name) for bits, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if largest >= 1 << bits), (1, "bytes"))
 
 
 def size(count: float) -> str:
-    """Bytes in words, like 1.24 GiB."""
+    """Format a number of bytes, like 1.24 GiB."""
     scale, name = unit_of(count)
     return f"{count / scale:,.2f}".removesuffix(".00") + f" {name}"
 
 
 def amount(count: float) -> str:
-    """A number in words, to three digits, like 33.8 K."""
+    """Format a number to three digits, like 33.8 K."""
     scale, name = next(((10**power, f" {name}") for power, name in ((9, "B"), (6, "M"), (3, "K")) if count >= 10**power), (1, ""))
     value = count / scale
     return f"{value:.{max(0, 3 - len(str(int(value)))) if scale > 1 else 0}f}{name}"

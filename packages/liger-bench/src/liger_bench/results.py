@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of rows that grow from run to run. Neither a full disk, a run that is killed nor several runs at once can spoil them."""
+"""Files of rows that grow from run to run. A full disk, a killed run and concurrent runs cannot corrupt them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Columns = dict[str, Any]
 
 
 def read_json(path: Path) -> list[Columns]:
-    """The rows of a file; none if there is no file.
+    """Return the rows of a file, or none if there is no file.
 
     Raises OptionError if it holds something else.
     """
@@ -65,7 +65,7 @@ def append_json(rows: Sequence[Columns], path: Path) -> None:
 def check_csv(path: Path, header: list[str]) -> None:
     """Raise OptionError if rows of these columns cannot be appended there, since they would then mean something else.
 
-    A last line that was cut off, as by a run that was killed while it wrote, is repaired, with a message on standard error.
+    If a killed run cut off the last line, it is repaired, with a message on standard error.
     """
     if path.exists():
         with _alone(path):
@@ -73,11 +73,11 @@ def check_csv(path: Path, header: list[str]) -> None:
 
 
 def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
-    """Append rows to a file, with a header if it is new; lists are written with blanks between their items.
+    """Append rows to a file, with a header if it is new; items of a list are separated by spaces.
 
-    A file whose columns are the same in another order, as an older version wrote them, keeps its order.
+    A file with the same columns in another order, as written by an older version, keeps its order.
 
-    Raises OptionError if they cannot be written; the rows before are then as they were.
+    Raises OptionError if they cannot be written; earlier rows are then unchanged.
     """
     with _alone(path), _writable(path):
         header = _mended(path, header)
@@ -101,7 +101,7 @@ def _cell(value: Any) -> Any:
 
 
 def _reach_the_disk(file: IO[str]) -> None:
-    """A full disk may raise its error only now."""
+    """Flush a file to the disk; a full disk may raise its error only here."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -137,7 +137,7 @@ def _writable(path: Path) -> Iterator[None]:
 
 
 def _mended(path: Path, header: list[str]) -> list[str]:
-    """The columns of the file in its order, after a last line that was cut off is repaired."""
+    """Repair a last line that was cut off, then return the columns of the file in its order."""
     text = _text(path)
     if not text:
         return header
@@ -160,12 +160,12 @@ def _cut(path: Path, size: int) -> None:
 
 
 def _text(path: Path) -> str:
-    """The contents of a file, even if it was cut within a character."""
+    """Return the contents of a file, even if it was cut within a character."""
     return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
 
 
 def _mend(path: Path, text: str, header: list[str]) -> str | None:
-    """Make the last line whole, or move it to a file of its own if cells of it are missing; a sentence about it, or None."""
+    """Complete the last line, or move it to a separate file if it lacks cells; return a sentence about it, or None."""
     if _line(header).startswith(text) and text != _line(header):
         # The run was killed before it had written a row.
         _cut(path, 0)
@@ -201,7 +201,10 @@ def _bytes(text: str) -> bytes:
 
 
 def _last_record(text: str) -> tuple[int, list[str]]:
-    """Where the last row begins, and its cells, of which there are none if it ends within quotes; cells may hold line breaks."""
+    """Return the offset of the last row and its cells, or no cells if it ends within quotes.
+
+    Cells may contain line breaks.
+    """
     lines = io.StringIO(text, newline="").readlines()
     reader = csv.reader(lines, strict=True)
     start, end = 0, 0

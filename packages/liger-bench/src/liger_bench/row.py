@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every row of results has: whether there are figures, and where and when they were measured."""
+"""The columns that all result rows share: whether there are figures, and where and when they were measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Recorded:
 
     @classmethod
     def header(cls) -> list[str]:
-        """The names of all columns in the order of a table."""
+        """Return the names of all columns in the order of a table."""
         last = [field.name for field in fields(Recorded)]
         return [*(field.name for field in fields(cls) if field.name not in last), *last]
 
@@ -39,14 +39,14 @@ R = TypeVar("R", bound=Recorded)
 
 @dataclass(frozen=True)
 class Measured(Generic[R]):
-    """A row, and the output of the processes that measured it."""
+    """A row and the output of the processes that measured it."""
 
     row: R
     written: str = ""
 
 
 def row_from(kind: type[R], job: Any, where: Mapping[str, str], results: Mapping[str, Any]) -> R:
-    """The row of a job; columns that neither it nor the results have are empty."""
+    """Return the row of a job; a column that is in neither the job nor the results is empty."""
     names = kind.header()
     empty = {field.name: None for field in fields(kind) if field.default is MISSING}
     asked = {name: value for name, value in asdict(job).items() if name in names}

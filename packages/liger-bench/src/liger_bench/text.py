@@ -22,7 +22,7 @@ SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packag
 
 @dataclass(frozen=True)
 class Text:
-    """Token sequences and their source."""
+    """Token sequences and the source of their text."""
 
     sequences: Tensor  # (number, sequence)
     tokens: int
@@ -32,7 +32,10 @@ class Text:
 
 
 def library_text(batch: int, sequence: int, limit: int = 4_000_000) -> Text:
-    """Sequences of tokens from about `limit` characters of the standard library, in a fixed order, with a tokenizer trained on them."""
+    """Return token sequences from about `limit` characters of the standard library.
+
+    The order is fixed, and the tokenizer is trained on the same text.
+    """
     sources = library(limit)
     tokenizer = trained_tokenizer(sources, VOCABULARY)
     ids = torch.tensor([token for encoding in tokenizer.encode_batch(sources) for token in encoding.ids])
@@ -45,7 +48,10 @@ def library_text(batch: int, sequence: int, limit: int = 4_000_000) -> Text:
 
 
 def trained_tokenizer(texts: list[str], vocabulary: int, special: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level BPE tokenizer, trained on these texts: the same for the same texts, whatever they hold; special tokens come first."""
+    """Return a byte-level BPE tokenizer trained on these texts, with special tokens first.
+
+    The same texts always give the same tokenizer.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,7 +64,7 @@ def trained_tokenizer(texts: list[str], vocabulary: int, special: Sequence[str] 
 
 
 def library(limit: int) -> list[str]:
-    """The sources of the standard library, in a fixed order, up to about so many characters."""
+    """Return the sources of the standard library, in a fixed order, up to about `limit` characters."""
     root = Path(sysconfig.get_path("stdlib"))
     found: list[str] = []
     size = 0
@@ -71,7 +77,11 @@ def library(limit: int) -> list[str]:
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """What the Trainer reads: every sequence is its own label, unless sequences are (number, 2 or 3, sequence), with labels and positions."""
+    """A dataset of token sequences for the Trainer.
+
+    sequences  (number, sequence), where each sequence is its own label; or (number, 2 or 3, sequence), where the second
+               row of each item holds its labels and the third its positions
+    """
 
     def __init__(self, sequences: Tensor) -> None:
         self.sequences = sequences

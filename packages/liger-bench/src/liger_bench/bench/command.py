@@ -56,7 +56,7 @@ DISPATCH = "dispatch"
 
 @dataclass(frozen=True)
 class Asked:
-    """What to measure, and where the rows go."""
+    """The options of one run: what to measure and where to write the rows."""
 
     names: list[str]
     backends: list[str]
@@ -80,7 +80,7 @@ class Part:
 
 
 def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> Callable[..., None]:
-    """The two commands differ in their workloads and in the passes that they take by default."""
+    """Make one of the two commands, which differ in their workloads and default passes."""
 
     def command(
         names: Names = None,
@@ -130,7 +130,7 @@ scaling = _command(
 
 
 def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[list[peers.Peer], dict[str, str]]:
-    """The variants of the peers of these names, and why others are missing; only optional ones may be."""
+    """Return the variants of the named peers, and why others are missing; only optional ones may be missing."""
     found: list[peers.Peer] = []
     absent: dict[str, str] = {}
     for name in names:
@@ -178,7 +178,7 @@ def _wanted(workload: Workload, asked: Asked) -> bool:
 
 
 def _check_backend(found: Registry, name: str, device: torch.device) -> None:
-    """The sentences for an unknown or unavailable backend are those of the selection."""
+    """Raise an error if a backend cannot run on the device; the selection reports unknown and unavailable ones."""
     use(name).undo()
     if name not in found.backends:
         raise OptionError(f"bench: --backend must name a backend, got {name!r}; installed: {', '.join(sorted(found.backends))}")
@@ -188,14 +188,17 @@ def _check_backend(found: Registry, name: str, device: torch.device) -> None:
 
 
 def _backends(found: Registry, op: Op[..., Any], asked: list[str], device: torch.device) -> list[str]:
-    """The given backends in their order, or all that run on this device, the reference first."""
+    """Return the given backends in their order, or else all that run on this device, starting with the reference."""
     able = [name for name, table in found.implementations.items() if op.name in table and device.type in found.backends[name].device_types]
     reference = [name for name in able if found.implementations[name][op.name] is op.reference]
     return list(asked) or [*reference, *(name for name in able if name not in reference)]
 
 
 def _rows(plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dtype, seconds: float, bar: Progress) -> Iterator[Row]:
-    """The rows of all parts, written to the files part by part, so that an interrupted run loses one part at most."""
+    """Measure all parts and yield their rows.
+
+    The rows of a part are written as soon as it is measured: an interrupted run loses at most one part.
+    """
     where = machine.describe(device)
     done = measured(asked.files.read(), where, device.type, machine.dtype_name(dtype)) if asked.resume else set()
     plan = [left for left in (_left(part, asked, done) for part in plan) if left.implementations or left.dispatch]
@@ -222,7 +225,10 @@ def _rows(plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dty
 
 
 def _left(part: Part, asked: Asked, done: set[tuple[str, str, str, str]]) -> Part:
-    """What earlier runs have not measured. An evaluation is not waited for, since not every op has one."""
+    """Return the part without what earlier runs have measured.
+
+    An implementation counts as measured without an evaluation row, because not every op has one.
+    """
     of = (part.op.name, part.workload.name)
 
     def has(implementation: Implementation) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a call takes: the median over repetitions, and the spread."""
+"""The duration of a call: the median over repetitions and the spread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: median, 0.2 and 0.8 quantile; on a GPU also the host time to enqueue the call."""
+    """The median and the 0.2 and 0.8 quantiles in milliseconds; on a GPU also the host time to enqueue the call."""
 
     median_ms: float
     low_ms: float
@@ -39,7 +39,7 @@ class Timing:
 
 
 class Samples:
-    """Seconds that calls took on the device, and that the host took to enqueue them."""
+    """The seconds that each call took on the device, and that the host took to enqueue it."""
 
     def __init__(self) -> None:
         self.taken: list[float] = []
@@ -51,7 +51,7 @@ class Samples:
 
 
 class Stopwatch:
-    """Takes samples of calls on one device. `before` runs ahead of every call and is not timed."""
+    """A stopwatch that samples calls on one device; `before` runs before every call and is not timed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,7 +61,7 @@ class Stopwatch:
             self._flush_seconds = self._device_seconds(self._flush.zero_, 10)
 
     def seconds(self, call: Call, before: Call | None = None) -> float:
-        """What one repetition costs, with everything around it; to plan how many fit."""
+        """Return the seconds that one repetition takes, including its overhead, to plan how many repetitions fit."""
         start = time.perf_counter()
         self.sample(Samples(), call, 1, before)
         return time.perf_counter() - start
@@ -77,7 +77,7 @@ class Stopwatch:
             self._sample_together(into, call, min(AHEAD, repetitions - done), before)
 
     def _sample_together(self, into: Samples, call: Call, repetitions: int, before: Call | None) -> None:
-        """So many calls without waiting for the device between them."""
+        """Sample this many calls without waiting for the device between them."""
         assert self._flush is not None
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
         enqueued: list[float] = []
@@ -87,7 +87,7 @@ class Stopwatch:
         for start, end in pairs:
             if before is not None:
                 before()
-            # While the device writes this, the host enqueues the call, so that a short one is not timed waiting for the host.
+            # The host enqueues the call while the device writes this; a short call would include a wait otherwise.
             self._flush.zero_()
             start.record()
             enqueued.append(_host_seconds(call))
@@ -108,12 +108,13 @@ class Stopwatch:
 
 
 def flushes_ahead(enqueued: list[float], taken: list[float], flush: float) -> int:
-    """How many flushes of so many seconds keep the host ahead of the device for the next calls, by what the last ones took on each.
+    """Return the number of flushes that keep the host ahead of the device during the next calls.
 
-    No more than that: what computes much after the device had only memory to write finds its clocks higher than a training run does (by up to
-    9 % for matmuls of 20 ms on one H200, where the host waited for the device all the same).
+    `enqueued` and `taken` are the seconds of the last calls on the host and on the device, `flush` those of one flush.
+    The number is as small as possible: after a long stretch of memory writes, compute-bound calls run at higher clocks
+    than in a training run (by up to 9 % for matmuls of 20 ms on one H200, although the host never fell behind).
     """
-    # The shortest: what the device began too late is timed with its wait for the host.
+    # The shortest, because a call that started late on the device is timed with its wait for the host.
     device = min(taken, default=0.0)
     if not enqueued or device > LONG_SECONDS:
         return LEAD
@@ -122,7 +123,10 @@ def flushes_ahead(enqueued: list[float], taken: list[float], flush: float) -> in
 
 
 def time_call(function: Call, device: torch.device, seconds: float, least: int = 5, warm: float = 0.0) -> Timing:
-    """Repeat function for about `seconds`, at least so many times, after a warm-up of two calls and on a GPU `warm` seconds."""
+    """Time a function for about `seconds` and at least `least` repetitions.
+
+    The warm-up is two calls, and on a GPU also `warm` seconds.
+    """
     watch, samples = Stopwatch(device), Samples()
     started = time.perf_counter()
     for _ in range(1 if device.type == "cpu" else 2):
@@ -135,12 +139,12 @@ def time_call(function: Call, device: torch.device, seconds: float, least: int =
 
 
 def repetitions(seconds: float, each: float, least: int, most: int) -> int:
-    """How many of that length fit."""
+    """Return how many repetitions of `each` seconds fit into `seconds`, at least `least` and at most `most`."""
     return max(least, min(most, int(seconds / max(each, 1e-9))))
 
 
 def quantile(values: list[float], q: float) -> float:
-    """Linear between the two nearest values."""
+    """Return the q-quantile of the values, interpolated linearly."""
     return float(torch.tensor(values, dtype=torch.float64).quantile(q))
 
 

@@ -29,7 +29,7 @@ CLEAR = 1.25
 
 
 class Stepper:
-    """Training steps of several models that share their parameters."""
+    """The training steps of several models that share their parameters."""
 
     def __init__(self, models: dict[str, PreTrainedModel], batch: Tensor, settings: Settings) -> None:
         self.models, self.batch, self.settings = models, batch.to(settings.device), settings
@@ -38,7 +38,7 @@ class Stepper:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.learning_rate, fused=True)
 
     def step(self, name: str) -> None:
-        """What the Trainer does in a step, without its bookkeeping."""
+        """Run one training step as the Trainer does, without its bookkeeping."""
         self.loss(name).backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
@@ -57,7 +57,7 @@ class Stepper:
         return time.perf_counter() - start
 
     def speeds(self, rounds: int, advance: Callable[[str], object]) -> dict[str, list[float]]:
-        """Seconds of the timed steps of each model, after a warm-up step each."""
+        """Return the seconds of each model's timed steps, after one warm-up step each."""
         taken: dict[str, list[float]] = {name: [] for name in self.models}
         order = list(self.models)
         for name in order:
@@ -70,7 +70,7 @@ class Stepper:
         return taken
 
     def peak(self, name: str) -> int:
-        """Peak memory of one step: parameters, optimizer state and batch, and whatever the step adds to them."""
+        """Return the peak memory of one step in bytes, including parameters, optimizer state and batch."""
         state = (t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor))
         held = held_bytes([*self.parameters, *self.models[name].buffers(), *state, self.batch])
         return held + peak_bytes(lambda: self.step(name), self.settings.device)
@@ -85,14 +85,14 @@ def tokens_per_second(tokens: int, seconds: list[float], device: torch.device) -
 
 
 def speed_is_clear(seconds: Iterable[list[float]]) -> bool:
-    """Whether the steps of each model took about equally long; otherwise other processes have distorted the ratio."""
+    """Whether each model's steps took about equally long. If not, other processes have distorted the ratio."""
     return all(quantile(taken, 0.8) <= CLEAR * quantile(taken, 0.2) for taken in seconds)
 
 
 def loss_memory(model: PreTrainedModel, batch: Tensor, settings: Settings) -> dict[str, int]:
-    """Peak bytes of LM head and loss alone, forward and backward, for given hidden states.
+    """Return the peak bytes of LM head and loss alone, forward and backward, for given hidden states.
 
-    What counts is all that is allocated past hidden states, head weight and labels, so the gradients of the first two count.
+    Hidden states, head weight and labels are not counted; the gradients of the first two are.
     `plain` is the model's own LM head and loss function, `liger` the op on the weight of that head.
     """
     labels = batch.to(settings.device)

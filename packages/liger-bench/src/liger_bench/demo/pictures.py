@@ -53,7 +53,7 @@ def _loss(result: dict[str, Any], path: Path) -> None:
 
 
 def _differences(one: list[float], other: list[float]) -> list[float]:
-    """What a logarithmic axis can show: equal losses are one float32 rounding apart."""
+    """Return the absolute differences, at least one float32 rounding: a logarithmic axis cannot show 0."""
     return [max(abs(a - b), 1e-7) for a, b in zip(one, other, strict=True)]
 
 

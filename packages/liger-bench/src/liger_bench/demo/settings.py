@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one demo run is: the model, its data and its precision."""
+"""The settings of one demo run: the model, its data and its precision."""
 
 from __future__ import annotations
 

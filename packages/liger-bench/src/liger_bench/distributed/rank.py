@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does: one run per job, each with its losses, times and memory."""
+"""The work of one rank: one run per job, and the losses, times and memory of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from liger_bench.ranks import joined
 
 @dataclass(frozen=True)
 class Share:
-    """Jobs of one strategy, as one rank of them sees them; the ranks find each other by a file."""
+    """The jobs of one strategy as one rank sees them; the ranks find each other through a file."""
 
     jobs: tuple[Job, ...]
     rank: int
@@ -26,7 +26,7 @@ class Share:
 
 
 def answer(share: Share, connection: Connection) -> Answer:
-    """Send the figures of each job when it is done; the last answer is empty, unless something failed."""
+    """Send the figures of each job when it is done. The last answer is empty unless something failed."""
     try:
         first = share.jobs[0]
         with joined(first.device, share.rank, first.ranks, share.meeting_point) as device:

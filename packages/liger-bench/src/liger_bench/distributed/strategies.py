@@ -24,7 +24,7 @@ Step = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Strategy:
-    """trained(model, job) wraps a model for as long as it is entered.
+    """A way to share a run; the context manager trained(model, job) wraps a model until it exits.
 
     keeps_float32  the model must be in float32, and the strategy itself computes in the dtype of the job
     module         what must be importable
@@ -35,7 +35,7 @@ class Strategy:
     module: str | None = None
 
     def missing(self) -> str | None:
-        """Why it cannot run here, or None."""
+        """Return the reason why the strategy cannot run here, or None."""
         if self.module is not None and importlib.util.find_spec(self.module) is None:
             return f"not installed; pip install {self.module}"
         return None
@@ -43,7 +43,7 @@ class Strategy:
 
 @contextmanager
 def _ddp(model: Any, job: Job) -> Iterator[Step]:
-    """Every rank holds everything, in the dtype of the job."""
+    """Use DDP: every rank holds the whole model and optimizer, in the job's dtype."""
     from torch.nn.parallel import DistributedDataParallel
 
     yield _by_torch(DistributedDataParallel(model), job)
@@ -51,7 +51,7 @@ def _ddp(model: Any, job: Job) -> Iterator[Step]:
 
 @contextmanager
 def _fsdp2(model: Any, job: Job) -> Iterator[Step]:
-    """Weights, gradients and optimizer are sharded, in float32; layers are gathered in the dtype of the job."""
+    """Use FSDP2: weights, gradients and optimizer are sharded in float32; layers are gathered in the job's dtype."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -79,7 +79,10 @@ def _by_torch(model: Any, job: Job) -> Step:
 
 
 def _zero(stage: int) -> Callable[[Any, Job], AbstractContextManager[Step]]:
-    """DeepSpeed's: stage 0 shards nothing, 1 the optimizer, 2 also the gradients, 3 also the weights; the optimizer's weights are float32."""
+    """Use DeepSpeed ZeRO; the optimizer's weights are float32.
+
+    Stage 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the weights.
+    """
 
     @contextmanager
     def trained(model: Any, job: Job) -> Iterator[Step]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can run a model: Transformers alone, another library, or Liger, each of them also compiled."""
+"""The implementations that run a model: Transformers alone, another library, or Liger, each also compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Implementation:
-    """patch(model) puts the implementation into a model and says which backend runs it.
+    """An implementation of a model; patch(model) applies it and returns the name of the backend that runs it.
 
     module  what must be importable, and `install` what brings it
     """
@@ -28,7 +28,7 @@ class Implementation:
     install: str = ""
 
     def missing(self, device: str) -> str | None:
-        """Why it cannot run here, or None."""
+        """Return the reason why the implementation cannot run here, or None."""
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
         if self.module is not None and importlib.util.find_spec(self.module) is None:
@@ -48,7 +48,7 @@ def _liger(model: PreTrainedModel) -> str:
 
 
 def _liger_kernel(model: PreTrainedModel) -> str:
-    """The library's own function that patches an existing model, with its defaults, as the Transformers Trainer calls it."""
+    """Patch an existing model with the library's own function and its defaults, as the Transformers Trainer does."""
     patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
     patches._apply_liger_kernel_to_instance(model=model)
     return "liger-kernel"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process measures, and the resulting row."""
+"""One measurement, which has its own process, and the resulting row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from liger_bench.row import Recorded, row_from
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: one implementation on one shape."""
+    """One implementation on one shape."""
 
     model: str
     batch: int
@@ -38,7 +38,7 @@ class Job(Case):
 
 @dataclass(frozen=True)
 class Row(Recorded, Case):
-    """Forward and backward of one implementation on one shape, with where and how it was measured.
+    """The figures of forward and backward of one case, with where and how they were measured.
 
     backend           what runs Liger's ops
     *_per_second      median, 0.2 and 0.8 quantile of the steps
@@ -64,5 +64,5 @@ COLUMNS = Row.header()
 
 
 def row_of(job: Job, where: Mapping[str, str], results: Mapping[str, Any]) -> Row:
-    """A row; its steps are those that were timed."""
+    """Return the row of a job, whose `steps` are the timed ones, or None without a result."""
     return row_from(Row, job, where, {"steps": None, **results})

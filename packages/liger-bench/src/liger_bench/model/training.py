@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward of one model on one batch: what a process measures."""
+"""Forward and backward of one model on one batch, as one process measures them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Training:
         self.first: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """The first step, which compiles, and whose loss and gradients are reported."""
+        """Run the first step, which compiles, and report its loss and gradients."""
         seconds, loss = self._timed()
         self.first = {"seconds": seconds, "loss": float(loss), "grad_norm": self._gradient_norm()}
         del loss
@@ -55,7 +55,7 @@ class Training:
         self._release()
 
     def measure(self) -> dict[str, Any]:
-        """The columns of a row that are figures; a step before the first timed one settles the allocator."""
+        """Return the figures of a row; one step before the first timed one settles the allocator."""
         self.step()
         self._forget()
         if self.device.type == "cuda":
@@ -78,7 +78,7 @@ class Training:
         }
 
     def kernels(self, count: int) -> list[dict[str, Any]]:
-        """What takes the device's time in a step: the longest kernels, on the CPU the longest PyTorch operations."""
+        """Return the `count` kernels with the most device time in a step, on the CPU the longest PyTorch operations."""
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
         # Without this the profiler writes about its own start and end to the terminal.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -118,7 +118,7 @@ class Training:
         return time.perf_counter() - start, loss
 
     def _peak(self) -> int:
-        """The most memory held at once: weights, gradients, activations and the batch."""
+        """Return the peak memory in bytes: weights, gradients, activations and the batch."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return held_bytes([*self.model.parameters(), *self.model.buffers(), self.tokens]) + peak_bytes(self.step, self.device)

@@ -49,19 +49,19 @@ class Peer:
 
 
 def unavailable(name: str, device: torch.device) -> str | None:
-    """Why a peer cannot run here, or None."""
+    """Return the reason why a peer cannot run on the device, or None."""
     reason: str | None = _file(name).unavailable(device)
     return reason
 
 
 def peers(name: str) -> list[Peer]:
-    """The variants of a peer."""
+    """Return the variants of a peer."""
     found: list[Peer] = _file(name).peers()
     return found
 
 
 def teacher_share(kind: str, beta: float) -> float:
-    """A divergence as that of Jensen and Shannon, whose share of the teacher in the mixture may be all or nothing: how peers name it."""
+    """Return the mixture weight by which peers name a divergence: 0 is the forward KL, 1 the reverse KL, else a JSD."""
     share = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": beta}.get(kind)
     if share is None:
         raise Unsupported("it has the forward and the reverse KL and the JSD only")
@@ -75,12 +75,12 @@ def with_one_target(hidden: Tensor, target: Tensor) -> None:
 
 
 def by_name(*calls: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """Functions that have the names of the ops that they are for."""
+    """Return a table of functions that have the names of their ops."""
     return {call.__name__: call for call in calls}
 
 
 def missing(module: str, distribution: str) -> str | None:
-    """The reason if a module is not installed."""
+    """Return the reason if a module is not installed, else None."""
     return None if importlib.util.find_spec(module) else f"it is not installed; pip install {distribution}"
 
 

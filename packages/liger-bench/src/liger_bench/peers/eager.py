@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models do in plain PyTorch, eagerly: the formulas of Transformers, with its casts to float32."""
+"""The ops in plain eager PyTorch: the formulas of Transformers, with its casts to float32."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def peers() -> list[Peer]:
 
 
 def calls() -> dict[str, Callable[..., Any]]:
-    """Op → its formula below, else its reference."""
+    """Return a table op → its formula below, or its reference if it has none."""
     return {op.name: op.reference for op in registry().ops.values()} | CALLS
 
 
@@ -158,7 +158,7 @@ def lora_linear(
     x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, bias: Tensor | None = None, base: Tensor | None = None,
     column_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As PEFT: x in the dtype of the adapter, and everything added in it."""
+    """Compute a LoRA layer as PEFT does: cast x to the adapter's dtype and add the product in that dtype."""
     own = F.linear(x, weight, bias if column_scale is None else None) if base is None and weight is not None else base
     if own is None:
         raise Unsupported("it adds to a layer")
@@ -266,7 +266,7 @@ def total_variation(
 def _divergence(
     kind: str, student: Tensor, teacher: Tensor, beta: float, temperature: float, reduction: str, normalizer: Tensor | float | None
 ) -> Tensor:
-    """As the trainers write it: log-softmax of both sides in float32, then torch.nn.functional.kl_div."""
+    """Compute a divergence as trainers do: log-softmax of both sides in float32, then torch.nn.functional.kl_div."""
     log_q, log_p = (torch.log_softmax(x.float() / temperature, dim=-1) for x in (student, teacher))
 
     def kl(log_first: Tensor, log_second: Tensor) -> Tensor:

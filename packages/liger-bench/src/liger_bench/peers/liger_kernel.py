@@ -153,7 +153,10 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
 
 
 def _divergences(package: Any) -> dict[str, Callable[..., Any]]:
-    """Those that it has, of logits by the softmax that its users call before; as in the op, the mean is over rows."""
+    """Return the divergences that the library has.
+
+    Those on logits apply the softmax first, as its users do. The mean is over rows, as in the op.
+    """
 
     def linear_divergence(
         hidden: Tensor,
@@ -187,7 +190,7 @@ def _divergences(package: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _soft_labels(package: Any) -> dict[str, Callable[..., Any]]:
-    """Its fused linear KL divergence from probabilities of a teacher, which are computed before."""
+    """Return its fused linear KL divergence from the teacher's probabilities, which are computed first."""
 
     def linear_divergence(
         hidden: Tensor,
@@ -207,7 +210,7 @@ def _soft_labels(package: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _chunks() -> dict[str, Callable[..., Any]]:
-    """Its per-token loss of 512 tokens at a time in plain PyTorch, which it runs everywhere but on Hopper."""
+    """Return its per-token loss in plain PyTorch, 512 tokens at a time, which it runs everywhere but on Hopper."""
 
     def chunked(*args: Any) -> Any:
         return importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")._FusedLinearPPOFallbackFunction.apply(*args)
@@ -216,7 +219,10 @@ def _chunks() -> dict[str, Callable[..., Any]]:
 
 
 def _per_token(function: Callable[..., Any]) -> Callable[..., Any]:
-    """linear_log_prob by a function of its arguments in order, whose results are negative log-likelihoods, alone or with entropies."""
+    """Return linear_log_prob as a call of a function with the same arguments, in order.
+
+    The function returns negative log-likelihoods, alone or with entropies.
+    """
 
     def linear_log_prob(
         hidden: Tensor,
@@ -234,7 +240,7 @@ def _per_token(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
-    """cross_entropy under the names of Liger's options."""
+    """Return its cross_entropy under the names of Liger's options."""
 
     def cross_entropy(
         logits: Tensor,
@@ -269,13 +275,13 @@ def _linear(
     softcap: float | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """linear_cross_entropy under the names of Liger's options."""
+    """Call its linear_cross_entropy with Liger's options."""
     options: dict[str, Any] = {"bias": bias, "ce_weight": class_weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     return function(hidden, weight, target, **options, lse_square_scale=z_loss, softcap=softcap, reduction=reduction)
 
 
 def _cute() -> dict[str, Callable[..., Any]]:
-    """Its dispatcher with the CuTe implementation named, so that it does not fall back in silence."""
+    """Return calls of its dispatcher that name the CuTe implementation and therefore never fall back silently."""
     dispatched = importlib.import_module("liger_kernel.functional")
     sm90 = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
     name = {"impl": "nvidia-cutedsl"}

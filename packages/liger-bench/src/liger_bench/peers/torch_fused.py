@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's own fused functions, where they are others than those that `eager` calls already (layer_norm)."""
+"""PyTorch's own fused functions, except for those that `eager` already calls (layer_norm)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """All logits at once."""
+    """Compute all logits at once."""
     options: dict[str, Any] = {"linear_bias": bias, "weight": class_weight, "label_smoothing": label_smoothing}
     return F.linear_cross_entropy(hidden, weight, target, **options, ignore_index=ignore_index, reduction=reduction)
 
@@ -66,6 +66,6 @@ def chunked_linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """With the default options of its chunked variant."""
+    """Compute the logits in chunks, with the default options of PyTorch's chunked variant."""
     options: dict[str, Any] = {"linear_bias": bias, "label_smoothing": label_smoothing, "options": torch.nn.LinearCrossEntropyOptions()}
     return F.linear_cross_entropy(hidden, weight, target, **options, ignore_index=ignore_index, reduction=reduction)

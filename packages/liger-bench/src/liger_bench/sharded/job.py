@@ -27,7 +27,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Row(Recorded, Job):
-    """What it took, with where and how it was measured.
+    """The figures of one job, with where and how they were measured.
 
     seconds     median over repetitions, of each the slowest rank's
     low, high   0.2 and 0.8 quantile
@@ -48,7 +48,7 @@ COLUMNS = Row.header()
 
 
 def together(job: Job, of_ranks: Sequence[Mapping[str, Any]], alone: float | None) -> dict[str, Any]:
-    """The columns that follow from what every rank measured; alone: the seconds of Liger on one rank."""
+    """Return the columns computed from the measurements of all ranks; `alone` is the seconds of Liger on one rank."""
     slowest = [max(seconds) for seconds in zip(*(rank["seconds"] for rank in of_ranks), strict=True)]
     low, *_, high = statistics.quantiles(slowest, n=5) if len(slowest) > 1 else (slowest[0], slowest[0])
     seconds = statistics.median(slowest)

@@ -21,10 +21,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Row(Recorded, Job):
-    """What a step took, with where and how it was measured.
+    """The figures of one job, with where and how they were measured.
 
     step_seconds  median over the steps of all rounds; low and high: 0.2 and 0.8 quantile
-    limit_seconds  the least that the arithmetic takes: operations ÷ the measured rate of a large matmul, recomputation included
+    limit_seconds  lower bound set by the arithmetic, with recomputation: operations ÷ the rate of a large matmul
     limit_without_recompute_seconds  the same for a step that keeps every activation
     share         limit_seconds ÷ step_seconds
     loss          of the first step: the same weights and tokens for all implementations

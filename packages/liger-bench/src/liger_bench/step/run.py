@@ -26,7 +26,10 @@ LIMITS = ("product_flops_per_second", "copy_bytes_per_second", "limit_seconds", 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long to measure: `rounds` processes of at most `steps` steps and `seconds` seconds; one that takes longer than `patience` failed."""
+    """The length of a measurement: `rounds` processes of at most `steps` steps and `seconds` seconds.
+
+    A process that takes longer than `patience` seconds has failed.
+    """
 
     steps: int
     seconds: float
@@ -36,7 +39,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a process is given."""
+    """The job of one process, and how long it measures."""
 
     job: Job
     steps: int
@@ -46,7 +49,10 @@ class Turn:
 def measured(
     jobs: Sequence[Job], where: Mapping[str, str], timing: Timing, phase: Callable[[Job], object] = lambda job: None
 ) -> Generator[Measured[Row], None, None]:
-    """Each job's row; the implementations of a case alternate, so that what changes on the machine changes for all of them."""
+    """Measure each job and yield its row.
+
+    The implementations of a case alternate, so changes on the machine affect all of them.
+    """
     from liger_bench.step.training import missing
 
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:
@@ -79,7 +85,7 @@ def _answer(turn: Turn, patience: float, folder: Path) -> tuple[Answer, str]:
 
 
 def answer(turn: Turn, connection: Connection) -> Answer:
-    """The work of a process."""
+    """Measure one turn, in its own process."""
     try:
         # Here, so that the process which only waits need not load Transformers.
         from liger_bench.step.training import measured as figures
@@ -90,7 +96,7 @@ def answer(turn: Turn, connection: Connection) -> Answer:
 
 
 def _together(answers: Sequence[Answer], reason: str | None, tokens: int) -> dict[str, Any]:
-    """The columns of all rounds."""
+    """Return the columns of a row from the results of all rounds."""
     if reason is not None:
         return {"reason": reason}
     failed = next((results for state, results in answers if state != DONE), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of steps as the words of a table, on the terminal and on a page alike."""
+"""The cells of a table of steps, on the terminal and on a page alike."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ HEAD = tuple(column.name for column in FIGURES)
 
 
 def title(row: Mapping[str, Any]) -> str:
-    """What is trained, and how."""
+    """Return the title of a row: the case, the shape and whether it is checkpointed."""
     case = CASES[row["case"]]
     words = [case.words, f"{row['batch']} × {row['sequence']}", *(["checkpointed"] if case.recompute else [])]
     return ("tiny: " if row["tiny"] else "") + ", ".join(words)
 
 
 def cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A cell for each column of HEAD; `rows` are those to compare with."""
+    """Return a cell for each column of HEAD; the row is compared with `rows`."""
     if row["tokens_per_second"] is None:
         return ["out of memory" if row["out_of_memory"] else "–", *["–"] * (len(HEAD) - 1)]
     tokens = row["batch"] * row["sequence"]

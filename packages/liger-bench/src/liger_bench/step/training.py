@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process measures: steps of one case by one implementation."""
+"""Steps of one case by one implementation, as one process measures them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ LIMITS_SECONDS = 0.3
 
 
 def missing(job: Job) -> str | None:
-    """Why this cannot run here, or None."""
+    """Return the reason why the job cannot run here, or None."""
     if CASES[job.case].adapters and importlib.util.find_spec("peft") is None:
         return "peft is not installed; pip install peft"
     return IMPLEMENTATIONS[job.implementation].missing(job.device)
 
 
 def measured(job: Job, steps: int, seconds: float) -> dict[str, Any]:
-    """Seconds of every timed step, and the other figures of this process."""
+    """Return the seconds of every timed step, and the other figures of this process."""
     step = Step(job)
     first = float(step())
     for _ in range(WARM_UP - 1):
@@ -91,7 +91,7 @@ class Step:
         self.tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(self.device)
 
     def __call__(self) -> Tensor:
-        """A step; the loss of one that CUDA graphs replay is overwritten by the next."""
+        """Run a step and return its loss; if CUDA graphs replay the step, the next one overwrites the loss."""
         if self.case.compile is not None:
             torch.compiler.cudagraph_mark_step_begin()
         # The other outputs are freed on return, as in a training run.
@@ -103,7 +103,7 @@ class Step:
         return loss.detach()
 
     def peak(self) -> int:
-        """The most memory held at once: weights, gradients, activations, optimizer state and the batch."""
+        """Return the peak memory in bytes: weights, gradients, activations, optimizer state and the batch."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         held = [*self.model.parameters(), *self.model.buffers(), self.tokens]
@@ -126,7 +126,7 @@ class Step:
         return model
 
     def _patch(self, base: Any) -> str:
-        """liger-kernel patches what Transformers made; Liger finds it below the adapters."""
+        """Patch the model and return what runs its ops; only Liger patches the model with adapters."""
         if self.job.implementation != "liger":
             return IMPLEMENTATIONS[self.job.implementation].patch(base)
         import liger_hf
