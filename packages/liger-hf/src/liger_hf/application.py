@@ -94,7 +94,10 @@ def survey(
     device: torch.device | None = None,
     verdict: str = REPLACED,
 ) -> tuple[Report, list[Patch]]:
-    """What `apply` would do, and the patches that do it. `device`: where to check, instead of where the weights are."""
+    """Return the report of what `apply` would do, and the patches that do it.
+
+    device  where to check the candidates; by default the device of the weights
+    """
     if not isinstance(model, nn.Module):
         raise ModelError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
     # At the caller of `apply` or `inspect`.
@@ -171,7 +174,7 @@ def _names(caller: str, option: str, given: Names, otherwise: tuple[str, ...]) -
 
 
 def _notes(model: nn.Module) -> list[str]:
-    """What others have done to the model before."""
+    """Return one sentence for each earlier change to the model, by other libraries, that affects the replacements."""
     notes = []
     if any(getattr(module, USES_KERNELS, False) is True for module in model.modules()):
         notes.append(
@@ -210,7 +213,7 @@ def _absent(looked: list[tuple[str, nn.Module, Rule, Found]], wanted: set[str]) 
 
 
 def _decision(decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: set[str], verify: bool) -> Decision:
-    """One check for all modules of a kind."""
+    """Return the decision for a module. All modules of one kind share one check."""
     if not wanted & set(rule.ops):
         return Decision(None, "not asked for")
     if found.refusal is not None:
@@ -225,7 +228,7 @@ def _decision(decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: 
 
 
 def _placed(found: Found, device: torch.device | None, home: torch.device) -> Found:
-    """With the device of its check: the one that was asked for, where its weights are, or where the model is."""
+    """Set the device of the check: `device` if given, else that of the module's weights, else that of the model."""
     place = device or (home if found.device is None else None)
     return found if place is None else replace(found, device=lambda: place)
 
@@ -235,7 +238,7 @@ def _pattern(name: str) -> str:
 
 
 def _backend(op: Op[..., Any], module: nn.Module, device: torch.device | None, home: torch.device) -> str:
-    """What will run the op on the device, or where the module's weights are, or the model's."""
+    """Return the backend that will run the op on `device`; the default is the device of the module, or the model's."""
     name, _ = selected(op)
     if name != AUTO:
         return name

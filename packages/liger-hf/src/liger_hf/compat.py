@@ -32,13 +32,13 @@ _installed: list[StandIn] = []
 
 
 class StandIn:
-    """What `install` put into `sys.modules`; `undo()`, or the end of a `with` block, takes it out again."""
+    """The modules that `install` added to `sys.modules`; `undo()`, or the end of a `with` block, removes them."""
 
     def __init__(self, modules: dict[str, ModuleType]) -> None:
         self.modules = modules
 
     def undo(self) -> None:
-        """Forget the stand-in; models stay as they are, and a second call does nothing."""
+        """Remove the stand-in; models stay as they are, and a second call does nothing."""
         for name, module in self.modules.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
@@ -54,13 +54,13 @@ class StandIn:
 
 
 def install(show: Callable[[Report], Any] | None = print) -> StandIn:
-    """From now on `use_liger_kernel=True` in TrainingArguments means `liger_hf.apply`, in this process.
+    """Make `use_liger_kernel=True` in TrainingArguments call `liger_hf.apply`, in this process.
 
     show  called with each report, on the first process; print by default, None for nothing
 
-    A key of `liger_kernel_config` set to False leaves that op out; all are put in by default. Keys that name none of the ops are
-    noted in the report. Transformers asks for a package named liger_kernel; a module of that name, with the one function that it
-    calls, stands in until `undo`. A second call returns the stand-in that is there.
+    A key of `liger_kernel_config` set to False leaves that op out; all are put in by default. Keys that name none of
+    the ops are noted in the report. Transformers imports a package named liger_kernel; until `undo`, a module of that
+    name provides the one function that Transformers calls. A second call returns the existing stand-in.
 
     Raises OptionError if liger-kernel is installed or has been imported.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementations a model runs where Transformers has several, and what would be faster."""
+"""Report which of Transformers' implementations a model uses, and which would be faster."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1
 
 
 def sentences(model: nn.Module) -> list[str]:
-    """A sentence for each part of which Transformers has several implementations, with what to do where a faster one is not used."""
+    """Return a sentence for each part with several implementations, with advice if a faster one is not used."""
     return [*_attention(model), *_experts(model), *_fallbacks(model)]
 
 
 def _chosen(model: nn.Module, belongs: Callable[[nn.Module], bool], implementation: Callable[[nn.Module], str | None]) -> str | None:
-    """The implementation in the config of the first module that it is for."""
+    """Return the implementation that the config of the first matching module names; None if no module matches."""
     module = next((module for module in model.modules() if belongs(module)), None)
     return None if module is None else implementation(module if hasattr(module, "config") else model)
 
@@ -48,7 +48,7 @@ def _experts(model: nn.Module) -> Iterator[str]:
 
 
 def _fallbacks(model: nn.Module) -> Iterator[str]:
-    """The kernels that are missing, package by package."""
+    """Yield a sentence for each package whose kernels are missing."""
     files = dict.fromkeys(sys.modules[type(module).__module__] for module in model.modules() if type(module).__module__ in sys.modules)
     missing: dict[str, list[str]] = {}
     for file in files:
@@ -65,7 +65,7 @@ def _fallbacks(model: nn.Module) -> Iterator[str]:
 
 @cache
 def _kernels(file: ModuleType) -> tuple[tuple[str, str], ...]:
-    """(kernel, package) of the functions in a file for which Transformers looks for a kernel in a package."""
+    """Return (kernel, package) for each function in a file that Transformers replaces by a kernel of a package."""
     if not file.__name__.startswith("transformers."):
         return ()
     try:

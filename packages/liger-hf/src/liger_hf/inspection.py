@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `apply` would do to a model, without loading weights or changing anything."""
+"""Report what `apply` would do to a model, without loading weights or changing anything."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def inspect(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
 ) -> Report:
-    """What `liger_hf.apply` would replace in a model, with the reasons; nothing is changed.
+    """Report what `liger_hf.apply` would replace in a model, and why, without changing the model.
 
-    model   a model, with weights or on the meta device, or the config of one, which is built without weights; or a preset such as
-            tiny, a folder, a model type of Transformers or a name on the hub, of which the config is taken
-    dtype   of the model that is built from a config; that of the config by default
-    device  where a model without weights is checked, with small random ones; a GPU if there is one
+    model   a model, with weights or on the meta device; a config, from which a model is built without weights; or a
+            preset such as tiny, a folder, a model type of Transformers or a name on the hub, whose config is used
+    dtype   the dtype of a model built from a config; by default the dtype in the config
+    device  where a model without weights is checked, with small random weights; by default a GPU if there is one
     only, exclude, verify  as for apply
 
-    Raises ModelError for a config of which no model can be built, and what apply raises.
+    Raises ModelError if no model can be built from the config, and the errors that apply raises.
     """
     if isinstance(model, str):
         model = config_of(model)
@@ -54,7 +54,7 @@ def inspect(
 
 
 def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
-    """The model class of a checkpoint with this config, otherwise a language model, on the meta device."""
+    """Build the model that the config names, or else an Auto model for the config, on the meta device."""
     named = next((found for name in config.architectures or () if (found := getattr(transformers, name, None)) is not None), None)
     options = {} if dtype is None else {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype}
     try:
@@ -72,7 +72,7 @@ def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
 
 
 def _without_weights(model: nn.Module) -> bool:
-    """Whether all weights are on meta, and no hook of accelerate will load them."""
+    """Whether all weights are on the meta device and no accelerate hook will load them."""
     offloaded = any(OFFLOADED in vars(module) for module in model.modules())
     return not offloaded and all(p.is_meta for p in model.parameters()) and next(model.parameters(), None) is not None
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights whose gradient Transformers adds up over tensor-parallel ranks: each rank has the part of its own heads.
+"""Correct tensor-parallel gradients under gradient accumulation.
 
-Transformers (5.17 to 5.23) adds up `.grad` after each backward pass, and so what earlier micro-batches have left there, which is a sum already.
-Divided by the number of ranks before a gradient is added, that comes out of the next sum as it was.
+A norm over the heads of one rank has only part of its gradient, and Transformers (5.17 to 5.23) sums `weight.grad` over
+the ranks after every backward pass. From the second micro-batch on, `weight.grad` already contains such a sum, which
+the next one would count once per rank. A hook therefore divides it by the number of ranks before a gradient is added.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CALLED = {"dist", "all_reduce", "grad", "get_group"}
 
 
 def patches(model: nn.Module) -> Iterator[Patch]:
-    """One for every module with such weights."""
+    """Yield a patch for each module whose gradients Transformers sums over ranks."""
     for module in model.modules():
         ranks = _ranks(module)
         if ranks > 1 and not any(_is(hook, _watch) for hook in module._forward_pre_hooks.values()):
@@ -35,7 +36,7 @@ def patches(model: nn.Module) -> Iterator[Patch]:
 
 @dataclass(eq=False)
 class Watch(Patch):
-    """Of the weights of a module, also of those that FSDP gathers for its forward."""
+    """Register the correction on a module's weights before each forward, which includes weights that FSDP gathers."""
 
     handle: RemovableHandle | None = None
 
@@ -55,7 +56,7 @@ class Watch(Patch):
 
 
 def _watch(ranks: int, module: nn.Module, _: Any) -> None:
-    # A compiled forward would put the hook there with each call.
+    # A compiled forward would register another hook in each call.
     if torch.compiler.is_compiling():
         return
     for weight in module.parameters(recurse=False):
@@ -64,7 +65,7 @@ def _watch(ranks: int, module: nn.Module, _: Any) -> None:
 
 
 def _divide(ranks: int, weight: Tensor, _: Tensor) -> None:
-    """Before a gradient is added to the sum."""
+    """Divide the gradient accumulated so far by the number of ranks."""
     if weight.grad is not None:
         weight.grad.div_(ranks)
 
@@ -74,7 +75,7 @@ def _is(hook: Any, function: Any) -> bool:
 
 
 def _ranks(module: nn.Module) -> int:
-    """How many Transformers adds up the gradients of; 0 if it does not, or by code that is not known here."""
+    """Return the number of ranks that Transformers sums a module's gradients over; 0 if it does not, or differently."""
     for function in (*module._backward_hooks.values(), module.__dict__.get("forward")):
         if (
             not inspect.isfunction(function)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replaced forward passes over: children, functions and settings that the module's own forward uses, and the new one does not."""
+"""Record what a replacement ignores: children, functions and settings that only the module's own forward uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ PASSED = "liger_passed_over"
 
 
 def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
-    """Everything that the module owns, and the numbers, flags and words that its class reads, except what the unit calls or reads itself."""
+    """Return the children, functions and settings of a module, except those that the replacement uses itself.
+
+    Settings are numbers, flags and strings that the methods of its class read.
+    """
     children = {n: (child, type(child)) for n, child in module._modules.items() if child is not None and n not in called}
     functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value) and name not in (slot(module), "forward")}
     kind: Any = type(module)
@@ -34,14 +37,14 @@ def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
 
 @cache
 def _names_read(kind: type[nn.Module]) -> frozenset[str]:
-    """By what a class and its bases add to nn.Module, after __init__."""
+    """Return the names read by the methods that a class and its bases add to nn.Module, except __init__."""
     own = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
     functions = [inspect.unwrap(f) for base in own for name, f in vars(base).items() if inspect.isfunction(f) and name != "__init__"]
     return frozenset(name for function in functions for name in names_in(function.__code__))
 
 
 def may_pass(module: nn.Module) -> bool:
-    """What is passed over is unchanged since `apply` checked it, and has no hooks."""
+    """Whether everything that the replacement ignores is unchanged since `apply` checked it, and has no hooks."""
     for name, known in module.__dict__.get(PASSED, {}).items():
         if isinstance(known, tuple):
             child: nn.Module = known[0]
@@ -55,9 +58,10 @@ def may_pass(module: nn.Module) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Calling it does more than its class says; accelerate's own hooks only move tensors, those of ZeRO-3 only gather parameters.
+    """Whether calling the module does more than its class defines.
 
-    A forward that `apply` put there computes what its class does.
+    Hooks of accelerate and ZeRO-3 do not count, because they only move tensors and gather parameters. A forward that
+    `apply` installed does not count either, because it computes the same as its class.
     """
     for part in module.modules() if module._modules else (module,):
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces one attribute of one instance, and restores it."""
+"""Replace one attribute of one instance, and restore it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OF_CLASSES, INSTALLED = "__liger_of_classes__", "__liger_installed__"
 
 
 class Missing:
-    """The instance had no such attribute of its own (the class itself stands for that: copying keeps its identity)."""
+    """Marks an attribute that the instance did not have. The class is the marker, because copies keep its identity."""
 
 
 @dataclass(eq=False)
 class Patch:
-    """`owner.attribute` is `value` until `undo`; only the instance's own dictionary is touched."""
+    """Set `owner.attribute` to `value` until `undo`, in the instance's own dictionary only."""
 
     owner: Any
     attribute: str
@@ -39,7 +39,7 @@ class Patch:
         return self
 
     def undo(self) -> bool:
-        """Restore the attribute; False if other code has replaced it since."""
+        """Restore the attribute; return False if other code has replaced it since."""
         for attribute in (self.attribute, "forward", OFFLOADED_FORWARD, AUTOCAST_FORWARD):
             if self.owner.__dict__.get(attribute, Missing) is self.value:
                 if self.previous is Missing:
@@ -51,12 +51,15 @@ class Patch:
 
 
 def slot(module: nn.Module) -> str:
-    """The attribute that holds the module's own forward: accelerate's hooks move it."""
+    """Return the name of the attribute that holds the module's own forward, which accelerate's hooks move."""
     return OFFLOADED_FORWARD if OFFLOADED in module.__dict__ and OFFLOADED_FORWARD in module.__dict__ else "forward"
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any] | str:
-    """The function, not yet bound, that computes this module; or why it cannot be replaced. Its checkpointing wrapper stays in place."""
+    """Return the unbound function that computes this module, or the reason why it cannot be replaced.
+
+    A checkpointing wrapper around it stays in place.
+    """
     own = module.__dict__.get(slot(module))
     function = getattr(own, "__func__", None)
     # copy.copy takes over the forward that is bound to the first module.
@@ -72,7 +75,7 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | str:
 
 
 def replaced_method(module: nn.Module, name: str) -> str | None:
-    """Why a method cannot be replaced: this instance has one of its own."""
+    """Return why a method cannot be replaced, because the instance has its own; None if it has only its class's."""
     if name not in module.__dict__:
         return None
     return (
@@ -81,7 +84,7 @@ def replaced_method(module: nn.Module, name: str) -> str | None:
 
 
 def under_autocast(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward with which accelerate wraps a model's own for mixed precision, not yet bound; None if there is none."""
+    """Return the unbound forward that accelerate wraps around the model's own for mixed precision, or None."""
     own = module.__dict__.get("forward")
     if not isinstance(own, MethodType) or own.__self__ is not module or AUTOCAST_FORWARD not in module.__dict__:
         return None
@@ -94,21 +97,24 @@ def under_autocast(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | str:
-    """As `forward_of`, but without the autocast of accelerate, so that a check can run it in several dtypes."""
+    """Return the same as `forward_of`, but without accelerate's autocast, for a check that runs in several dtypes."""
     return forward_of(module) if under_autocast(module) is None else type(module).forward
 
 
 def replacing(original: Callable[..., Any], build: Callable[[], Callable[..., Any]]) -> Callable[[nn.Module], list[Patch]]:
-    """Installs what `build` returns as the forward of modules: one function for all of them, which torch.compile then compiles once."""
+    """Return an installer that makes the function returned by `build` the forward of a module.
+
+    All modules share one function, which torch.compile therefore compiles once.
+    """
     built = cache(build)
     return lambda module: [replacement(module, built(), original)]
 
 
 def replacement(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any]) -> Patch:
-    """A patch that makes `function` the forward of this instance, with the signature of the original.
+    """Return a patch that makes `function` the forward of this instance, with the signature of the original.
 
-    A bound method follows its module when a model is deep-copied; a closure over the module would not. Under the name
-    `forward` it pickles as the forward of its class.
+    The forward is a bound method because deep-copying a model rebinds it to the copied module, unlike a closure. Its
+    name is `forward` because it then pickles as the forward of its class.
     """
     assert isinstance(function, FunctionType)
     kind = type(module)
@@ -122,7 +128,7 @@ def replacement(module: nn.Module, function: Callable[..., Any], original: Calla
 
 
 def _of_class(kind: Any, function: FunctionType) -> Any:
-    """The function, for as long as a module has the forward of this class."""
+    """Wrap the function in a forward that calls it only while the module's class still has the same forward."""
     outermost = kind.forward
     inner = function if unwrapped(outermost) is outermost else checkpointed(function, outermost)
 
@@ -136,5 +142,5 @@ def _of_class(kind: Any, function: FunctionType) -> Any:
 
 
 def installed_in(forward: Any) -> Any:
-    """The function that `replacement` was given for this forward, before it became that of a class."""
+    """Return the function that was passed to `replacement` for this forward."""
     return forward.__dict__.get(INSTALLED, forward)

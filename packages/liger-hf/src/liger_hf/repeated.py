@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module is like in one call, for code that repeats the call: a backward pass that recomputes it, logits that are read later."""
+"""Record the state of a module in a call, for a backward pass that recomputes it or logits that are read later."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ ABSENT = object()
 
 
 class Settings:
-    """A module and its parts in one call: their children, which parameters require gradients, and attributes that are flags, numbers, names or
-    collections of these, such as the active adapters of PEFT and their scales."""
+    """The settings of a module and its descendants in one call.
+
+    These are their children, which parameters require gradients, and attributes that are flags, numbers, strings or
+    collections of these, such as PEFT's active adapters and their scales.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.parts = [(part, {**_attributes(part), "_modules": dict(part._modules)}) for part in module.modules()]
@@ -29,7 +32,7 @@ class Settings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within this context they are as they were in the call."""
+        """Restore the settings of the call within this context."""
         with ExitStack() as stack:
             for part, before in self.parts:
                 now = vars(part)
@@ -44,12 +47,12 @@ class Settings:
 
 
 def settings_of(module: nn.Module) -> Settings | None:
-    """None of a linear layer, which has none that matter, and in compiled code."""
+    """Return the settings of a module; None for a linear layer, whose settings do not matter, and in compiled code."""
     return None if type(module) is nn.Linear or torch.compiler.is_compiling() else Settings(module)
 
 
 def checkpointed(function: Callable[..., Any], *args: Any, settings: Settings | None) -> Any:
-    """function(*args), which the backward pass recomputes with these settings."""
+    """Return function(*args), which the backward pass recomputes with these settings."""
     options: dict[str, Any] = {} if settings is None else {"context_fn": lambda: (nullcontext(), settings.again())}
     return checkpoint(function, *args, use_reentrant=False, **options)
 
@@ -78,7 +81,7 @@ def draws(module: nn.Module) -> bool:
 
 
 class Numbers:
-    """The random numbers that a call draws from now on."""
+    """The state of the random generators, which `again` restores to draw the same numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -86,7 +89,7 @@ class Numbers:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within this context they are drawn again; afterwards the random state is that of before."""
+        """Draw the same random numbers again within this context; the current random state is restored on exit."""
         kind = self.device.type
         devices = [] if kind == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was replaced in a model, what was not, and why; it can undo itself."""
+"""The report of what was replaced in a model, what was not, and why; it can undo the replacements."""
 
 from __future__ import annotations
 
@@ -119,12 +119,12 @@ class Report:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a pickle: a model comes back from it with the forwards of its classes."""
+        """Return the state for a pickle, without patches: an unpickled model has the forwards of its classes."""
         rows = [replace(row, verdict=LEFT, reason=PICKLED) if row.verdict == REPLACED else row for row in self.rows]
         return {**vars(self), "rows": rows, "patches": [], "owner": None, "earlier": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Report:
-        """For a copy of the model, which is patched like the model."""
+        """Copy the report with its patches for a copy of the model, which is patched in the same way."""
         copied = memo[id(self)] = Report(self.model)
         copied.__dict__.update(copy.deepcopy(vars(self), memo))
         return copied
@@ -136,16 +136,16 @@ class Report:
         self.undo()
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything the report says, as plain data."""
+        """Return everything that the report says, as plain data."""
         lists = {"notes": list(self.notes), "implementations": list(self.implementations)}
         return {"model": self.model, "rows": [asdict(row) for row in self.rows], "absent": dict(self.absent), **lists}
 
     def to_json(self) -> str:
-        """The same as one JSON object."""
+        """Return the same as one JSON object."""
         return json.dumps(self.to_dict(), ensure_ascii=False)
 
     def table(self) -> Table:
-        """For a terminal: `rich.print(report.table())`."""
+        """Return a table for a terminal: `rich.print(report.table())`."""
         table = Table(title=self.title(), title_justify="left")
         for heading in ("modules", "count", "class", "op", "backend", "verdict", "reason"):
             table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
@@ -160,7 +160,7 @@ class Report:
         return table
 
     def title(self) -> str:
-        """How many modules of the model each op replaces."""
+        """Return a line that says how many modules of the model each op replaces."""
         planned = any(row.verdict == REPLACEABLE for row in self.rows)
         counts = ", ".join(f"{count} × {op}" for op, count in (self.replaceable if planned else self.replaced).items())
         return f"{self.model}: {counts or 'nothing'} {'can be replaced' if planned else 'replaced'}"
@@ -175,7 +175,7 @@ class Report:
 
 
 def _replicate_for_data_parallel(self: nn.Module) -> Any:
-    """Replaces the method of this name: a replica would call forwards that are bound to the modules of the first GPU."""
+    """Refuse DataParallel, whose replicas would call forwards that are bound to the modules of the first GPU."""
     raise ModelError(
         "liger_hf.apply: a patched model must run on several GPUs by one process each, torch.nn.DataParallel copies it within one; "
         "start with torchrun or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES=0"

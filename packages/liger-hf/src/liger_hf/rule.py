@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule: how one kind of module becomes an op. What one finds in a module, and what might replace it."""
+"""A rule that replaces one kind of module by an op, its findings in a module, and the candidates to replace it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Rule:
-    """What `liger_rules()` of a plugin returns.
+    """A rule that finds the modules that an op can replace; `liger_rules()` of a plugin returns a list of rules.
 
     look        returns its findings on a module, or None if the rule does not apply to it
     ops         the names of the ops that it can put in

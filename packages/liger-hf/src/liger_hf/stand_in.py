@@ -38,7 +38,7 @@ Run = Callable[[Callable[..., Any], bool], Results]
 
 @dataclass(frozen=True)
 class Case:
-    """One random input. `run(function, exact)` gives outputs and gradients by name; in float64 throughout if exact."""
+    """One random input. `run(function, exact)` returns outputs and gradients by name, computed in float64 if exact."""
 
     name: str
     dtype: torch.dtype
@@ -51,12 +51,13 @@ def trial(
     upstream: Mapping[str, Tensor | None],
     weights: Mapping[str, Tensor] | None = None,
 ) -> Run:
-    """One forward and backward pass of a function that stands for the module, or for a part of it.
+    """Return a forward and backward pass of a function that replaces the module or part of it.
 
-    call      (function, inputs, weights, cast) → outputs by name. It gives the function what it takes: twins with these weights,
-              and constants in the precision of the run by `cast`. An output may be a function of nothing, called after the backward pass
-    inputs    what gets a gradient, by name; so do the weights
-    upstream  output → its upstream gradient, None for a scalar; other outputs are compared as they are
+    call      (function, inputs, weights, cast) → outputs by name. It passes the function its arguments: twins of
+              modules with these weights, and constants that `cast` converts to the precision of the run. An output may
+              be a function without arguments, which is called after the backward pass
+    inputs    tensors by name; gradients are computed for these and for the weights
+    upstream  output → its upstream gradient, None for a scalar; other outputs are only compared
     """
 
     def run(function: Callable[..., Any], exact: bool) -> Results:
@@ -77,7 +78,7 @@ def trial(
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """In double precision."""
+    """Convert a tensor to double precision."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
@@ -86,17 +87,17 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def sized(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype, float]]:
-    """Inputs of several scales, to reveal nonlinearities: name, dtype, scale."""
+    """Yield (name, dtype, scale) for inputs of several scales, which reveal nonlinearities."""
     for dtype in dtypes:
         for size, scale in (SCALES_IN_FLOAT16 if dtype == torch.float16 else SCALES).items():
             yield f"{str(dtype).removeprefix('torch.')}, {size} input", dtype, scale
 
 
 class _Mode(threading.local):
-    """Of this thread.
+    """The mode in which this thread runs checks.
 
-    training  of the replicas that it makes; in training, a dropout that is written as a function is active
-    draw      random tensors are others for each number
+    training  the training flag of new replicas; in training mode, a dropout that is written as a function is active
+    draw      the number of the draw; each number gives different random tensors
     """
 
     training = True
@@ -108,7 +109,7 @@ MODE = _Mode()
 
 @contextmanager
 def mode(**values: Any) -> Iterator[None]:
-    """With other values of MODE."""
+    """Set attributes of MODE within this context."""
     before = {name: getattr(MODE, name) for name in values}
     vars(MODE).update(values)
     try:
@@ -118,9 +119,9 @@ def mode(**values: Any) -> Iterator[None]:
 
 
 def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
-    """A case of one sequence of so many tokens, of whose results some rows are compared, the first and the last among them.
+    """Return a case of one sequence with `length` tokens, which compares some rows, including the first and the last.
 
-    One token is in evaluation, as in generating.
+    A single token runs in evaluation mode, as in generation.
     """
     rows = sorted({*range(0, length, max(1, length // 8)), length - 1})
 
@@ -136,7 +137,7 @@ def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
 def replica(
     module: nn.Module, *, parameters: Mapping[str, Tensor | None] | None = None, children: Mapping[str, nn.Module] | None = None
 ) -> Any:
-    """A module of the same class and attributes, without hooks, with these parameters and children in place of its own."""
+    """Return a module of the same class and attributes, without hooks, with the given parameters and children."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     for name in [
@@ -156,7 +157,7 @@ def replica(
 
 
 def configuration(module: nn.Module) -> tuple[Any, ...]:
-    """What distinguishes two instances of one class, besides weights and children."""
+    """Return the settings that distinguish two instances of one class, besides weights and children."""
     plain = (bool, int, float, str, type(None), torch.dtype)
     kept = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("training", "layer_idx")}
     return tuple(sorted((n, repr(v)) for n, v in kept.items())) + tuple(
@@ -165,7 +166,7 @@ def configuration(module: nn.Module) -> tuple[Any, ...]:
 
 
 class Draw:
-    """Random tensors of one seed and the draw of the check; the same whatever the device, and the global generators stay as they are."""
+    """Draw random tensors from a seed and the draw number, the same on every device, without the global generators."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         self.device = device
@@ -175,7 +176,7 @@ class Draw:
         return (torch.randn(shape, generator=self.generator) * scale).to(self.device)
 
     def positive(self, *shape: int) -> Tensor:
-        """In [0.5, 1.5): a weight with which both a wrong sign and an offset show."""
+        """Return a weight in [0.5, 1.5), which reveals both a wrong sign and an offset."""
         return (torch.rand(shape, generator=self.generator) + 0.5).to(self.device)
 
     def integers(self, high: int, *shape: int) -> Tensor:
@@ -190,7 +191,7 @@ class Draw:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where the module computes."""
+    """Return the device on which the module computes."""
     for parameter in module.parameters():
         if parameter.device.type != "meta":
             return parameter.device

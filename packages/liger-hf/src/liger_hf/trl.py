@@ -20,14 +20,14 @@ PerToken = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | N
 
 
 class TRLHead:
-    """What `use_in_trl` put into TRL; `undo()`, or the end of a `with` block, takes it out again."""
+    """The function that `use_in_trl` put into TRL; `undo()`, or the end of a `with` block, restores TRL's own."""
 
     def __init__(self, module: Any, original: Any) -> None:
         self._module, self._original, self._function = module, original, _Function(original)
         setattr(module, NAME, self._function)
 
     def undo(self) -> None:
-        """TRL's own function is back; a second call does nothing."""
+        """Restore TRL's own function; a second call does nothing."""
         if getattr(self._module, NAME) is self._function:
             setattr(self._module, NAME, self._original)
 
@@ -39,15 +39,16 @@ class TRLHead:
 
 
 def use_in_trl() -> TRLHead:
-    """From now on TRL's fused head computes log-probabilities and entropies by `linear_log_prob`, in this process.
+    """Make TRL's fused head compute log-probabilities and entropies by `linear_log_prob`, in this process.
 
         with liger_hf.use_in_trl():
             DPOTrainer(model, args=DPOConfig(...), train_dataset=dataset).train()
 
-    The losses stay TRL's own: masking, FSDP's gathering of the head, temperatures, softcaps and scales of models, and the metrics are unchanged. A
-    head that DeepSpeed ZeRO-3 has partitioned is left to TRL. In a second call, `undo` brings back what the first one put there.
+    The losses stay TRL's own: masking, FSDP's gathering of the head, temperatures, softcaps and scales of models, and
+    the metrics are unchanged. A head that DeepSpeed ZeRO-3 has partitioned is left to TRL. `undo` of a second call
+    restores the function of the first call.
 
-    Raises Unsupported where TRL is missing, or is of a version whose head calls another function (1.16 is tested).
+    Raises Unsupported if TRL is missing, or if its version's head calls another function (1.16 is tested).
     """
     try:
         from trl.trainer import utils
@@ -66,7 +67,7 @@ def use_in_trl() -> TRLHead:
 
 
 class _Function:
-    """Has the `apply` of TRL's autograd function."""
+    """A replacement for TRL's autograd function, with the same `apply`."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -106,7 +107,7 @@ class _Function:
 
 
 def _float_weight(weight: Tensor) -> Tensor:
-    """A quantized weight as it is multiplied by; it gets no gradient."""
+    """Return the weight in a floating dtype: a quantized weight is dequantized, and has no gradient."""
     if not weight.is_floating_point():
         raise OptionError(
             f"use_in_trl: the head's weight must have a floating dtype, got {weight.dtype}; leave lm_head out of quantization "

@@ -39,7 +39,7 @@ def unread(module: nn.Module, names: Collection[str], operators: str, left: str)
 
 
 def _names_and_operators(function: Any, depth: int = 0) -> set[str]:
-    """Those in the code of a function and of the functions in its closure."""
+    """Return the names and operators in the code of a function and of the functions in its closure."""
     if not isinstance(function, FunctionType) or depth > 4:
         return set()
     operators = {step.argrepr.rstrip("=") for step in dis.get_instructions(function.__code__) if step.opname == "BINARY_OP"}

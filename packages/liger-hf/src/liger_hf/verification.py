@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A candidate is accepted only if its outputs and gradients are as accurate as those of the module that it replaces."""
+"""Accept a candidate only if its outputs and gradients are as accurate as those of the module that it replaces."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one candidate on one draw of inputs.
+    """The result of checking one candidate on one draw of inputs.
 
-    problem   in the first case that it does not pass, None if it passes all
-    passed    the number of cases before that one
-    distance  from the original's own outputs; in a case that it does not pass, the error of the result
-    close     it may pass with another draw: its errors are those of rounding
+    problem   why the first failing case fails; None if the candidate passes all cases
+    passed    the number of cases before the failing one
+    distance  the distance from the original's outputs; in a failing case, the error of the result
+    close     whether it may pass with another draw, because its errors are as small as rounding errors
     """
 
     problem: str | None
@@ -48,7 +48,7 @@ DRAWS, LUCK = 3, 2.0
 
 
 def decide(found: Found, verify: bool) -> Decision:
-    """Run original and candidates on small random input; of those that pass, the one closest to the original is taken.
+    """Run the original and the candidates on small random input, and take the closest candidate that passes.
 
     Without verification the candidates are compared only by their float32 and bfloat16 outputs on the CPU.
     """
@@ -78,7 +78,7 @@ def decide(found: Found, verify: bool) -> Decision:
 
 
 def _known(found: Found, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[tuple[Case, Results, Results]] | Decision:
-    """The cases with the results of the original, also in float64; or why it cannot be checked."""
+    """Return the cases with the original's results, also in float64; or a decision why it cannot be checked."""
     assert found.original is not None and found.cases is not None
     try:
         known = [(case, *_original(found.original, case)) for case in found.cases(device, dtypes)]
@@ -101,7 +101,7 @@ def _original(function: Callable[..., Any], case: Case) -> tuple[Results, Result
 
 
 def _doubtful(dtype: torch.dtype, plain: Results, exact: Results) -> Iterator[str]:
-    """The results that differ so much in float64 that any candidate would seem accurate."""
+    """Yield the names of results that differ so much from float64 that any candidate would seem accurate."""
     for name, value in plain.items():
         if error(value, exact[name]).frobenius > (0.01 if dtype == torch.float32 else 0.3):
             yield name
