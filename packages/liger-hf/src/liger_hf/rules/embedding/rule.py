@@ -46,7 +46,7 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _refusal(module: nn.Embedding, arguments: tuple[str, ...]) -> str | None:
-    """Why its gradient is another one, or it has none."""
+    """Return why the op cannot compute this embedding's gradient; None if it can."""
     if len(arguments) != 1:
         return f"an embedding must take indices alone, its forward takes ({', '.join(arguments)})"
     if not module.weight.is_floating_point():
@@ -61,7 +61,7 @@ def _refusal(module: nn.Embedding, arguments: tuple[str, ...]) -> str | None:
 
 
 def _scales(module: nn.Module) -> Iterator[str]:
-    """The attributes by which it may scale its rows: numbers, and buffers of one."""
+    """Yield the attributes that may hold the scale of the rows: numbers, and buffers with one element."""
     yield from (name for name, value in module._buffers.items() if "scale" in name and value is not None and value.numel() == 1)
     for name, value in vars(module).items():
         if "scale" in name and type(value) in (int, float) and math.isfinite(value):

@@ -37,7 +37,7 @@ EXPERTS, TOP, HIDDEN, INNER = 4, 2, 24, 40
 
 
 class Weights(NamedTuple):
-    """The names of the parameters, and how they are stored."""
+    """The name of the packed gate and up projection, and how the weights are stored."""
 
     gate_up: str
     biased: bool
@@ -50,14 +50,14 @@ class Weights(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What happens between the matmuls: an activation, and the attributes of the module that hold its numbers."""
+    """The function between the matmuls: an activation, and the module's attributes that hold its constants."""
 
     activation: str
     limit: str = ""
     alpha: str = ""
 
     def options(self, module: Any) -> dict[str, Any]:
-        """As the op takes them. Where a slope is given, as in gpt-oss, 1 is added to up."""
+        """Return the options of the op. With a slope, as in gpt-oss, 1 is added to up."""
         limit = {"limit": getattr(module, self.limit)} if self.limit else {}
         return {"activation": self.activation, **limit, **({"alpha": getattr(module, self.alpha), "shift": 1.0} if self.alpha else {})}
 
@@ -142,9 +142,10 @@ def _forward(original: Callable[..., Any], weights: Weights, unit: Unit) -> Call
 
 
 def _stored(module: Any, weights: Weights) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The parameters, and the low-rank factors that PEFT adds to the matrices in this call, as the op takes them.
+    """Return the parameters, and the low-rank factors that PEFT adds to the matrices in this call, as op arguments.
 
-    While it runs the module, PEFT parametrizes it by W + s · lhs rhs, which reading the parameter would compute for all experts.
+    During the call, PEFT parametrizes the matrices as W + s · lhs rhs. Reading such a parameter would compute this sum
+    for all experts.
     """
     found: list[Tensor] = []
     factors: dict[str, Tensor] = {}

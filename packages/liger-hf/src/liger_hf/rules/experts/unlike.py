@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that a model runs by code of its own, which no op takes the place of: why, for the report."""
+"""Report why experts that a model runs by its own code are not replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IN_A_LOOP = "each of its experts is a module, and a loop runs them one after the
 
 
 def unlike(module: nn.Module) -> str | None:
-    """Why these experts are left; None for a module that has none, or leaves them to one below it that is shown to the rule, too."""
+    """Return why these experts are not replaced; None if the module has none, or if the rule sees them in a child."""
     if _has_stacked_weights(module):
         return ITSELF
     child = next((child for name, child in module.named_children() if _are_experts(name)), None)
@@ -27,7 +27,7 @@ def _are_experts(name: str) -> bool:
 
 
 def _has_stacked_weights(module: nn.Module) -> bool:
-    """The matrices of all experts of a layer in one tensor, and two such tensors, its own or one of each child, of which one fits to the other."""
+    """Whether the module or its children have two matching weights that each stack the matrices of all experts."""
     parts = [part for part in (module, *module.children()) if not type(part).__module__.startswith("torch.")]
     if not any("expert" in type(part).__name__.lower() for part in parts):
         return False
@@ -40,6 +40,6 @@ def _stacked(module: nn.Module) -> list[Tensor]:
 
 
 def _fit(up: Tensor, down: Tensor) -> bool:
-    """(experts, inner or twice that, hidden) and (experts, hidden, inner), or both transposed."""
+    """Whether the shapes are (experts, inner or 2 · inner, hidden) and (experts, hidden, inner), or both transposed."""
     (a, b), (c, d) = up.shape[1:], down.shape[1:]
     return (b == c and a in (d, 2 * d)) or (a == d and b in (c, 2 * c))

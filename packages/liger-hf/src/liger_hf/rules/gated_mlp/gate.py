@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates within other modules than a gated MLP: wherever a forward multiplies an activation by a tensor, the two become one call.
+"""Gates in modules that are not gated MLPs: an activation and its product with a tensor become one call.
 
     self.act(a) * b        →        gate(self.act, gate=a, up=b)
     b * F.silu(a)          →        gate(F.silu, up=b, gate=a)
@@ -8,8 +8,8 @@
     …                      →        …
     g * b                           gate(self.act, gate=g, up=b)
 
-An instance gets a forward rebuilt from its source. The activation is checked in every call: one that somebody watches by hooks
-or has replaced is called as what it is.
+An instance gets a forward rebuilt from its source. The activation is checked in every call: if it has hooks or has been
+replaced, it is called as a module.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _value(forward: Any, module: nn.Module, name: str) -> Any:
-    """What a name such as `self.act` or `nn.functional.silu` stands for in a forward."""
+    """Return the object that a name such as `self.act` or `nn.functional.silu` refers to in a forward."""
     root, *attributes = name.split(".")
     value = module if root == next(iter(inspect.signature(forward).parameters)) else forward.__globals__.get(root)
     for attribute in attributes:
@@ -145,7 +145,7 @@ def _candidate(original: Any, names: tuple[str, ...], activation: Any, op: Op[..
 
 @dataclass(frozen=True)
 class Site:
-    """A product, the call of an activation in it or in the statement `holder` before, and what comes to be the gate and up."""
+    """A product, the activation's call in it or in a statement `holder`, and the expressions of gate and up."""
 
     product: ast.BinOp
     call: ast.Call
@@ -156,12 +156,12 @@ class Site:
 
 @once
 def activations_of(definition: ast.FunctionDef) -> Iterator[str]:
-    """What a forward multiplies by a tensor after applying it to another, as it is written there."""
+    """Return the source of each activation whose result a forward multiplies by a tensor."""
     return (ast.unparse(site.call.func) for site in _sites(definition))
 
 
 def with_gates(function: FunctionType, names: tuple[str, ...], gate_of: Callable[..., Any]) -> FunctionType:
-    """The function with `gate_of(activation, gate=a, up=b)` in place of each `activation(a) * b`; its globals stay its own."""
+    """Rebuild the function with `gate_of(activation, gate=a, up=b)` for each `activation(a) * b`; its globals stay."""
     definition = copy_of(function)
     for site in list(_sites(definition)):
         if ast.unparse(site.call.func) in names:
@@ -189,7 +189,7 @@ def _sites(definition: ast.FunctionDef) -> Iterator[Site]:
 
 
 def _held(definition: ast.FunctionDef, block: list[ast.stmt], module: str) -> Iterator[Site]:
-    """`g = act(a)`, and the next statement that has g, and is the last one to see this value, is a product of it."""
+    """Yield each `g = act(a)` where the next statement with g multiplies it, and none after it reads this value."""
     for place, holder in enumerate(block):
         match holder:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _may_be_an_activation(call, module):
@@ -238,7 +238,7 @@ def _is_mask(other: ast.expr) -> bool:
 
 
 def _become(product: ast.BinOp, call: ast.Call) -> None:
-    """In its place: `product` may be anywhere in an expression."""
+    """Turn the node `product` into `call` in place, because it may be anywhere in an expression."""
     product.__class__ = ast.Call  # type: ignore[assignment]
     del product.left, product.op, product.right
     vars(product).update(vars(call))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The children of a gated MLP, and the order in which its forward calls them, which is seen when it runs on random projections."""
+"""The children of a gated MLP, and the order in which its forward calls them in a run with random projections."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ INPUTS = 1
 
 @dataclass
 class Parts:
-    """The children: projections, what works on rows beside them (dropouts and norms), and what is passed over.
+    """The children of a gated MLP: projections, dropouts and norms of rows, and those that are ignored.
 
-    order  in which the forward calls them; unknown until `watch` has run it
+    order  the order in which the forward calls them; empty until `watch` has run it
     """
 
     linears: dict[str, nn.Module]
@@ -35,7 +35,7 @@ class Parts:
     order: tuple[str, ...] = ()
 
     def stand_ins(self, device: torch.device) -> dict[str, nn.Module]:
-        """Random projections, and the others without their hooks, which must not see the random inputs of a check."""
+        """Return random projections, and the other children without hooks, which must not see random inputs."""
         draw = Draw(device)
         inputs, down = self.layout
         sizes = {name: (HIDDEN, INNER * (3 - len(inputs))) for name in inputs} | {down: (INNER, HIDDEN)}
@@ -44,16 +44,16 @@ class Parts:
         return {**layers, **markers, **{name: replica(child) for name, child in self.passed.items()}}
 
     def around(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What is called before and after gate and up, in this order."""
+        """Return the names of the children that are called before gate and up, and of those called after them."""
         called = [name for name in self.order if name not in self.passed]
         places = [place for place, name in enumerate(called) if name in self.layout[0]]
         return (tuple(called[: places[0]]), tuple(called[places[-1] + 1 :])) if places else ((), ())
 
 
 class Marker(nn.Module):
-    """Stands in for a dropout or a norm: a module that calls it elsewhere, or not at all, gets another result.
+    """A stand-in for a dropout or a norm; a module that calls it elsewhere, or not at all, has another result.
 
-    kink  0 for what multiplies rows, such as a dropout: a factor may stand before it or after it. Not so for a norm
+    kink  0 for a child that multiplies rows, such as a dropout, because it commutes with a factor; nonzero for a norm
     """
 
     def __init__(self, kink: float) -> None:
@@ -68,7 +68,7 @@ class Marker(nn.Module):
 
 
 def watch(module: nn.Module, original: Callable[..., Any], parts: Parts, stand_ins: dict[str, nn.Module]) -> None:
-    """Note the order of calls; raise Unfit if what happens between the projections is not what a chain of these children does."""
+    """Record the order of calls; raise Unfit if the forward does more between projections than call the children."""
     trained = _calls(module, original, stand_ins, True)
     parts.order = tuple(name for name, _ in trained)
     for name, x in trained:
@@ -89,7 +89,10 @@ def watch(module: nn.Module, original: Callable[..., Any], parts: Parts, stand_i
 def _columns(
     module: nn.Module, original: Callable[..., Any], parts: Parts, stand_ins: dict[str, nn.Module], plain: list[tuple[str, Tensor]]
 ) -> int:
-    """How many columns of what down is given change with the weights of one gate. In evaluation: nothing else is random."""
+    """Return how many columns of down's input change with the weights of one gate.
+
+    The module is in evaluation mode, where nothing else is random.
+    """
     weight: Any = stand_ins[parts.layout[0][0]].weight
     with torch.no_grad():
         row = weight[0].clone()
@@ -103,7 +106,7 @@ def _columns(
 
 
 def _calls(module: nn.Module, original: Callable[..., Any], stand_ins: dict[str, nn.Module], training: bool) -> list[tuple[str, Tensor]]:
-    """The children that a forward calls, in this order, each with what it is given."""
+    """Return the children that a forward calls, in calling order, each with its input."""
     seen: list[tuple[str, Tensor]] = []
     handles = [
         child.register_forward_pre_hook(lambda child, given, name=name: seen.append((name, given[0]))) for name, child in stand_ins.items()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA and DoRA: a linear layer with an adapter beside it, as PEFT wraps one, whether the layer itself is plain or quantized.
+"""LoRA and DoRA: a linear layer that PEFT wraps with an adapter; the layer itself may be quantized.
 
-Adapters can be switched, disabled and merged at any time, so each call looks at what is active, and what the op does not compute
-runs the module's own forward.
+Adapters can be switched, disabled and merged at any time. Each call therefore checks which adapter is active, and runs
+the module's own forward if the op cannot compute it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NORM_ELEMENTS = 1 << 24
 
 
 class Adapter(NamedTuple):
-    """The one active adapter of a module; DoRA has a magnitude for each output."""
+    """The only active adapter of a module; DoRA has a magnitude for each output."""
 
     a: nn.Linear
     b: nn.Linear
@@ -81,7 +81,7 @@ def look(module: nn.Module) -> Found | None:
 
 
 def active_adapter(module: Any) -> Adapter | str:
-    """The adapter that the op computes, or why it does not."""
+    """Return the adapter that the op computes, or the reason why it cannot."""
     names = [name for name in module.active_adapters if name in module.lora_A]
     if len(names) != 1:
         return f"it has {len(names)} active adapters, and the op computes one"
@@ -115,7 +115,7 @@ def _candidate(original: Callable[..., Any]) -> Candidate:
 
 
 def computed(module: Any, x: Any) -> Adapter | None:
-    """What this call adds to the layer, if the op computes it."""
+    """Return the active adapter if the op can compute this call, else None."""
     if module.disable_adapters or module.merged or not getattr(module, "cast_input_dtype_enabled", True):
         return None
     if has_global_hook():
@@ -135,13 +135,13 @@ def computed(module: Any, x: Any) -> Adapter | None:
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """The dtype in which a layer computes."""
+    """Return the dtype in which a layer computes: that of autocast if enabled, else that of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _is_plain(tensor: Any) -> bool:
-    """A whole tensor on this device: not a DTensor, not quantized, gathered by no hook of ZeRO-3, brought by none of accelerate."""
+    """Whether this is a whole tensor on its device: not a DTensor, quantized, sharded by ZeRO-3 or offloaded."""
     return type(tensor) in PLAIN and not (hasattr(tensor, "ds_id") or tensor.is_meta)
 
 
@@ -151,7 +151,7 @@ def _is_readable(base: Any) -> bool:
 
 
 def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor | None:
-    """The layer with its adapter; None if the layer does not return a tensor that one can be added to."""
+    """Return the output of the layer with its adapter; None if no adapter can be added to the layer's output."""
     a, b, scale = adapter.a.weight, adapter.b.weight, adapter.scale
     dropout: Any = adapter.dropout
     kept = x
@@ -183,7 +183,7 @@ def _added(own: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, **options: A
 
 
 def drops(adapter: Adapter) -> bool:
-    """Whether its dropout drops anything now."""
+    """Whether the adapter's dropout is active in this call."""
     dropout: Any = adapter.dropout
     return type(dropout) is nn.Dropout and dropout.training and dropout.p > 0.0
 
@@ -194,7 +194,7 @@ def brings_weight(base: Any, x: Tensor) -> bool:
 
 
 def fits(own: Any, x: Tensor) -> bool:
-    """Whether an adapter can be added to what its layer returns: a router returns a tuple."""
+    """Whether an adapter can be added to the layer's output, which for a router is a tuple."""
     return _is_plain(own) and own.dtype in (_dtype_of(x), torch.float32)
 
 
@@ -210,7 +210,7 @@ def _dequantized(base: Any) -> Tensor:
 
 @torch.no_grad()
 def _norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The norm of each row of weight + scale · b a, in float32: a constant for the gradient, as the paper suggests."""
+    """Return the norm of each row of weight + scale · b a, in float32, without a gradient, as the paper suggests."""
     wide = torch.promote_types(torch.float32, weight.dtype)
     a, b = a.to(wide), b.to(wide)
     rows = max(1, NORM_ELEMENTS // weight.shape[1])
@@ -224,7 +224,7 @@ def _norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class _Opaque(nn.Linear):
-    """Stands in for a layer that only its own forward can compute."""
+    """A stand-in for a layer that only its own forward can compute."""
 
 
 def _cases(module: nn.Module, plain: bool, bias: bool, narrow: bool, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
@@ -252,7 +252,10 @@ def _active(module: Any) -> str:
 
 
 def _run(module: Any, layers: dict[str, nn.Module], plain: bool, adapter: torch.dtype, x: Tensor, upstream: Tensor) -> Run:
-    """A pass through a twin of the module with these layers, whose adapter is active, in this dtype and without dropout."""
+    """Return a pass through a twin of the module with these layers and an active adapter, without dropout.
+
+    adapter  the dtype of the adapter's weights
+    """
     name = _active(module)
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:

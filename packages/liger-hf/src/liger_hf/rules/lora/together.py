@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with adapters that read the same input, such as gate and up, or q, k and v: computed by one call of lora_linears.
+"""Compute linear layers with adapters that read the same input, such as q, k and v, by one call of lora_linears.
 
-As each forward does, every call looks at what is active. Layers that something watches, that drop elements of their own or are DoRA run by themselves.
+Every call checks which adapters are active. Layers with hooks, dropout or DoRA run separately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUFFIXES = ("", "_2", "_3")
 
 
 def together(modules: Sequence[nn.Module], x: Any) -> list[Any]:
-    """What each of the modules returns for x."""
+    """Return the output of each module for x."""
     shared = _shared(modules, x)
     made = _computed([modules[place] for place in shared], [*shared.values()], x) if shared else None
     if made is None:
@@ -34,9 +34,9 @@ def together(modules: Sequence[nn.Module], x: Any) -> list[Any]:
 
 
 def patches(model: nn.Module, installed: Iterable[Patch]) -> Iterator[Patch]:
-    """Forwards that call layers with adapters one after the other, as attention does, rebuilt so that they call them together.
+    """Rebuild forwards that call several layers with adapters, as attention does, to call the layers together.
 
-    Those forwards are as their class defines them, or as these patches do.
+    installed  patches whose forwards may be rebuilt, too; others that differ from those of their class are left alone
     """
     ours = {id(patch.value) for patch in installed}
     for module in model.modules():
@@ -53,7 +53,7 @@ def patches(model: nn.Module, installed: Iterable[Patch]) -> Iterator[Patch]:
 
 
 def unread_forwards(model: nn.Module) -> Iterator[str]:
-    """One sentence for each class of modules whose forward may do so, but could not be read."""
+    """Return a sentence for each class of modules whose forward may do so but has no readable source."""
     sentences = (
         unread(module, names, "", "its linear layers with adapters read the same input one after the other")
         for module in model.modules()
@@ -67,18 +67,18 @@ def _adapted_in(module: nn.Module) -> frozenset[str]:
 
 
 def _take(parts: list[Any], place: int) -> Any:
-    """A result, which is then not held while the rest of the forward runs."""
+    """Return a result and drop the reference to it, so the rest of the forward does not keep it in memory."""
     found, parts[place] = parts[place], None
     return found
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Its forward is the one that `apply` puts into layers with adapters."""
+    """Whether the module's forward is the one that `apply` installs in layers with adapters."""
     return hasattr(module.__dict__.get("forward"), ADAPTED)
 
 
 def _shared(modules: Sequence[nn.Module], x: Any) -> dict[int, Adapter]:
-    """The places and adapters of the first two or three that one call computes."""
+    """Return the indices and adapters of the first two or three modules that one call can compute."""
     groups: dict[Any, dict[int, Adapter]] = {}
     for place, module in enumerate(modules):
         adapter = _adapter(module, x)
@@ -90,7 +90,7 @@ def _shared(modules: Sequence[nn.Module], x: Any) -> dict[int, Adapter]:
 
 
 def _adapter(module: Any, x: Any) -> Adapter | None:
-    """What a call with x adds to the layer, if it is LoRA without dropout and nobody watches the module."""
+    """Return the active adapter for x if it is LoRA without dropout and the module has no hooks, else None."""
     if not is_adapted(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return None
     adapter = computed(module, x)
@@ -98,7 +98,7 @@ def _adapter(module: Any, x: Any) -> Adapter | None:
 
 
 def _computed(modules: Sequence[Any], adapters: Sequence[Adapter], x: Tensor) -> tuple[Tensor, ...] | None:
-    """None if a layer does not return a tensor that its adapter can be added to."""
+    """Compute the outputs of the modules in one call; None if an adapter cannot be added to its layer's output."""
     layers = [module.base_layer for module in modules]
     if brings_weight(layers[0], x):
         given = [(layer.weight, layer.bias, None) for layer in layers]

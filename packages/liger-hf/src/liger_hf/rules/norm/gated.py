@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a norm that takes a gate, or that works on groups of its row, is written with the ops; the rule is in rule.py.
+"""Forms of norms that take a gate or normalize groups of a row, written with the ops; the rule is in rule.py.
 
     gate after    norm(x) · weight · act(gate)      act is silu or sigmoid
     gate before   norm(x · act(gate)) · weight
@@ -30,7 +30,7 @@ GATES: dict[str, dict[str, Any]] = {
 
 
 def forms(eps: str, gated: bool, grouped: bool) -> Iterator[tuple[Op[..., Any], str, Form]]:
-    """Those that a norm with or without a gate and groups may have, each with its op and its words."""
+    """Yield the possible forms of a norm with or without a gate and groups, each with its op and its description."""
     for offset, (name, options) in product((0.0, 1.0), GATES.items() if gated else (("", {}),)):
         words = [*(["groups"] if grouped else []), *(["weight_offset=1"] if offset else []), *([name] if name else [])]
         if gated:
@@ -40,7 +40,7 @@ def forms(eps: str, gated: bool, grouped: bool) -> Iterator[tuple[Op[..., Any], 
 
 
 def fits(weight: Tensor, x: Tensor, gate: Any, gated: bool) -> bool:
-    """A call like those of the check: all in one dtype, or float32 rows beside a weight and a gate in another."""
+    """Whether the dtypes of a call are those of the check: all equal, or float32 rows and one dtype for the rest."""
     if x.dtype not in (weight.dtype, torch.float32):
         return False
     return not gated or (isinstance(gate, Tensor) and gate.shape == x.shape and gate.dtype == weight.dtype)

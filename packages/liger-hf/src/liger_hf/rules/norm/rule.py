@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms: a module without children, with an eps, at most one weight and one bias as wide as its rows; perhaps gated, in groups, or of other shapes."""
+"""Norms: a module without children that has an eps and at most one weight and one bias as wide as its rows.
+
+A norm may also have a gate (gated.py), normalize groups, or take rows of other shapes (shaped.py).
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,10 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _constants(module: nn.Module) -> set[float]:
-    """What may be the eps where a forward calls a norm of torch, as OLMo's does: the small numbers in it, or the default of layer_norm."""
+    """Return the possible values of eps in a forward that calls a norm of torch, as OLMo's does.
+
+    These are the small constants in its code, or the default of layer_norm.
+    """
     code = getattr(innermost(type(module).forward), "__code__", None)
     if module._modules or code is None or not {"layer_norm", "rms_norm"} & {*names_in(code)}:
         return set()
@@ -88,7 +94,7 @@ def _constants(module: nn.Module) -> set[float]:
 
 
 def eps_of(module: nn.Module) -> str | None:
-    """The attribute that holds the eps of a norm; None if the module is not one."""
+    """Return the attribute that holds the eps of a norm; None if the module is not a norm."""
     if module._modules or any(b is not None for b in module._buffers.values()):
         return None
     return next((name for name in EPS if isinstance(getattr(module, name, None), float)), None)
@@ -135,7 +141,7 @@ def _candidates(original: Callable[..., Any], argument: str, eps: str | float, w
 
 
 def _number(module: Any, eps: str | float) -> float:
-    """The value of an attribute now, or of a constant."""
+    """Return the current value of the attribute `eps`, or `eps` itself if it is a number."""
     number: float = getattr(module, eps) if isinstance(eps, str) else eps
     return number
 
@@ -158,7 +164,11 @@ def _candidate(
     names: tuple[str, str | float],
     promoted: bool = True,
 ) -> Candidate:
-    """names: of its argument and its eps; promoted: autocast makes the result of the module float32."""
+    """Return a candidate that computes the norm by `way`.
+
+    names     the name of the forward's argument, and the eps: an attribute or a number
+    promoted  whether autocast makes the module's result float32
+    """
     argument, eps = names
 
     def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
@@ -198,7 +208,10 @@ class Drawn:
 
 
 def inputs(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype], gated: bool = False) -> Iterator[Drawn]:
-    """Draws for each dtype of the weights, and of other lengths; rows of a gated norm also in float32, as state-space scans make them."""
+    """Yield random inputs for each dtype of the weights, and of other lengths.
+
+    A gated norm also gets float32 rows beside weights of another dtype, as state-space scans return them.
+    """
     weights = _weights(module)
     stated = getattr(module, "normalized_shape", (WIDTH,))
     width = max((p.shape[0] for p in weights.values()), default=stated[-1]) or WIDTH

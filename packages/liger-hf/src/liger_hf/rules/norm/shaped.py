@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms whose rows are not the last dimension of what they take, and how the ops write them; the rule is in rule.py.
+"""Norms that do not normalize the last dimension of their input, written with the ops; the rule is in rule.py.
 
 groups of channels    (samples, channels, …), as nn.GroupNorm
 channels first        (samples, channels, height, width), each position over its channels
@@ -20,7 +20,11 @@ from liger_hf.stand_in import LENGTHS, Case, Draw, Run, of_length, replica, tria
 
 
 class Form(NamedTuple):
-    """shape: of one sample of so many positions; ways: the op, its words, and it as a function of the module and x."""
+    """One kind of norm.
+
+    shape  maps a number of positions to the shape of one sample
+    ways   each an op, its description, and a function of the module and x that calls it
+    """
 
     name: str
     shape: Callable[[int], tuple[int, ...]]
@@ -28,7 +32,7 @@ class Form(NamedTuple):
 
 
 def form_of(module: nn.Module, weights: dict[str, nn.Parameter], eps: str) -> Form | None:
-    """That of a norm of this kind, by what it says about itself; None for one of rows."""
+    """Return the form of a norm, according to its attributes; None if it normalizes the last dimension."""
     channels, heads, head_dim = (getattr(module, name, None) for name in ("num_channels", "num_heads", "head_dim"))
     width = max((p.shape[0] for p in weights.values()), default=None)
     if isinstance(getattr(module, "num_groups", None), int) and isinstance(channels, int):
@@ -59,7 +63,7 @@ def _heads(module: Any, x: Tensor, *, op: Any, eps: str) -> Tensor:
 def cases(
     module: nn.Module, form: Form, weights: dict[str, nn.Parameter], device: torch.device, dtypes: Iterable[torch.dtype]
 ) -> Iterator[Case]:
-    """Small samples show where eps is added, large ones whether anything is limited."""
+    """Yield cases with small samples, which reveal where eps is added, and large ones, which reveal limits."""
     draw = Draw(device)
     values = {name: draw.positive(p.shape[0]) for name, p in weights.items()}
     scales = torch.tensor([0.01, 1.0, 100.0], device=device)

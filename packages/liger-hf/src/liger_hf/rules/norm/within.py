@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A norm that the forward of another module computes with what it does before or after."""
+"""Norms that become one op together with the code before or after them in the forward of another module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from liger_hf.stand_in import replica
 
 
 def norm_in(child: nn.Module, op: str = "rms_norm") -> Found | None:
-    """What the rule for norms finds for a child that is a norm of this op, if it were unchanged from its class."""
+    """Return the norm rule's findings for an unmodified replica of the child; None if it is not a norm of this op."""
     if norms.eps_of(child) is None:
         return None
     found = norms.look(replica(child))
@@ -26,7 +26,7 @@ def norm_in(child: nn.Module, op: str = "rms_norm") -> Found | None:
 
 
 def refusal(child: nn.Module) -> str | None:
-    """Why it must be called as the module that it is."""
+    """Return why the norm must be called as a module, or None."""
     if OFFLOADED in child.__dict__ or _hooked(child):
         return "hooks on it have to run"
     own = forward_of(child)
@@ -34,7 +34,7 @@ def refusal(child: nn.Module) -> str | None:
 
 
 def untouched(child: Any, forward: Callable[..., Any]) -> bool:
-    """Calling the module would run its class's forward, or what stands for that, and nothing else."""
+    """Whether calling the module would run only the forward of its class, or the replacement that `apply` installed."""
     if _hooked(child) or has_global_hook() or not may_pass(child):
         return False
     own = getattr(child.forward, "__func__", None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rotary functions are written, and which call of `rope` computes each of them.
+"""The forms of rotary functions, and the call of `rope` that computes each of them.
 
-A function is read by the names of its parameters: one tensor or two, then cos and sin in either order, or one complex table of
-angles. Its form is found by trial; the forms below are those in Transformers.
+A function is recognized by the names of its parameters: one tensor or two, then cos and sin in either order, or one
+complex table of angles. Its form is found by trial; the forms below are those in Transformers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ Tables = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a rotary function: which are rotated, which hold the angles, and on which axis heads lie by default.
+    """The parameters of a rotary function.
 
-    heads  the axis, or None without a parameter `unsqueeze_dim` that gives it
+    rotated  names of the parameters that are rotated
+    tables   names of the parameters that hold the angles
+    heads    the default axis of the heads; None if there is no parameter `unsqueeze_dim` for it
     """
 
     names: tuple[str, ...]
@@ -34,7 +36,7 @@ class Signature:
 
 
 def signature(function: Callable[..., Any]) -> Signature | None:
-    """None if the function does not look like a rotary function of queries and keys."""
+    """Return the signature of a rotary function of queries and keys; None if the function does not look like one."""
     parameters = inspect.signature(function).parameters
     names = tuple(parameters)
     if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters.values()):
@@ -53,10 +55,10 @@ def signature(function: Callable[..., Any]) -> Signature | None:
 class Form:
     """One way to write the rotation.
 
-    interleaved  neighboring columns are a pair
-    tables       makes of the function's tables the cos and sin of `rope`
-    gathers      pairs are neighbors on the way in, and halves on the way out
-    trailing     the last columns are rotated, not the first
+    interleaved  whether neighboring columns are a pair
+    tables       converts the function's tables to the cos and sin of `rope`
+    gathers      whether pairs are neighboring columns in the input, and halves of the columns in the output
+    trailing     whether the last columns are rotated, not the first
     heads        the axis of the heads if no argument gives it
     """
 
@@ -69,7 +71,7 @@ class Form:
 
 
 def forms(found: Signature) -> Iterator[Form]:
-    """Those that a function with such parameters may have; the simplest first."""
+    """Yield the forms that a function with this signature may have, the simplest first."""
     axes = (1, 2) if found.heads is None else (found.heads,)
     for axis in axes:
         if len(found.tables) == 1:
@@ -87,11 +89,12 @@ def forms(found: Signature) -> Iterator[Form]:
 
 @dataclass(frozen=True)
 class Tried:
-    """The calls that the form was verified for.
+    """The calls for which a form was verified.
 
-    parts        widths of the tables, as parts of the rotated columns
-    keeps_dtype  the result has the dtype of what is rotated even if the tables have another
-    flat         of calls whose tables are (tokens, columns): the dimensions of what is rotated, and the axis of the heads behind a batch
+    parts        widths of the tables, as fractions of the head dimension
+    keeps_dtype  whether the result has the dtype of the rotated tensors even if the tables have another
+    flat         for tables of shape (tokens, columns): the number of dimensions of the rotated tensors, and the axis of
+                 the heads, counted with a batch dimension
     """
 
     parts: frozenset[float]
@@ -99,15 +102,18 @@ class Tried:
     flat: frozenset[tuple[int, int]] = frozenset()
 
     def covers(self, part: float) -> bool:
-        """Of two widths that work, the lesser leaves columns as they are; then any number of columns may be left."""
+        """Whether tables of this width were verified.
+
+        If two widths work, the smaller leaves the remaining columns unchanged. Then any smaller width works, too.
+        """
         return part in self.parts or (len(self.parts) > 1 and part < max(self.parts))
 
 
 class Call(NamedTuple):
-    """What is rotated, (batch, heads, tokens, width), with cos and sin, as `rope` takes it; and how the function has it.
+    """The arguments of a call, as `rope` takes them: states of shape (batch, heads, tokens, width), cos and sin.
 
-    transposed  heads are on axis 2
-    packed      there is no batch: sequences or images lie one after the other
+    transposed  whether the function's heads are on axis 2
+    packed      whether the function's tensors have no batch dimension, with sequences or images one after another
     """
 
     states: list[Tensor]
@@ -118,7 +124,7 @@ class Call(NamedTuple):
 
 
 def with_rope(found: Signature, form: Form, original: Callable[..., Any], tried: Tried) -> Callable[..., Any]:
-    """A function to be called like the original; for calls that `rope` cannot take it calls the original."""
+    """Return a function with the original's signature that calls `rope`, or the original where `rope` cannot."""
 
     def apply_rotary(*args: Any, **options: Any) -> Any:
         call = read(found, form, tried, args, options)
@@ -130,7 +136,7 @@ def with_rope(found: Signature, form: Form, original: Callable[..., Any], tried:
 
 
 def read(found: Signature, form: Form, tried: Tried, args: tuple[Any, ...], options: dict[str, Any]) -> Call | None:
-    """A call of the function; None if `rope` cannot take it."""
+    """Return the arguments of a call as `rope` takes them; None if it cannot."""
     given = dict(zip(found.names, args, strict=False)) | options
     states: list[Any] = [given.get(name) for name in found.rotated]
     tables: list[Any] = [given.get(name) for name in found.tables]
@@ -151,7 +157,7 @@ def read(found: Signature, form: Form, tried: Tried, args: tuple[Any, ...], opti
 
 
 def returned(rotated: Sequence[Tensor], call: Call) -> Any:
-    """The results of `rope` as the function returns them."""
+    """Return the results of `rope` in the layout of the function."""
     rotated = [r.transpose(1, 2) for r in rotated] if call.transposed else rotated
     rotated = [r[0] for r in rotated] if call.packed else rotated
     return tuple(rotated) if len(rotated) == 2 else rotated[0]
@@ -193,7 +199,7 @@ def _rotated(states: list[Any], cos: Tensor, sin: Tensor, form: Form) -> list[An
 
 
 def _alone(x: Tensor, cos: Tensor, sin: Tensor, form: Form) -> Tensor:
-    """`rope` takes two tensors: the first head also serves as the key, and its result is dropped."""
+    """Rotate one tensor. `rope` takes two, so the first head also serves as the key, whose result is dropped."""
     return rope(x, x[:, :1].detach(), cos, sin, interleaved=form.interleaved)[0]
 
 

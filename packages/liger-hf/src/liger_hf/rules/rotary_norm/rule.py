@@ -33,7 +33,7 @@ NOTHING = "no forward normalizes queries and keys by an RMSNorm of each head and
 
 @dataclass(frozen=True)
 class Step:
-    """The rotary function of a forward, and the norms before it: for each place their attributes."""
+    """The rotary function of a forward, and for each call of it the attributes of the norms before it."""
 
     name: str
     function: Callable[..., Any]
@@ -96,7 +96,7 @@ def _refusal(child: nn.Module) -> str | None:
 
 
 def _separately(rotary: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """What a candidate's function does, done by norms and rotary function one after the other."""
+    """Return the original of a candidate's function: the norms, then the rotary function."""
 
     def rotate(held: bool, children: tuple[nn.Module, ...], *args: Any, **options: Any) -> Any:
         if held:
@@ -158,7 +158,10 @@ def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: T
 
 
 def _fit(children: tuple[Any, ...], eps: str, states: list[Tensor]) -> bool:
-    """The weights have the dtype and the width of the heads, and one eps is for all: the treatment of mixed dtypes differs between classes."""
+    """Whether the weights have the heads' dtype and width, and the norms one eps.
+
+    Mixed dtypes do not fit, because classes treat them differently.
+    """
     x = states[0]
     return getattr(children[0], eps) == getattr(children[-1], eps) and all(
         child.weight.dtype == x.dtype and child.weight.shape[0] == x.shape[-1] for child in children
@@ -169,7 +172,7 @@ def _fit(children: tuple[Any, ...], eps: str, states: list[Tensor]) -> bool:
 
 
 def _cases(step: Step, child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
-    """With the norms, and without, as for norms that are called as modules."""
+    """Yield cases with the norms, and without them, as in calls where the norms run as modules."""
     found, width = step.signature, child._parameters["weight"].shape[0]  # type: ignore[union-attr]
     for number, given in enumerate(calls(step.function, found, width, device)):
         for dtype in dtypes:
