@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which techniques cannot be combined, and why: each function returns the rest of the error "train: --option value …", or nothing."""
+"""Check which techniques can be combined.
+
+Each function returns the rest of the error "train: --option value …", or an empty string.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,7 @@ def quantized(setup: Setup) -> str:
 
 
 def adapted(setup: Setup) -> str:
-    """Every target must be a linear layer or a weight of experts, whose names a model without memory shows."""
+    """Check that every adapter target is a linear layer or a weight of experts, on a model without memory."""
     if setup.adapter_targets == ALL_LINEAR:
         return ""
     import torch
@@ -214,7 +217,7 @@ def context_parallel(setup: Setup) -> str:
 
 
 def _transformers_shards_both() -> bool:
-    """Whether Transformers itself puts FSDP2 over tensor parallelism, as it does since it has replicas of both."""
+    """Whether Transformers itself combines FSDP2 with tensor parallelism, as versions with replicas of both do."""
     from transformers.distributed import DistributedConfig
 
     return "dp_replicate_size" in {field.name for field in fields(DistributedConfig)}

@@ -29,9 +29,9 @@ R = TypeVar("R")
 
 
 def compile_layers(model: nn.Module) -> str:
-    """Compile the forward of every layer when it is first called; returns a sentence.
+    """Compile the forward of every layer when it is first called; return a sentence for the user.
 
-    Hooks stay outside, so that what wraps a layer (activation checkpointing, FSDP2) does so as in eager mode.
+    Hooks are not compiled. Activation checkpointing and FSDP2 therefore wrap a layer as in eager mode.
 
     Raises OptionError for a model without such layers.
     """
@@ -45,7 +45,7 @@ def compile_layers(model: nn.Module) -> str:
 
 
 def undo(model: nn.Module) -> None:
-    """The layers as they were before `compile_layers`."""
+    """Restore the layers as they were before `compile_layers`."""
     for layer in layers(model):
         if EAGER in vars(layer):
             layer.forward = vars(layer).pop(EAGER)
@@ -53,7 +53,10 @@ def undo(model: nn.Module) -> None:
 
 @contextmanager
 def session(packing: bool = False) -> Iterator[None]:
-    """For the duration of a run: room for every graph, a cache that lasts, and without packing masks that depend on no values."""
+    """Set PyTorch up for compiling within this context.
+
+    Every graph has room, and the cache is persistent. Without packing, masks do not depend on the values of positions.
+    """
     from torch._dynamo import config
 
     from liger_hf.private_transformers import as_outside_a_capture, without_packing
@@ -73,9 +76,9 @@ def session(packing: bool = False) -> Iterator[None]:
 
 
 def cache() -> str:
-    """Where compiled graphs are kept for later runs: where the environment says, or in the user's cache.
+    """Return the folder of compiled graphs: the one in the environment, or one in the user's cache.
 
-    PyTorch's default, which it writes into the environment itself, is emptied when the machine restarts.
+    PyTorch's default, which it also writes into the environment, does not count: restarting the machine empties it.
     """
     given, place = os.environ.get(CACHE), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "liger" / "compiled"
     if given and not given.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
@@ -86,18 +89,18 @@ def cache() -> str:
 
 
 def seconds() -> float:
-    """How long this process has compiled."""
+    """Return the seconds that this process has spent compiling."""
     return float(compiler_times()().get("total_wall_time", 0.0))
 
 
 def from_cache() -> tuple[int, int]:
-    """The number of graphs that came from the cache, and that were compiled, forward and backward each."""
+    """Return how many graphs came from the cache and how many were compiled; forward and backward count separately."""
     counted = compiler_counters()["inductor"]
     return counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"]
 
 
 class FirstCall:
-    """Runs a step; if its first call fails in the compiler, the layers go back to eager mode, and `note` gets the reason."""
+    """Run steps; if the compiler fails in the first call, run the layers eagerly, and pass the reason to `note`."""
 
     def __init__(self, model: nn.Module, note: Callable[[str], object]) -> None:
         self.model, self.note, self.done = model, note, False
@@ -121,5 +124,5 @@ class FirstCall:
 
 
 def problem(error: BaseException) -> str:
-    """The first line of an error, for a sentence."""
+    """Return the first line of an error, for use in a sentence."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the model that a setup names to its config: a preset, a folder, or a name on the hub."""
+"""Load the config of the model that a setup names: a preset, a folder, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTER = "adapter_config.json"
 
 
 def config_of(setup: Setup) -> Any:
-    """The config of a setup's model: of a preset, in a folder, or on the hub."""
+    """Return the config of a setup's model, which is a preset, a folder, or a name on the hub."""
     if setup.model in PRESETS:
         return preset(setup.model, setup.sequence)
     from transformers import AutoConfig
@@ -45,7 +45,10 @@ def auto_class(config: Any) -> Any:
 
 
 def loading_options(setup: Setup) -> dict[str, Any]:
-    """Where a model's files may come from, and whether code among them may run: without a value, Transformers asks on standard input."""
+    """Return the options for loading a model's files: whether they must be local, and whether their code may run.
+
+    The latter is always passed, because without a value Transformers asks on standard input.
+    """
     return {
         "local_files_only": is_local(setup.model),
         "trust_remote_code": setup.trust_remote_code,
@@ -53,7 +56,7 @@ def loading_options(setup: Setup) -> dict[str, Any]:
 
 
 def has_code_of_its_own(name: str, problem: Exception) -> OptionError | None:
-    """The error for a model or tokenizer whose own code may not run; None for any other problem."""
+    """Return the error for a model or tokenizer whose own code may not run; None for any other problem."""
     if "trust_remote_code" not in str(problem):
         return None
     return OptionError(f"train: --model {name} has Python code of its own, which runs only with --trust-remote-code; read the code first")

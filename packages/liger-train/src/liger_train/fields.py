@@ -62,7 +62,7 @@ EVALUATION = ("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "loa
 
 
 def joined(words: Iterable[str]) -> str:
-    """NAME=VALUE words as one string, in the order of their names.
+    """Join NAME=VALUE words to one string, sorted by name.
 
     Raises OptionError for a word without a name, and for a name given twice.
     """
@@ -79,18 +79,18 @@ def joined(words: Iterable[str]) -> str:
 
 
 def given(text: str) -> dict[str, str]:
-    """Name → value, as they were given."""
+    """Return name → value, both as strings."""
     return dict(word.split("=", 1) for word in shlex.split(text))
 
 
 def epochs(text: str) -> float | None:
-    """How often to read the text, if that determines the number of steps."""
+    """Return the number of epochs, if it determines the number of steps."""
     value = given(text).get(EPOCHS)
     return None if value is None else float(value)
 
 
 def values(text: str, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Name → value of the type that TrainingArguments declares; `taken` has the fields that other options set.
+    """Return name → value of the type that TrainingArguments declares; `taken` has the fields that other options set.
 
     Raises OptionError for an unknown field, an invalid value, and a field that other options set.
     """
@@ -130,7 +130,7 @@ def values(text: str, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def _places(word: str) -> list[str]:
-    """Where to report to; Transformers finds out only when the model is loaded that it does not know a place."""
+    """Return the integrations to report to, and check them early: Transformers would do so after loading the model."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     names = [name.strip() for name in word.split(",")]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that read the same input, such as q, k and v, as one matmul.
+"""Compute linear layers that read the same input, such as q, k and v, by one matmul.
 
-Parameters, gradients and state_dict keep their names and shapes: the weights become neighbors in one memory, which the matmul reads as a whole.
+Parameters, gradients and state_dict keep their names and shapes. The weights become adjacent in one block of memory,
+which the matmul reads as one matrix.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MOST = 3
 
 
 class Merged:
-    """Linear layers whose weights are neighbors in the memory of `whole`."""
+    """Linear layers whose weights are adjacent in the memory of `whole`."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = tuple(linears)
@@ -39,7 +40,7 @@ class Merged:
         self.parts: list[Tensor | None] = []
 
     def __call__(self, x: Tensor) -> Tensor | None:
-        """The outputs of all, side by side; None where each must run by itself."""
+        """Return the outputs of all layers, side by side; None if each must run by itself."""
         if (x.dtype, x.device) != (self.whole.dtype, self.whole.device) or torch.is_autocast_enabled(x.device.type):
             return None
         weights = [linear.weight for linear in self.linears]
@@ -47,7 +48,7 @@ class Merged:
         return result
 
     def part(self, place: int, x: Tensor) -> Tensor | None:
-        """The output of one of them; the first that is called with an input computes those of the others."""
+        """Return the output of one layer; the first call with an input also computes the outputs of the others."""
         if self.x is not x:
             joint = self(x)
             if joint is None:
@@ -61,7 +62,10 @@ class Merged:
 
 
 def merge(model: nn.Module) -> str:
-    """Merge what can be; returns a sentence. Before an optimizer is made, which would refer to memory of its own."""
+    """Merge the linear layers that can be merged; return a sentence for the user.
+
+    Call this before the optimizer is created, because merging moves the weights to other memory.
+    """
     patches: list[Patch] = []
     modules = 0
     reasons: dict[str, int] = {}
@@ -84,7 +88,7 @@ def merge(model: nn.Module) -> str:
 
 
 def undo(model: nn.Module) -> None:
-    """The forwards as they were; weights stay where they are, each a tensor of its own."""
+    """Restore the forwards; the weights stay where they are, each a separate tensor."""
     for patch in reversed(vars(model).pop(PATCHES, [])):
         patch.undo()
 
@@ -96,7 +100,7 @@ def _forward(self: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _groups(module: nn.Module) -> Iterator[tuple[str, ...]]:
-    """The names of children that its forward calls with one input."""
+    """Yield the names of each group of linear layers that a module's forward calls with the same input."""
     if look(module) is not None:
         # Gate and up: side by side, compiled layers copy their gradients together (Llama 1B, 1 × 1024, H200: 15.45 instead of 15.16 ms a step).
         return
@@ -109,7 +113,7 @@ def _groups(module: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 def _problem(linears: Sequence[Any]) -> str:
-    """Why these are left alone, or nothing."""
+    """Return why these layers cannot be merged, or an empty string."""
     weights = [linear.weight for linear in linears]
     first = weights[0]
     if any(type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter for linear in linears):
@@ -163,7 +167,7 @@ def _launch_backward(
 
 
 def _whole(whole: Tensor, *weights: Tensor | None) -> Tensor:
-    """The weights as one matrix: those that have moved since, as when a checkpoint was assigned, are copied."""
+    """Return the weights as one matrix, copied if any has moved, as when a checkpoint was assigned."""
     given = [weight for weight in weights if weight is not None]
     place = whole.data_ptr()
     for weight in given:

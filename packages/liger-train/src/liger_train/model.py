@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a setup to the model to train: preset or name, precision, adapters, activation checkpointing, Liger."""
+"""Build the model of a setup: preset or name, precision, adapters, activation checkpointing, Liger."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Built:
 def build(setup: Setup, device: torch.device) -> Built:
     """Build the model of a setup: random weights by its seed, or the weights of a folder or hub name.
 
-    It is on the device, unless it is sharded: then it moves there piece by piece. Under FakeTensorMode nothing is allocated.
+    The model is on the device, unless it is sharded: then it moves there piece by piece. Under FakeTensorMode, nothing
+    is allocated.
 
     Raises OptionError for a model that cannot be found.
     """
@@ -67,13 +68,13 @@ def build(setup: Setup, device: torch.device) -> Built:
 
 
 def loaded_again(setup: Setup, device: torch.device) -> Any:
-    """The model as it was before training, without adapters."""
+    """Return the model as it was before training, without adapters."""
     torch.manual_seed(setup.seed)
     return _loaded(setup, device, [])
 
 
 def weights_dtype(setup: Setup) -> torch.dtype:
-    """Weights are float32 if they are trained, unless DeepSpeed keeps a float32 copy of them in its optimizer."""
+    """Return the dtype of the weights: float32 if they are trained, unless DeepSpeed's optimizer has a float32 copy."""
     low = setup.pure or setup.adapter != "none" or setup.shard in ZERO
     return LOW.get(setup.precision, torch.float32) if low else torch.float32
 
@@ -90,7 +91,7 @@ def _loaded(setup: Setup, device: torch.device, notes: list[str]) -> Any:
 
 
 def _tensor_parallel(setup: Setup, device: torch.device, notes: list[str]) -> Any:
-    """Each rank has its shards of the layers and of the LM head, by the plan of Transformers."""
+    """Load this rank's shards of the layers and of the LM head, by the plan of Transformers."""
     from transformers.distributed import DistributedConfig
 
     ranks = parallelism(setup)
@@ -116,7 +117,7 @@ def _tensor_parallel(setup: Setup, device: torch.device, notes: list[str]) -> An
 
 @torch.no_grad()
 def _copy_shards(model: nn.Module) -> None:
-    """Copy the shards, since one that Transformers loads may be a view of the whole weight, which would stay in memory."""
+    """Copy the shards: a shard that Transformers loads may be a view, which keeps the whole weight in memory."""
     for weight in model.parameters():
         if isinstance(weight, DTensor):
             mesh, placements = weight.device_mesh, weight.placements

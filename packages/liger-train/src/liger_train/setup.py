@@ -110,7 +110,7 @@ class Setup:
 
     @property
     def sequences_per_step(self) -> int:
-        """Of all micro-batches and ranks."""
+        """The number of sequences in an optimizer step, over all micro-batches and ranks."""
         return self.batch * self.accumulation * self.replicas
 
     @property

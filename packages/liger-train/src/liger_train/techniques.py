@@ -490,7 +490,7 @@ def check(setup: Setup) -> None:
 
 
 def arguments(setup: Setup) -> dict[str, Any]:
-    """What the techniques add to transformers.TrainingArguments."""
+    """Return the fields that the setup's techniques set in transformers.TrainingArguments."""
     merged: dict[str, Any] = {}
     for technique in chosen(setup):
         merged |= technique.arguments(setup)

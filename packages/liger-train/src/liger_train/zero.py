@@ -69,12 +69,18 @@ def config(setup: Setup) -> dict[str, Any]:
 
 
 def live(setup: Setup) -> int:
-    """Elements of offloaded weights that stay on the device for their next use; a weight from disk would occupy its buffer."""
+    """Return how many elements of offloaded weights stay on the device for their next use.
+
+    None stay if weights are on disk, where each would occupy a read buffer.
+    """
     return 0 if setup.offload == "nvme" else LIVE
 
 
 def _matters(record: logging.LogRecord) -> bool:
-    """Filter the warning that its hooks find no tensor in lazy logits; the weights of the head are gathered when the loss is computed."""
+    """Filter out DeepSpeed's warning that its hooks find no tensor in lazy logits.
+
+    The weights of the head are gathered when the loss is computed.
+    """
     return "LazyLogits" not in record.getMessage()
 
 
@@ -86,7 +92,7 @@ def _place(setup: Setup) -> dict[str, Any]:
 
 @cache
 def adam_problem() -> str:
-    """Why DeepSpeed's CPU AdamW cannot be compiled here, in which case torch's is used; otherwise empty."""
+    """Return why DeepSpeed's CPU AdamW cannot be compiled here and torch's must be used, or an empty string."""
     try:
         importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load(verbose=False)
     except Exception as problem:
@@ -95,7 +101,7 @@ def adam_problem() -> str:
 
 
 def disk_problem() -> str:
-    """Why DeepSpeed cannot offload to disk here, as the rest of an error; otherwise empty."""
+    """Return why DeepSpeed cannot offload to disk here, as the rest of an error, or an empty string."""
     builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
     if builder.is_compatible(verbose=False):
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each technique would save, the first setup of the checklist that fits, and the largest batch that fits."""
+"""Predict the savings of each technique, and find the first setup of the checklist and the largest batch that fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNPREDICTED = ("compile",)
 
 @dataclass(frozen=True)
 class Alternative:
-    """A technique in place of what a setup uses; `problem` is why it cannot be combined with the rest."""
+    """A technique instead of the one that a setup uses; `problem` is why it cannot be combined with the rest."""
 
     technique: Technique
     prediction: Prediction | None
@@ -72,7 +72,7 @@ MANY_RANKS = ("ZeRO stage 2", "ZeRO stage 3")
 
 
 def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternative]:
-    """Every technique that the setup does not use and its device supports, each by itself in place of what it uses."""
+    """Yield each technique that the setup does not use and its device supports, as the only change to the setup."""
     for option, values in TECHNIQUES.items():
         for value, technique in values.items():
             if (
@@ -139,7 +139,7 @@ def _stays_where_it_is(setup: Setup, option: str, value: str) -> bool:
 
 
 def largest_batch(setup: Setup, limit: int, foresee: Predict = predict) -> int:
-    """The largest micro-batch that fits, in sequences; 0 if not even one fits.
+    """Return the largest micro-batch that fits, in sequences; 0 if not even one fits.
 
     Memory grows piecewise linearly with the batch, and never more slowly for larger batches.
     """
@@ -170,7 +170,7 @@ LARGEST_BATCH = 1 << 20
 
 
 def problem_of(setup: Setup) -> str:
-    """Why techniques cannot be combined, or nothing; whether this machine has their libraries does not matter."""
+    """Return why the setup's techniques cannot be combined, or an empty string, without checking for libraries."""
     for option, values in TECHNIQUES.items():
         value = str(getattr(setup, option))
         technique = values.get(value) or (values.get(NUMBER) if value.isdecimal() else None)

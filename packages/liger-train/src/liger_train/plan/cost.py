@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run on one GPU will cost, in a sentence, before it starts."""
+"""Predict the memory and the time of a run on one GPU before it starts, in a sentence."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a step on paper: what every operation of a step on fake tensors computes and moves, at the rates of a GPU."""
+"""Estimate the time of a step from what its operations on fake tensors compute and move, at the rates of a GPU."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ BACKWARD_OF_ATTENTION = 2.5
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a GPU, per second.
+    """The rates of a GPU, per second.
 
-    matmul, memory  as `liger bench` measures them: operations in bfloat16, bytes read and written
+    matmul, memory  operations in bfloat16, and bytes read and written, as `liger bench` measures them
     attention       operations of FlashAttention
-    links, hosts    bytes that a GPU sends, and receives, in a collective within a host of `per_host` GPUs, and between hosts
-    launch          seconds that an operation takes at least
+    links, hosts    bytes that a GPU sends, and receives, in a collective within a host, and between hosts
+    per_host        the number of GPUs in a host
+    launch          the shortest time of an operation, in seconds
     """
 
     matmul: float
@@ -54,7 +55,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step: operations, and collectives of tensor parallelism; FSDP2 overlaps, so that only the longer one counts."""
+    """The seconds of a step: operations plus tensor-parallel collectives, or the collectives of FSDP2 if longer.
+
+    FSDP2's collectives overlap the rest of the step, so only the longer of the two counts.
+    """
 
     operations: float
     tensor: float
@@ -66,7 +70,7 @@ class Estimate:
 
 
 def estimate(setup: Setup, rates: Rates, trainable: int) -> Estimate:
-    """The time of an optimizer step. `trainable`: weights of the whole model.
+    """Estimate the time of an optimizer step. `trainable` is the number of trained weights of the whole model.
 
     The host is not counted: neither offloading nor what Python takes beyond `launch`.
     """
@@ -84,7 +88,7 @@ def estimate(setup: Setup, rates: Rates, trainable: int) -> Estimate:
 
 
 class _Clock(Ledger):
-    """Adds up the time of every operation: its matmul, or the memory that it moves."""
+    """Add up the time of every operation: that of its matmul, or of the memory that it moves."""
 
     rates: Rates
     seconds = 0.0
@@ -114,12 +118,12 @@ def _kernel(func: Any) -> str:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Memory behind a tensor, which may be expanded."""
+    """Return the bytes of memory that a tensor refers to, which are fewer than its elements' if it is expanded."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
 def _clock(setup: Setup, layers: int, rates: Rates) -> float:
-    """The time of a micro-batch of a model with so many layers, without attention."""
+    """Return the time of a micro-batch of a model with `layers` layers, without attention."""
     with _of_layers(setup, layers) as shallow, torch.random.fork_rng(devices=[]):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model, _ = fake_model(shallow, mode)
@@ -141,7 +145,7 @@ def _of_layers(setup: Setup, layers: int) -> Iterator[Setup]:
 
 
 def _attention(setup: Setup, text: Any) -> float:
-    """Operations of causal attention in all layers: half of the scores, in the passes of a step."""
+    """Return the operations of causal attention in all layers and passes of a step, for half of the scores."""
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     scores = setup.batch * setup.sequence**2 / setup.cp * text.num_attention_heads / setup.tp / 2
     passes = 1 + BACKWARD_OF_ATTENTION + (setup.checkpoint != "none")
@@ -149,7 +153,11 @@ def _attention(setup: Setup, text: Any) -> float:
 
 
 def _tensor(setup: Setup, text: Any, rates: Rates) -> float:
-    """All-reduces of the hidden states: two for each layer in the forward pass, when it is recomputed, and in the backward pass; then the head."""
+    """Return the time of tensor parallelism's collectives.
+
+    Each layer has two all-reduces of the hidden states in the forward pass, in the backward pass, and in recomputation.
+    The head adds two, and gathers the logits unless the loss is fused.
+    """
     if setup.tp == 1:
         return 0.0
     hidden = setup.batch * setup.sequence // setup.cp * text.hidden_size * 2
@@ -160,7 +168,10 @@ def _tensor(setup: Setup, text: Any, rates: Rates) -> float:
 
 
 def _sharding(setup: Setup, trainable: int, rates: Rates) -> float:
-    """FSDP2 gathers weights in 16 bits for both passes and sums gradients in 32; DistributedDataParallel sums them."""
+    """Return the time of data parallelism's collectives.
+
+    FSDP2 gathers weights in 16 bits for both passes and sums gradients in 32; DistributedDataParallel only sums them.
+    """
     ranks = setup.sharing_ranks
     if ranks == 1:
         return 0.0
@@ -169,5 +180,5 @@ def _sharding(setup: Setup, trainable: int, rates: Rates) -> float:
 
 
 def _link(ranks: int, rates: Rates) -> float:
-    """Of a collective over as many neighboring ranks; over several hosts, the links between them are the slowest."""
+    """Return the rate of a collective over this many neighboring ranks; between hosts, the slower links limit it."""
     return rates.links if ranks <= rates.per_host else rates.hosts

@@ -71,7 +71,7 @@ def _in_8_bits(weight: Weight) -> int:
 
 
 def _all_in_8_bits(weight: Weight) -> int:
-    """The Trainer keeps 32-bit moments of embeddings only for the optimizers of bitsandbytes."""
+    """Two 8-bit moments, also of embeddings: the Trainer keeps those in 32 bits only for bitsandbytes optimizers."""
     return _in_8_bits(replace(weight, embedding=False))
 
 
@@ -125,7 +125,7 @@ def _low_rank(state: Size, projection: Size, rank: int = RANK) -> Size:
 
 
 def _galore(weight: Weight) -> int:
-    """In float32, it is a view that keeps all singular vectors alive; otherwise a copy of those used."""
+    """The projection, which in float32 is a view that keeps all singular vectors alive, and otherwise a copy."""
     small = min(weight.shape)
     return rounded(4 * small * small if weight.itemsize == 4 else RANK * small * weight.itemsize)
 
@@ -144,7 +144,7 @@ def _galore_step(weight: Weight) -> int:
 
 
 def _galore_8bit_step(weight: Weight) -> int:
-    """As galore; weights that are not projected are updated in place."""
+    """The workspace of GaLore for projected weights; other weights are updated in place."""
     return _galore_step(weight) if weight.low_rank else 0
 
 

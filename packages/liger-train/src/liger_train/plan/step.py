@@ -77,7 +77,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Step:
-    """Memory of a rank without the optimizer: at the peak, and when the weights are updated; parameters of the whole model: all, trained."""
+    """The memory of a rank in a step without the optimizer.
+
+    peak, end   at the peak, and when the weights are updated
+    weights     the trained weights
+    parameters  the number of all parameters of the whole model, and of the trained ones
+    """
 
     peak: Moment
     end: Moment
@@ -143,7 +148,7 @@ def _counts(setup: Setup, model: Any) -> tuple[int, int]:
 
 @contextmanager
 def _in_a_sentence(setup: Setup) -> Iterator[None]:
-    """A model is anybody's code: whatever it raises on fake tensors is one sentence."""
+    """Convert any error that a model's code raises on fake tensors to an OptionError of one sentence."""
     try:
         yield
     except (LigerError, MemoryError):
@@ -162,7 +167,7 @@ def _in_a_sentence(setup: Setup) -> Iterator[None]:
 
 
 def ledger_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: Any, kind: type[Ledger] = Ledger, **fields: Any) -> Ledger:
-    """A ledger of this kind after a step; `fields` are set on it before."""
+    """Return a ledger of this kind after a step; `fields` are set on it before the step."""
     classes = config_of(setup).get_text_config().vocab_size
     ledger = kind(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model, classes))
     vars(ledger).update(fields)
@@ -212,7 +217,10 @@ def _swap(old: Tensor, new: Tensor) -> None:
 
 
 def _prepare_for_four_bits(model: Any) -> None:
-    """As peft.prepare_model_for_kbit_training: frozen weights that are not in 4 bits, such as an untied LM head, are in float32."""
+    """Convert frozen weights that are not in 4 bits to float32, such as an untied LM head.
+
+    This is what peft.prepare_model_for_kbit_training does.
+    """
     quantized = set(held_in_four_bits(model))
     for module in model.modules():
         if module not in quantized:
@@ -256,7 +264,7 @@ def step(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> None:
 
 
 def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
-    """As Trainer.compute_loss with the forward pass that accelerate wraps; other outputs are freed on return."""
+    """Compute the loss as Trainer.compute_loss does with accelerate's forward; other outputs are freed on return."""
     inputs = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": torch.zeros((), dtype=torch.long)}
     if setup.cp > 1:
         inputs |= {"shift_labels": torch.zeros_like(tokens), "position_ids": torch.zeros_like(tokens)}
@@ -301,9 +309,10 @@ def _watched(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> It
 
 @contextmanager
 def _checkpointed(layer: Any, ledger: Ledger, offloaded: bool) -> Iterator[None]:
-    """Record the input of a layer, its checkpoint.
+    """Record the input of a layer, which is its checkpoint.
 
-    If offloaded, it leaves when the layer is done, and returns when the backward pass reaches the layer after it (liger_bench/offloading.py).
+    An offloaded input leaves the device after the layer's forward pass, and returns when the backward pass reaches the
+    next layer (liger_bench/offloading.py).
     """
     checkpoint = getattr(layer, CHECKPOINT)
 
@@ -315,7 +324,7 @@ def _checkpointed(layer: Any, ledger: Ledger, offloaded: bool) -> Iterator[None]
                 ledger.fetch(next(reversed(ledger.away)))
 
     def watched(function: Any, *args: Any) -> Any:
-        """Checkpoint a layer. Its hooks would not do: since Transformers 5.23 they are not run again when it is recomputed."""
+        """Checkpoint a layer and record its input, without hooks: Transformers 5.23 recomputes a layer without them."""
 
         def run(*inputs: Any) -> Any:
             started(inputs[0] if inputs else function.keywords["hidden_states"])

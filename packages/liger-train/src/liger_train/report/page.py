@@ -123,7 +123,7 @@ def _figures(sweep: Sweep) -> str:
 
 
 def _sentences(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> str:
-    """The reasons or notes of its runs, each once per strategy, with the sizes that it applies to unless it applies to all."""
+    """Return the reasons or notes of a sweep's runs, each once per strategy; sizes are named if it applies to some."""
     found: list[tuple[str, str]] = []
     for strategy in sweep.strategies:
         rows = [row for row in sweep.rows if strategy.has(row)]
@@ -139,7 +139,7 @@ def _sentences(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> st
 
 
 def _notes(row: Record) -> list[str]:
-    """Without the defaults, which are in the heading of the sweep."""
+    """Return the notes of a row without those on defaults, which are in the heading of the sweep."""
     return [_today(note) for note in row.get("notes") or [] if not CHOSEN.match(note)]
 
 
@@ -206,7 +206,7 @@ def _timelines(timelines: Sequence[Record], pictures: Pictures) -> list[str]:
 
 
 def _others(rest: Sequence[Record], heading: bool) -> list[str]:
-    """Runs that belong to no sweep, each compared with the baseline of the same techniques if there is one."""
+    """Return the section on runs outside sweeps, each compared with the baseline of the same techniques if any."""
     if not rest:
         return []
     scale, unit = _unit(rest)
@@ -224,14 +224,14 @@ def _others(rest: Sequence[Record], heading: bool) -> list[str]:
 
 
 def _ending(row: Record) -> str:
-    """Why its figures are not those of all its steps; empty if they are."""
+    """Return why a run's figures do not cover all its steps; empty if they do."""
     if row.get("interrupted"):
         return f"interrupted after {len(row.get('losses') or [])} of {row['steps']} steps"
     return str(row["reason"])
 
 
 def _named(row: Record) -> str:
-    """Its model and size, and every option that is not the default."""
+    """Return the model and size of a run, and every option that is not the default."""
     default = Setup(row["model"])
     shown = [
         n
@@ -249,7 +249,7 @@ def _repeat(found: Sequence[Sweep], rest: Sequence[Record], command: str) -> str
 
 
 def sweep_command(sweep: Sweep) -> str:
-    """The command that measures it again."""
+    """Return the command that repeats a sweep."""
     parts, more = [], ""
     # One command per value of --checkpoint, since --strategies varies --liger only.
     for checkpoint in distinct(sweep.rows, STRATEGY[1]):

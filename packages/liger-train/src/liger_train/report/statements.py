@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rows of a sweep show: the first size that runs out of memory, growth, speedups, shares."""
+"""Derive statements from the rows of a sweep: the first size that runs out of memory, growth, speedups, shares."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def statements(sweep: Sweep) -> list[Statement]:
 
 
 def _checkpoints(sweep: Sweep) -> list[Statement]:
-    """Speedups of the other values of --checkpoint over recomputing every layer."""
+    """Return the speedup of each other value of --checkpoint over recomputing every layer."""
     found: list[Statement] = []
     for full in (strategy for strategy in sweep.strategies if strategy.checkpoint == "full"):
         for other in (s for s in sweep.strategies if s.liger == full.liger and s.checkpoint != "full"):
@@ -86,7 +86,7 @@ def _first_failure(sweep: Sweep, strategy: Strategy) -> str:
 
 
 def _growth(sweep: Sweep, strategy: Strategy) -> str:
-    """From its smallest to its largest run, per thousand tokens of a step."""
+    """Return the growth of peak memory from the smallest to the largest run, per thousand tokens of a step."""
     rows = _rows(sweep, strategy, PEAK)
     if len(rows) < 2 or sweep.axis == "ranks":
         return ""
@@ -95,7 +95,7 @@ def _growth(sweep: Sweep, strategy: Strategy) -> str:
 
 
 def _speed_up(sweep: Sweep, strategy: Strategy) -> str:
-    """From the fewest to the most ranks; each rank has the same batch (weak scaling)."""
+    """Return the speedup from the fewest to the most ranks, where each rank has the same batch (weak scaling)."""
     rows = _rows(sweep, strategy, SPEED)
     if len(rows) < 2 or sweep.axis != "ranks":
         return ""
@@ -103,7 +103,7 @@ def _speed_up(sweep: Sweep, strategy: Strategy) -> str:
 
 
 def _largest(sweep: Sweep, strategies: list[Strategy], column: str) -> tuple[int, list[Record]] | None:
-    """The largest value at which all strategies have that figure, with their rows."""
+    """Return the largest size at which all strategies have a value in this column, with their rows."""
     for value in reversed(sweep.values):
         rows = [row for strategy in strategies if (row := sweep.row(strategy, value)) is not None and _has(row, column)]
         if len(rows) == len(strategies):
@@ -124,5 +124,5 @@ def _rows(sweep: Sweep, strategy: Strategy, column: str) -> list[Record]:
 
 
 def _has(row: Record, column: str) -> bool:
-    """Whether a run ended with that figure."""
+    """Whether a run has a value in this column."""
     return row[SPEED] is not None and row[column] is not None and not row["out_of_memory"]

@@ -54,7 +54,7 @@ class Sweep:
 
     @property
     def fixed(self) -> str:
-        """The other sizes."""
+        """The sizes that do not vary, in words."""
         return ", ".join(f"{name} {self.first[name]}" for name in SIZES if name != self.axis)
 
     @property
@@ -63,7 +63,7 @@ class Sweep:
 
     @property
     def strategies(self) -> list[Strategy]:
-        """The baseline first, Liger last, other selections of ops between."""
+        """The strategies: the baseline first, Liger last, other selections of ops in between."""
         order = [PLAIN, *sorted(set(distinct(self.rows, "liger")) - {PLAIN, PARTLY, FUSED}), PARTLY, FUSED]
         found = dict.fromkeys((row["liger"], row["checkpoint"]) for row in self.rows)
         several = len({checkpoint for _, checkpoint in found}) > 1
@@ -85,7 +85,7 @@ class Sweep:
 
     @property
     def setting(self) -> str:
-        """What all its runs have in common, without the defaults."""
+        """The options that all runs share and that are not the defaults, and the device."""
         shown = [name for name in SETUP if name not in ("model", "device", "data", "memory_limit", *AXES, *STRATEGY, *FREE)]
         words = [self.first["precision"]]
         words += [f"{name} {self.first[name]}" for name in shown if name != "precision" and self.first[name] != DEFAULTS[name]]
@@ -95,7 +95,7 @@ class Sweep:
 
     @property
     def name(self) -> str:
-        """For file names."""
+        """The name of the sweep in file names."""
         shown = [name for name in SETUP if name not in ("model", "data", "device", "memory_limit", self.axis, *SIZES, *STRATEGY, *FREE)]
         words = [self.first["model"], self.axis, self.fixed, *(str(self.first[n]) for n in shown if self.first[n] != DEFAULTS[n])]
         if self.first["memory_limit"]:
@@ -111,9 +111,11 @@ def where(row: Record) -> str:
 
 
 def read(folders: Sequence[Path]) -> list[Record]:
-    """The rows of all these folders; of repeated runs the last one counts, unless it was interrupted and one before it was not.
+    """Return the rows of all these folders.
 
-    Raises OptionError if there are none, or others.
+    The last of repeated runs counts, unless it was interrupted and an earlier one was not.
+
+    Raises OptionError if there are no rows, or rows of another kind.
     """
     kept: dict[tuple[Any, ...], Record] = {}
     for folder in folders:

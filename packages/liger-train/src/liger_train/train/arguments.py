@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a setup to the arguments of the Transformers Trainer."""
+"""Convert a setup to the arguments of the Transformers Trainer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
 
 
 def _chosen(setup: Setup) -> dict[str, Any]:
-    """What --set sets, and what that requires: a constant learning rate would ignore warm-up, and without logging nothing is reported."""
+    """Return the fields that --set sets, and those that they require.
+
+    A constant learning rate would ignore warm-up, and without logging nothing is reported.
+    """
     found = fields.values(setup.set)
     required: dict[str, Any] = {}
     if "warmup_steps" in found:
@@ -78,9 +81,9 @@ def _chosen(setup: Setup) -> dict[str, Any]:
 
 
 def _mixed(dtype: str) -> Any:
-    """A policy that reduces gradients and reports the loss in float32; accelerate's default uses the low precision for both.
+    """Return a policy that reduces gradients in float32; accelerate's default reduces them in the low precision.
 
-    Outputs keep their dtype: those of layers the low precision, for the next matmul, and the loss float32.
+    Outputs keep their dtype: the low precision for layers, whose outputs the next matmul reads; float32 for the loss.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -19,7 +19,7 @@ SWEPT = {field.name: str(field.type) for field in fields(Setup) if field.name no
 
 
 def swept(options: Sequence[str]) -> dict[str, list[Any]]:
-    """Option → values, of words like "batch=1,4,8".
+    """Return option → values, parsed from words like "batch=1,4,8".
 
     Raises OptionError for an unknown option or an invalid value.
     """
@@ -61,7 +61,7 @@ def cells(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequence
 
 
 def hopeless(setup: Setup, known: Sequence[Row]) -> str:
-    """Why a run can be skipped: one that differs only in having fewer tokens ran out of memory."""
+    """Return why a run can be skipped: the same run with fewer tokens ran out of memory. Otherwise empty."""
     same = [name for name in (*SWEPT, "liger", "device") if name not in ("batch", "sequence", "steps", "seed", "learning_rate")]
     for row in known:
         smaller = row.batch <= setup.batch and row.sequence <= setup.sequence
@@ -71,7 +71,7 @@ def hopeless(setup: Setup, known: Sequence[Row]) -> str:
 
 
 def _value(name: str, word: str) -> Any:
-    """A word, converted to the type of its field."""
+    """Convert a word to the type of its field."""
     if name == "memory_limit":
         return bytes_of("train: --sweep memory_limit", word)
     kind = SWEPT[name]

@@ -244,7 +244,7 @@ def _defaults(given: dict[str, str | None], device: str, found: torch.device) ->
 
 
 def _cost(setup: Setup, place: torch.device) -> list[str]:
-    """What a run with long sequences on one GPU will cost."""
+    """Return a sentence on the predicted cost of a run with long sequences on one GPU, or nothing for other runs."""
     if place.type == "cpu" or setup.ranks > 1 or setup.batch * setup.sequence < LONG:
         return []
     from liger_train.plan.cost import sentence

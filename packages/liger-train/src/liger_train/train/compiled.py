@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--compile` does in a run: it runs the steps, measures compile time, and keeps it out of the times of steps."""
+"""Run the steps of a run with `--compile`, measure compile time, and exclude it from step times."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from liger_train.train.record import Recorder
 
 
 class Compiled(TrainerCallback):
-    """Runs the micro-batches of a run as its --compile says.
+    """Run the micro-batches of a run as its --compile says.
 
-    settled  whether --checkpoint auto has settled: a graph stays as it was recorded
-    seconds  of compiling and recording so far; None without --compile
+    settled  returns whether --checkpoint auto has settled, because a graph cannot change after it was recorded
+    seconds  spent compiling and recording so far; None without --compile
     """
 
     def __init__(self, setup: Setup, recorder: Recorder, notes: list[str]) -> None:
@@ -35,7 +35,7 @@ class Compiled(TrainerCallback):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """In which the run trains."""
+        """Train within this context. It measures compile time, and notes it on exit."""
         if self.seconds is None:
             yield
             return
@@ -49,7 +49,7 @@ class Compiled(TrainerCallback):
                 self.notes.append(_sentence(self.setup, self.seconds, now[0] - hits, now[1] - misses))
 
     def step(self, step: Step, model: nn.Module, inputs: Inputs, tokens: Tokens) -> Tensor:
-        """A micro-batch, by `step` or by a graph of it."""
+        """Run a micro-batch by `step` or by a graph of it, and return the loss."""
         if self._run is None:
             self._run = self._runner(step, model)
         return self._run(inputs, tokens)

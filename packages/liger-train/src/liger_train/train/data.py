@@ -128,7 +128,7 @@ def _texts(rows: Rows | None, setup: Setup, vocabulary: int, tokenizer: Any, not
 
 
 def _held(number: int, share: float) -> Tensor:
-    """Which of the sequences are held out: evenly spaced ones, the same for every batch size."""
+    """Return a mask of the held-out sequences, which are evenly spaced and the same for every batch size."""
     count = min(max(1, round(share * number)), number) if share else 0
     is_held = torch.zeros(number, dtype=torch.bool)
     is_held[(2 * torch.arange(count) + 1) * number // (2 * max(count, 1))] = True
@@ -228,7 +228,10 @@ def _tokenizer(setup: Setup, notes: list[str]) -> Any:
 
 
 def _has_words(tokenizer: Any) -> bool:
-    """Whether it has more than special tokens: without files, Transformers makes a tokenizer of these, and at most "▁", for many model types."""
+    """Whether a tokenizer has more than special tokens.
+
+    Without files, Transformers makes a tokenizer of special tokens, and at most "▁", for many model types.
+    """
     # Tokenizers of mistral-common have no such method, and no vocabulary without files.
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     return len(tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, *added}) > 1
@@ -245,9 +248,10 @@ def _fast(trained: Tokenizer) -> Any:
 
 
 def _kept(texts: list[str], vocabulary: int) -> tuple[Any, Tensor]:
-    """A tokenizer trained on the texts, and their tokens, which take seconds to make: from the user's cache if they are there.
+    """Return a tokenizer trained on the texts, and their tokens, from the user's cache if possible.
 
-    The Trainer draws its sequences from the whole text, so that a run of two steps needs all of it as well.
+    Without the cache this takes seconds, even for a run of two steps, because the Trainer draws its sequences from the
+    whole text.
     """
     parts = "".join(f"{len(text)}:{text}" for text in texts)
     key = hashlib.sha256(f"{tokenizers.__version__} {vocabulary} {END_OF_TEXT} {PADDING} {parts}".encode()).hexdigest()[:32]

@@ -28,13 +28,13 @@ Key = tuple[Any, bool]
 
 
 class Device(Protocol):
-    """What records and replays: a GPU, or a stand-in in a test."""
+    """The device that records and replays graphs: a GPU, or a stand-in in a test."""
 
     def rehearse(self, step: Callable[[], Tensor]) -> tuple[Tensor, bool]:
-        """Run a step, in which waiting for the device is an error; returns the loss, and whether random numbers were drawn."""
+        """Run a step; return the loss, and whether random numbers were drawn. Waiting for the device is an error."""
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Record a step without running it; returns what replays it, and its loss."""
+        """Record a step without running it; return a function that replays it, and the tensor of its loss."""
 
 
 class GPU:
@@ -167,7 +167,7 @@ class Graphs:
 
     @contextmanager
     def _given_gradients(self) -> Iterator[None]:
-        """Recording replaces the references to gradients, and changes no values."""
+        """Restore the references to gradients on exit, because recording replaces them. It changes no values."""
         before = [weight.grad for weight in self.weights]
         self._refer()
         yield
@@ -191,7 +191,7 @@ class Graphs:
         return graph.loss.clone()
 
     def _refer(self) -> None:
-        """Have the gradients that weights have so far in the memory of the graphs."""
+        """Copy the weights' gradients into the memory of the graphs, and make the weights refer to the copies."""
         for weight, grad in self.gradients:
             if weight.grad is not None and weight.grad is not grad:
                 grad.copy_(weight.grad)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the runs of a sweep execute: each in its own process, on the CPU, on one GPU, or on several under torchrun."""
+"""Execute the runs of a sweep, each in its own process: on the CPU, on one GPU, or on several under torchrun."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOADING = 600.0
 
 @dataclass(frozen=True)
 class Extras:
-    """What to record of a run besides its row, and where."""
+    """The recordings of a run besides its row, and the folder for them."""
 
     folder: Path | None = None
     snapshot: bool = False
@@ -42,7 +42,7 @@ class Extras:
 class Place:
     """One GPU, or the CPU: a process that trains, and one that loads for the next run.
 
-    folder    for logs
+    folder    the folder for logs
     gpu       its index among the GPUs that this process sees; None for the default device
     share     the number of places that share the processors
     patience  seconds after which a run has failed
@@ -190,7 +190,7 @@ def threads(share: int) -> int:
 
 
 def train(job: None, connection: Connection) -> Answer:
-    """What a process runs: load, wait for a setup, train."""
+    """Load the libraries, wait for a setup, and train; this is the main function of a process."""
     try:
         # Imported here, so that the parent process does not load it.
         from liger_train.train.run import run

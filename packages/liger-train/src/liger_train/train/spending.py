@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--checkpoint auto`: which layers keep, recompute or offload, decided while the run proceeds by what it measures."""
+"""`--checkpoint auto`: decide during the run, from its measurements, what each layer keeps, recomputes or offloads."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Spending:
         self._retried = False
 
     def after(self, seen: Seen) -> int:
-        """The number of moves for the next step, from the measurements of a step with `moves`."""
+        """Return the number of moves for the next step, given the measurements of a step with `moves`."""
         if self._unknown is None:
             self._unknown = max(1, seen.peak - seen.before)
             self._held.append(seen.held)
@@ -92,7 +92,7 @@ class Spending:
         return self.moves
 
     def keeps(self, layer: int) -> Keeps:
-        """What a layer keeps; 0 is the first layer."""
+        """Return what a layer keeps; layer 0 is the first."""
         place = self.layers - 1 - layer
         return self.ladder[sum(self.moves > kind * self.layers + place for kind in range(len(self.ladder) - 1))]
 
@@ -122,7 +122,7 @@ class Spending:
         return min(self.layers - done, room // each)
 
     def _in_parts(self, needed: int, room: int) -> bool:
-        """Split the batch into as many parts as the layers need, or as are allowed; returns whether it did."""
+        """Split the batch into as many parts as the layers need, or as are allowed; return whether it was split."""
         parts = min(self.splits, self.parts * -(-needed // max(1, room)))
         # The gradients of one part stay throughout the next one; the inputs of all layers and one recomputed layer come on top.
         if parts == self.parts or room < self.layers * self._held[0] * self.parts // parts + (self._unknown or 0):
@@ -172,18 +172,18 @@ class GPU:
         torch.cuda.empty_cache()
 
     def mark(self) -> torch.cuda.Event:
-        """This place in what the device computes."""
+        """Record and return an event in the stream of the device."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """The time between two places."""
+        """Return the seconds between two events."""
         end.synchronize()
         return start.elapsed_time(end) / 1000
 
     def copies(self, size: int) -> float:
-        """The time that copying so many bytes to pinned host memory takes, from a smaller copy that is measured."""
+        """Estimate the seconds that copying `size` bytes to pinned host memory takes, by measuring a smaller copy."""
         sample = min(size, 1 << 26)
         here = torch.empty(sample, dtype=torch.uint8, device="cuda")
         there = torch.empty(sample, dtype=torch.uint8, pin_memory=True)
@@ -267,7 +267,7 @@ class SpendMemory(TrainerCallback):
             self._end(state.global_step)
 
     def _ladder(self, device: torch.device) -> tuple[Keeps, ...]:
-        """Without the rung of inputs on the device where copying one takes no longer than the forward pass of a layer."""
+        """Return the ladder, without Keeps.INPUT if copying an input is faster than the forward pass of a layer."""
         if not self.inputs or self._marks is None:
             return RECOMPUTES
         exposed = self.memory.copies(self.inputs // len(self._layers)) > self.memory.seconds(*self._marks)
@@ -327,7 +327,10 @@ def _summary(layers: list[Any], spending: Spending | None) -> str:
 
 
 def _has_state(optimizer: Any) -> bool:
-    """DeepSpeed allocates it before the first step and has no `state`; a layerwise optimizer has a state per weight."""
+    """Whether the optimizer state is allocated.
+
+    DeepSpeed allocates it before the first step and has no `state`; a layerwise optimizer has a state per weight.
+    """
     if hasattr(getattr(optimizer, "optimizer", None), "optimizer_dict"):
         return True
     try:
@@ -345,7 +348,7 @@ def _ranks() -> int:
 
 
 def _most(value: int, device: torch.device) -> int:
-    """The highest value of all ranks."""
+    """Return the highest value of all ranks."""
     if _ranks() == 1:
         return value
     shared = torch.tensor(value, dtype=torch.int64, device=device)
