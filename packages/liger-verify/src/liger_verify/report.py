@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a comparison found, and what it probably means."""
+"""The result of a comparison, and its probable explanation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ NEAR = 1e-2
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the gradient of one parameter is from that of one process.
+    """The difference between the ranks' gradient of one parameter and the true one, which one process computes.
 
     error    relative error on the worst rank; infinite if there is no gradient, or one of another shape
-    factor   the multiple of the true gradient that is closest to it there, and `rest` the relative error of what that does not explain
-    ranks    the ranks with the most error, where others are right
-    summed   the same factor and rest of the sum over all ranks: of parts that nobody added up
-    problem  why there is nothing to compare, if so
+    factor   the multiple of the true gradient that is closest to the worst rank's
+    rest     the relative error that remains beside this multiple
+    errors   the relative error on each rank
+    summed   factor and rest of the sum over all ranks, which reveal parts that were never summed
+    problem  why the gradients cannot be compared, if they cannot
     """
 
     name: str
@@ -33,7 +34,10 @@ class Difference:
 
     @classmethod
     def of(cls, name: str, ranks: Sequence[dict[str, float] | None], least: float) -> Difference:
-        """From what each rank measured; `least` is the norm that a gradient is compared with at least."""
+        """Make a difference from the measurements of each rank.
+
+        least  the smallest norm that errors are relative to
+        """
         apart = [i for i, found in enumerate(ranks) if found is None or "apart" not in found]
         if apart:
             return cls(name, *_incomparable(ranks[apart[0]], "" if len(apart) == len(ranks) else f" on {_ranks(apart)}"))
@@ -67,7 +71,7 @@ def _incomparable(found: dict[str, float] | None, where: str) -> tuple[Any, ...]
 
 
 def _multiple(square: float, product: float, truth: float, size: float) -> tuple[float, float]:
-    """The factor of the true gradient that is closest, and the relative distance to that."""
+    """Return the closest multiple of the true gradient, as a factor, and the relative distance to it."""
     if not truth:
         return math.nan, math.nan
     factor = product / truth
@@ -76,15 +80,16 @@ def _multiple(square: float, product: float, truth: float, size: float) -> tuple
 
 @dataclass(frozen=True)
 class Report:
-    """A comparison. `right` says whether it passed; `str(report)` says it in sentences.
+    """The result of a comparison. `right` says whether it passed; `str(report)` describes it in sentences.
 
-    loss         of one process in float64, and `losses` of each rank
-    norm         of all gradients of one process
-    differences  of every parameter's gradient, in the order of the forward pass
-    missing      parameters that only the one process has a gradient for
-    sizes        ranks of each dimension, as `compare` got them
-    unused       parameters that require a gradient and get none on one process
-    rounded      gradients that differ by no more than round-off does on one process, such as those that are 0 by nature
+    loss         the loss of one process in float64
+    losses       the loss of each rank
+    norm         the norm of all gradients of one process
+    differences  one for each parameter, in the order of the forward pass
+    missing      parameters that have a gradient on one process, but on no rank
+    sizes        the number of ranks of each dimension, as passed to `compare`
+    unused       parameters that require a gradient and have none on one process
+    rounded      gradients whose error is within the round-off of one process, such as gradients that are 0 by nature
     """
 
     loss: float
@@ -117,7 +122,7 @@ class Report:
         return max((d.error for d in self.differences), default=0.0)
 
     def sentences(self) -> list[str]:
-        """What is wrong, and what explains it."""
+        """Return sentences on what is wrong and what explains it."""
         found = [self._of_loss()] if self.wrong_losses else []
         wrong = self.wrong
         if wrong:
@@ -132,7 +137,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """What the verdict does not say."""
+        """Return sentences on parameters that do not affect the verdict."""
         unused = f"no loss depends on {_named(self.unused)}, which {'has' if len(self.unused) == 1 else 'have'} no gradient"
         rounded = f"{_named(self.rounded)}: within the round-off of one process in float32, more than the tolerance of so small a gradient"
         return [note for note, names in ((unused, self.unused), (rounded, self.rounded)) if names]
@@ -146,7 +151,7 @@ class Report:
         return ("right: " if self.right else "wrong: ") + "\n       ".join(sentences + self.notes)
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the report as a dictionary, for --json."""
         return {
             "right": self.right,
             "loss": self.loss,
@@ -200,7 +205,7 @@ class Report:
         return f"relative error {d.error:.2g}, of which no factor explains more than {1 - d.rest / d.error:.0%}{where}"
 
     def _size(self, factor: float) -> str:
-        """The size that a factor or its inverse is."""
+        """Return a phrase with the size that equals a factor or its inverse, or an empty string."""
         for name, size in self._distinct():
             for value, phrase in ((size, ""), (1 / size, "1 / ")):
                 if abs(factor / value - 1) < NEAR:
@@ -208,7 +213,7 @@ class Report:
         return ""
 
     def _distinct(self) -> list[tuple[str, int]]:
-        """Sizes other than 1, each value once with all its names."""
+        """Return the sizes other than 1, each value once with all its names."""
         names: dict[int, list[str]] = {}
         for name, size in self.sizes.items():
             names.setdefault(size, []).append(name)

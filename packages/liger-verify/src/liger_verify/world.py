@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step gets to know about its processes, and what it returns."""
+"""The description of its processes that a training step receives, and the type of a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch import Tensor
 class World:
     """The processes of one run of a step.
 
-    rank    of this process
-    ranks   how many processes there are; with 1 the step computes what the others are compared with
-    dtype   of the model's parameters: float64 in the one process, else float32; also float32 where the one process measures round-off
-    folder  the same for all processes of both runs. The one process runs first, so it can leave a checkpoint here
+    rank    the rank of this process
+    ranks   the number of processes; a step of 1 process computes the result that the others are compared with
+    dtype   the dtype of the model's parameters: float64 for 1 process, except when it measures round-off, else float32
+    folder  a folder that all processes of both runs share. The run of 1 process comes first, and can save a checkpoint
+            there for the others
     """
 
     rank: int
