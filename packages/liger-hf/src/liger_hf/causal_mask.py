@@ -52,7 +52,7 @@ PLAIN_MASK = {
 
 
 def patches(model: nn.Module) -> Iterator[Patch]:
-    """One for every module that makes a causal mask for sdpa attention."""
+    """Yield a patch for each module that makes a causal mask for sdpa attention."""
     made: dict[Any, Callable[..., Any]] = {}
     for module in model.modules():
         original = forward_of(module)
@@ -81,7 +81,7 @@ def _forward(original: Any) -> Callable[..., Any]:
 
 
 def _mask(*args: Any, **options: Any) -> Any:
-    """None where Transformers, without compilation, would use a causal flag instead of a mask."""
+    """Return the causal mask; None where Transformers, without compilation, would pass is_causal=True instead."""
     config = options.get("config", args[0] if args else None)
     other = any(value is not None for name, value in options.items() if name not in PLAIN_MASK)
     plain = len(args) <= 1 and not other and options.get("allow_is_causal_skip", True)

@@ -17,12 +17,15 @@ OURSELVES = Plugin("hf", "liger-hf")
 
 
 def rules() -> tuple[Rule, ...]:
-    """This package's own, then those that plugins return from `liger_rules()`."""
+    """Return the rules of this package, then those that plugins return from `liger_rules()`."""
     return _rules_of(registry())
 
 
 def replaceable_ops(on_request: bool = True) -> tuple[str, ...]:
-    """The names of the ops that rules can insert into models; with or without those that have to be asked for."""
+    """Return the names of the ops that rules can insert into models.
+
+    on_request  include the ops that are inserted only if only= names them
+    """
     return tuple(dict.fromkeys(op for rule in rules() if on_request or not rule.on_request for op in rule.ops))
 
 

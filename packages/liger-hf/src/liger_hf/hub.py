@@ -19,7 +19,7 @@ def is_local(name: str) -> bool:
 
 @cache
 def hub_is_reachable() -> bool:
-    """Asked once, with a short timeout: the libraries retry for most of a minute."""
+    """Whether the hub answers a single request with a short timeout; the libraries retry for most of a minute."""
     answers: list[object] = []
     asking = Thread(target=_ask, args=(answers,), daemon=True)
     asking.start()

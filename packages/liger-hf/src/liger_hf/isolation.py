@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Isolates a check from the process that it runs in: its own precision, random state, hooks and modes."""
+"""Isolate a check from the precision, random state, hooks and modes of its process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from liger_core.private_torch import global_hooks, unset_fake_temporarily
 
 
 class DoublePrecision(TorchFunctionMode):
-    """Casts to float32 that a module makes inside become casts to float64, and so do its new tensors: its float64 run is exact."""
+    """Turn a module's casts to float32, and its new tensors, into float64 ones, for an exact run in float64."""
 
     def __enter__(self) -> DoublePrecision:
         self.default = torch.get_default_dtype()
@@ -39,7 +39,7 @@ class DoublePrecision(TorchFunctionMode):
 
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Global module hooks do not see a check."""
+    """Remove global module hooks within this context."""
     before = global_hooks()
     for name in before:
         setattr(hooks_of_modules, name, OrderedDict())
@@ -52,8 +52,11 @@ def _without_global_hooks() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Gradients are on, autocast is off, tensors are real and on the device that is asked for, nobody's hooks run, and the random state
-    afterwards is that of before."""
+    """Run a check undisturbed within this context.
+
+    Gradients are enabled; autocast, fake tensors, global hooks and a default device are disabled. The random state is
+    restored on exit.
+    """
     devices = [] if device.type == "cpu" else [device]
     with (
         _without_global_hooks(),

@@ -19,7 +19,7 @@ Functions = dict[str, Callable[..., Any]]
 
 
 def called(function: Any, picked: Callable[[str, Any], bool], depth: int = 0) -> Functions:
-    """The picked globals that a function names, by (name, value), also through decorators that keep it in a closure."""
+    """Return the globals of a function that `picked` selects by (name, value), also those of a wrapped function."""
     if not isinstance(function, FunctionType) or depth > 4:
         return {}
     space = function.__globals__
@@ -30,7 +30,7 @@ def called(function: Any, picked: Callable[[str, Any], bool], depth: int = 0) ->
 
 
 def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., Any]]) -> FunctionType:
-    """The same code, with the replaced functions in place of those of these names."""
+    """Return a function with the same code, in which the names in `replaced` refer to other functions."""
     space, cells = function.__globals__, function.__closure__
     names = set(names_in(function.__code__))
     if names & replaced.keys():
@@ -51,7 +51,7 @@ CHECKPOINTING = checkpointing_wrappers()
 
 
 def decorated(function: Any) -> FunctionType | None:
-    """Return the function that a decorator has wrapped and calls from its closure; None if this function is not such a decorator's."""
+    """Return the function that a decorator has wrapped and calls from its closure; None without such a decorator."""
     inner = function.__dict__.get("__wrapped__") if isinstance(function, FunctionType) else None
     if not isinstance(inner, FunctionType):
         return None
@@ -78,14 +78,17 @@ def redecorated(inner: FunctionType, function: FunctionType) -> FunctionType:
 
 
 def unwrapped(forward: Any) -> Any:
-    """The forward as its class defines it, without the wrappers that checkpoint it."""
+    """Return the forward as its class defines it, without the wrappers that checkpoint it."""
     while isinstance(forward, FunctionType) and forward.__code__ in CHECKPOINTING:
         forward = forward.__wrapped__  # type: ignore[attr-defined]
     return forward
 
 
 def same_forward(kind: type, other: type) -> bool:
-    """Modules of both classes run the same forward: FSDP2 and parametrizations change the class, and Transformers wraps the forward of the new one."""
+    """Whether modules of both classes run the same forward.
+
+    FSDP2 and parametrizations change the class of a module, and Transformers wraps the forward of the new class.
+    """
     return kind is other or _same_unwrapped(kind, other)
 
 
@@ -95,7 +98,7 @@ def _same_unwrapped(kind: Any, other: Any) -> bool:
 
 
 def checkpointed(function: FunctionType, wrapper: FunctionType) -> FunctionType:
-    """The function inside a copy of such a wrapper."""
+    """Put the function into a copy of the wrapper that checkpoints the forward of a class."""
     # A wrapper checkpoints only if it is `type(self).forward`. In the copy that always holds, also after FSDP2 has changed the class.
     outermost = SimpleNamespace(forward=wrapper)
     alone = rebound(wrapper, {"type": lambda module: outermost})
@@ -106,7 +109,7 @@ def checkpointed(function: FunctionType, wrapper: FunctionType) -> FunctionType:
 
 
 def twin(function: FunctionType, code: CodeType, space: dict[str, Any], cells: tuple[CellType, ...] | None) -> FunctionType:
-    """A function that says of itself what another one does, with code, globals and closure of its own."""
+    """Return a function with another one's name, docstring and defaults, but its own code, globals and closure."""
     made = FunctionType(code, space, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__annotations__ = function.__annotations__
@@ -115,7 +118,7 @@ def twin(function: FunctionType, code: CodeType, space: dict[str, Any], cells: t
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """The globals and attributes that it names, also in functions inside it."""
+    """Yield the globals and attributes that the code names, including those in nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -37,7 +37,7 @@ def definition_of(function: Any) -> ast.FunctionDef | None:
 
 
 def once(find: Callable[[ast.FunctionDef], Iterable[str]]) -> Callable[[Any], tuple[str, ...]]:
-    """The distinct names that `find` finds in the source of a function, once for each source; none where that cannot be found."""
+    """Cache the distinct names that `find` returns for a function's definition; without a source there are none."""
     known: WeakKeyDictionary[ast.FunctionDef, tuple[str, ...]] = WeakKeyDictionary()
 
     def names(function: Any) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def once(find: Callable[[ast.FunctionDef], Iterable[str]]) -> Callable[[Any], tu
 
 
 def copy_of(function: FunctionType) -> ast.FunctionDef:
-    """A definition to be changed, of a function that has one."""
+    """Return a copy of the definition of a function, which must have a source, to be modified."""
     definition = copy.deepcopy(definition_of(function))
     assert definition is not None
     return definition
@@ -72,7 +72,7 @@ def rebuilt(function: FunctionType, definition: ast.FunctionDef, helpers: Mappin
 
 
 def assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
-    """The name and the value of a statement `name = value`."""
+    """Return the name and the value of a statement `name = value`; None for any other statement."""
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             return name, value
@@ -95,7 +95,7 @@ def _parsed(function: FunctionType) -> ast.FunctionDef | None:
 
 
 def _compiled(function: FunctionType, definition: ast.FunctionDef, free: tuple[str, ...]) -> CodeType:
-    """The code of the definition, with these names free. Nothing is run: decorators, defaults and annotations stay behind."""
+    """Compile the definition with these names as free variables, without running decorators or defaults."""
     outer = ast.parse(f"def outer({', '.join(free)}): pass").body[0]
     assert isinstance(outer, ast.FunctionDef)
     outer.body = [definition]
@@ -112,7 +112,7 @@ def _compiled(function: FunctionType, definition: ast.FunctionDef, free: tuple[s
 
 @cache
 def _imported(filename: str) -> tuple[str, ...]:
-    """The names that a file imports: methods of what they name are called by other instructions than those of other names."""
+    """Return the names that a file imports, because Python compiles calls of their methods to other instructions."""
     names: list[str] = []
     try:
         inside: list[ast.AST] = [*ast.parse("".join(linecache.getlines(filename))).body]
@@ -128,7 +128,7 @@ def _imported(filename: str) -> tuple[str, ...]:
 
 
 def _alike(one: CodeType, other: CodeType) -> bool:
-    """The same instructions, wherever they were written."""
+    """Whether both codes have the same instructions, regardless of file and line numbers."""
     parts = ("co_code", "co_names", "co_varnames", "co_freevars")
     if any(getattr(one, part) != getattr(other, part) for part in parts):
         return False

@@ -31,7 +31,7 @@ INSIDE = _Inside()
 
 
 def tileable(model: nn.Module, verify: bool) -> list[nn.Module]:
-    """The modules that a check shows to be gated MLPs, which compute each row by itself. They must be as their class defines them."""
+    """Return the modules that a check shows to be unmodified gated MLPs, which compute each row independently."""
     decisions: dict[Any, bool] = {}
     modules = []
     for module in model.modules():
@@ -45,7 +45,10 @@ def tileable(model: nn.Module, verify: bool) -> list[nn.Module]:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """Whether hooks on its projections bring their weights, which they would do for each tile: ZeRO-3, accelerate's offloading, tensor parallelism."""
+    """Whether hooks on a module's projections gather or load their weights, which they would repeat for each tile.
+
+    ZeRO-3, accelerate's offloading and tensor parallelism have such hooks.
+    """
     return any(
         hasattr(p, "ds_id") or p.is_meta or (isinstance(p, DTensor) and child._forward_hooks)
         for child in module.modules()
@@ -54,7 +57,7 @@ def _gathers(module: nn.Module) -> bool:
 
 
 def tiles(module: nn.Module, rows: int) -> Patch:
-    """A patch that makes the module's forward, as it is now, compute at most so many rows at once."""
+    """Return a patch that makes the module's current forward compute at most `rows` rows at once."""
     own = module.__dict__.get(slot(module))
     inner = type(module).forward if own is None else own.__func__
     made = inner.__dict__.setdefault("__tiled__", {})
@@ -80,7 +83,7 @@ def _tiled(inner: Callable[..., Tensor], rows: int) -> Callable[..., Tensor]:
 
 
 class _Run:
-    """One call of a module in tiles, which can be repeated: under the same autocast, with the same settings and random numbers."""
+    """A call of a module in tiles, which can be repeated with the same autocast, settings and random numbers."""
 
     def __init__(self, inner: Callable[..., Tensor], module: nn.Module, rows: int, x: Tensor) -> None:
         self.inner, self.module, self.rows, self.device = inner, module, rows, x.device
@@ -90,7 +93,7 @@ class _Run:
         self.numbers = Numbers(x.device) if draws(module) else None
 
     def weights(self) -> list[nn.Parameter]:
-        """FSDP2 puts the gathered ones into the module for both passes."""
+        """Return the weights that require gradients; in both passes, FSDP2 replaces them by gathered ones."""
         return [weight for weight in self.module.parameters() if weight.requires_grad]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +108,7 @@ class _Run:
         return y
 
     def backward(self, x: Tensor, grad: Tensor, needs: list[bool]) -> list[Tensor | None]:
-        """Gradients of the input and of each weight."""
+        """Return the gradients of the input and of each weight."""
         weights = [weight for weight, need in zip(self.weights(), needs[1:], strict=True) if need]
         sums: list[Tensor | None] = [None] * len(weights)
         of_x = torch.empty_like(x) if needs[0] else None
@@ -154,7 +157,7 @@ class _Node(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """All rows as one sequence: modules may expect three dimensions."""
+    """Reshape to one sequence of all rows, (1, rows, width), because modules may expect three dimensions."""
     return x.reshape(1, -1, x.shape[-1])
 
 
@@ -168,7 +171,7 @@ def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
 
 @contextmanager
 def _unhooked(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Hooks on weights are for the whole gradient, which autograd gets in the end, not for that of each tile."""
+    """Remove the hooks of weights within this context: they are for the whole gradient, not for that of a tile."""
     every = [(weight._backward_hooks, dict(weight._backward_hooks)) for weight in weights if weight._backward_hooks]
     for hooks, _ in every:
         hooks.clear()

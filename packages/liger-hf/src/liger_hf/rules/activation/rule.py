@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Squared ReLU: a module without children and weights that maps x to max(x, 0)²."""
+"""Squared ReLU: a module without children or weights that maps x to max(x, 0)²."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _squares(module: nn.Module) -> bool:
-    """Whether its class does, on a few numbers."""
+    """Whether the forward of the module's class computes max(x, 0)² of a few numbers."""
     forward = unwrapped(type(module).forward)
     if len(inspect.signature(forward).parameters) != 2:
         return False

@@ -52,7 +52,7 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _implementation(module: nn.Module) -> Callable[..., Any] | str:
-    """The function that runs the experts; or why it does not matter what their gate is."""
+    """Return the function that runs the experts, or the reason why replacing their gate has no effect."""
     name = experts_implementation(module)
     forward = forward_of(module)
     if isinstance(forward, str):

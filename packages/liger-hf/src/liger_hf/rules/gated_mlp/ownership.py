@@ -16,11 +16,11 @@ _fresh: dict[Any, frozenset[Holders]] = {}
 
 
 def unshared(tensors: tuple[Tensor, ...]) -> bool:
-    """Only this tuple holds these tensors and their memory: no other Python object, no autograd node, no view.
+    """Whether only this tuple holds these tensors and their memory: no other Python object, autograd node or view.
 
-    Autograd nodes hold what their derivative needs: tanh, relu and exp their output, a square its input. False where it does not
-    matter: without gradients there is no backward pass, and in compiled code the compiler decides what is written to. Nor under a transform
-    of torch.func, whose tensors have no memory of their own.
+    Autograd nodes hold what their derivative needs: tanh, relu and exp their output, a square its input. The result is
+    False where it does not matter: without gradients there is no backward pass, and in compiled code the compiler
+    decides what is written to. It is also False under a transform of torch.func, whose tensors have no own memory.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not COUNTS_HOLDERS:
         return False
@@ -37,7 +37,7 @@ def unshared(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _of_a_fresh_one(like: Tensor) -> frozenset[Holders]:
-    """The counts of a new tensor that only a tuple holds, and of a view of one; they depend on the version of Python."""
+    """Return the reference counts of a new tensor in a tuple, and of a view, which depend on the Python version."""
     # A mode may hold what is made under it, as that of make_fx does, or expect it again, as that of checkpointing does.
     with DisableTorchFunction(), without_modes(), getattr(like, "fake_mode", nullcontext()):
         new = (like.new_empty(1), like.new_empty(1).view(1))

@@ -79,7 +79,7 @@ def _is_linear(child: nn.Module) -> bool:
 
 
 def _layout(linears: dict[str, nn.Module]) -> Layout | None:
-    """((gate and up, in the order of definition, or the packed one), down), by shape alone."""
+    """Return ((gate, up) in the order of definition, or (packed,); down), recognized by their shapes, or None."""
     sizes: dict[str, tuple[Any, Any]] = {name: (child.in_features, child.out_features) for name, child in linears.items()}
     for down, (inner, hidden) in reversed(sizes.items()):
         rest = tuple(name for name in sizes if name != down)
@@ -95,7 +95,7 @@ Unit = Callable[[nn.Module, tuple[Tensor, ...], bool], Tensor]
 
 
 def units(module: nn.Module) -> Iterator[tuple[Op[..., Any], str, Unit]]:
-    """The ways in which a module may join gate and up, each with its op and its words."""
+    """Yield the functions by which a module may join gate and up, each with its op and its description."""
     for op, options in ACTIVATIONS:
         yield op, ", ".join(f"{name}={value!r}" for name, value in options.items()), partial(_joined, partial(op, **options))
     yield relu_squared, "with a gate", _squared
@@ -118,7 +118,10 @@ def _squared(module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> T
 
 
 def _scaled(names: dict[str, str], options: dict[str, float], module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
-    """names: option of swiglu → the attribute that holds it, read in every call."""
+    """Call swiglu with options from the module's attributes, which are read in every call.
+
+    names  option of swiglu → attribute
+    """
     given: dict[str, Any] = {option: getattr(module, name) for option, name in names.items()} | options
     return swiglu(*parts, **given, overwrite=overwrite)
 
@@ -186,7 +189,7 @@ def _cases(
 
 
 def run_unit(module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, nn.Module], x: Tensor, upstream: Tensor) -> Run:
-    """A pass through a twin of the module with these projections, in the dtype of x, and these modules between them."""
+    """Return a pass through a twin of the module with these projections, in the dtype of x, and these other modules."""
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
         own = {name: {n: weights[f"{name}.{n}"] for n, _ in layer.named_parameters()} for name, layer in layers.items()}

@@ -57,13 +57,13 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _attribute(module: nn.Module, suffix: str, kind: type) -> str | None:
-    """The attribute that ends so, if there is one."""
+    """Return the only attribute of this type whose name has this suffix, or None."""
     found = [name for name, value in vars(module).items() if name.endswith(suffix) and type(value) is kind]
     return found[0] if len(found) == 1 else None
 
 
 def _streams(weights: dict[str, Any]) -> int | None:
-    """n of (2 + n) · n coefficients; None for weights of other shapes."""
+    """Return the number n of streams, which have (2 + n) · n coefficients; None for weights of other shapes."""
     shapes = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, Tensor)}
     if shapes.keys() != WEIGHTS or shapes["scale"] != (3,) or len(shapes["fn"]) != 2 or shapes["base"] != shapes["fn"][:1]:
         return None

@@ -100,7 +100,10 @@ def _candidate(op: Op[..., Any], original: Any, names: tuple[str, ...], child: n
 
 
 def _fit(weight: Any, x: Any, scale: Any, shift: Any) -> bool:
-    """One row for all tokens of a sample, or one for each token, of one dtype: the treatment of mixed dtypes differs between classes."""
+    """Whether scale and shift have one row per sample or per token, and all tensors one dtype.
+
+    Mixed dtypes do not fit, because classes treat them differently.
+    """
     if not all(isinstance(value, Tensor) for value in (x, scale, shift)) or torch.is_autocast_enabled(x.device.type):
         return False
     if any(value.dtype != x.dtype for value in (scale, shift, weight) if value is not None) or scale.shape != shift.shape:

@@ -28,7 +28,10 @@ NOTHING = "no forward adds two tensors and passes the sum straight to {}"
 
 
 def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
-    """norm: what the rule for norms finds in the child."""
+    """Return the findings for a module that adds two tensors and normalizes the sum by a child.
+
+    norm  the op that the norm rule finds for the child
+    """
     with_eps = [name for name, child in module._modules.items() if child is not None and norms.eps_of(child) is not None]
     summed = [name for name in norms_of_sums(unwrapped(type(module).forward)) if name in with_eps] if with_eps else []
     children = {name: found for name in summed if (found := norm_in(getattr(module, name), norm)) is not None}
@@ -113,7 +116,10 @@ def _candidate(op: Op[..., Any], words: str, original: Any, names: tuple[str, ..
 
 
 def _fit(weight: Any, left: Any, right: Any, layer: bool) -> bool:
-    """Neither broadcast nor promoted: the treatment of mixed dtypes differs between classes, and autocast promotes a layer norm."""
+    """Whether the sum needs no broadcasting or type promotion.
+
+    Mixed dtypes do not fit, because classes treat them differently; nor does autocast, which promotes a layer norm.
+    """
     if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
         return False
     if layer and torch.is_autocast_enabled(left.device.type):
@@ -130,7 +136,7 @@ def _cases(child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]
 
 
 def _run(child: nn.Module, drawn: norms.Drawn) -> Run:
-    """Both parts of the sum and both results count, with upstream gradients that differ."""
+    """Return a pass with both results and the gradients of both summands; the upstream gradients differ."""
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
         return dict(zip(("normed", "sum"), function(replica(child, parameters=weights), *inputs.values()), strict=True))

@@ -93,7 +93,7 @@ def _steps_of(block: list[ast.stmt], module: str) -> Iterator[Step]:
 
 
 def _one_step(step: Step) -> list[ast.stmt]:
-    """No name holds the normed rows or the sum longer than before."""
+    """Return statements for one step, in which no name holds the normed rows or the sum longer than before."""
     # The norm's result may take the name of the sum, which then lives in its copies, or nowhere.
     holders = [name for name in dict.fromkeys(step.names) if name != step.result]
     call = ast.Call(ast.Name(HELPER, ast.Load()), [step.norm, step.left, step.right], [])

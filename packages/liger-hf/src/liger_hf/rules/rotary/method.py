@@ -73,7 +73,7 @@ def _rotated(own: Callable[..., Any], sines_first: bool, interleaved: bool, *arg
 
 
 def _fit(table: Any, states: list[Any]) -> bool:
-    """(1, 1, tokens, width) and (batch, heads, tokens, width), all of one dtype."""
+    """Whether the table is (1, 1, tokens, width) and each state (batch, heads, tokens, width), all of one dtype."""
     if len(states) < 2 or not isinstance(table, Tensor) or table.dim() != 4 or table.shape[:2] != (1, 1) or table.requires_grad:
         return False
     return all(s.dim() == 4 and s.shape[2:] == table.shape[2:] and s.shape == states[0].shape and s.dtype == table.dtype for s in states)

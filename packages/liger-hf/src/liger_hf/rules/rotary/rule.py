@@ -63,12 +63,12 @@ def look(module: nn.Module) -> Found | None:
 
 
 def rotary_functions(function: Any) -> Functions:
-    """The rotary functions that a forward calls."""
+    """Return the rotary functions that a forward calls."""
     return called(function, lambda name, _: _rotates(name))
 
 
 def rotary_method(module: nn.Module, function: Any) -> str | None:
-    """The method that does so in other models."""
+    """Return the name of the method that applies the rotary embedding, in models without such a function."""
     code = getattr(innermost(function), "__code__", None)
     called_ones = names_in(code) if code is not None else ()
     return next((name for name in called_ones if _rotates(name) and inspect.isroutine(getattr(type(module), name, None))), None)
@@ -94,7 +94,7 @@ def _candidates(
 
 
 def fitting_forms(function: Callable[..., Any], found: Signature, width: int) -> list[tuple[Form, Tried]]:
-    """The candidate forms: those that roughly agree with the function, in float32 on the CPU."""
+    """Return the forms that roughly agree with the function, in float32 on the CPU."""
     device, fitting = torch.device("cpu"), []
     with undisturbed(device), torch.no_grad():
         trials = [(given, function(**given)) for given in calls(function, found, width, device)]
@@ -121,7 +121,7 @@ def _declined(*args: Any, **options: Any) -> Any:
 
 
 def keeps_dtype(function: Callable[..., Any], given: dict[str, Any]) -> bool:
-    """The result has the dtype of what is rotated although the tables are wider."""
+    """Whether the result has the dtype of the rotated tensors although the tables are wider."""
     low = {
         name: value.bfloat16() if name not in ("cos", "sin", "freqs_cis") and isinstance(value, Tensor) else value
         for name, value in given.items()
@@ -162,7 +162,10 @@ def _candidate(
 
 
 def calls(function: Callable[..., Any], found: Signature, width: int, device: torch.device, length: int = 5) -> Iterator[dict[str, Any]]:
-    """Random arguments that the function takes: whole tables and parts, shared by the batch or not, both axes of the heads."""
+    """Yield random arguments that the function takes.
+
+    The tables are as wide as the heads or narrower, and shared by the batch or not; the heads are on either axis.
+    """
     draw = Draw(device)
     for batch, rotary in product((2, 1), (width, width // 2, width // 4)):
         # Independent entries: nothing may rely on cos² + sin² = 1 or on equal halves.
@@ -182,7 +185,7 @@ def calls(function: Callable[..., Any], found: Signature, width: int, device: to
 def flat_calls(
     function: Callable[..., Any], found: Signature, width: int, device: torch.device, length: int = 5
 ) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    """Random arguments with tables of (tokens, columns) that the function takes, and the layout of each."""
+    """Yield random arguments with tables of (tokens, columns) that the function takes, and the layout of each."""
     draw = Draw(device)
     for (dimensions, axis), rotary in product(FLAT, (width, width // 2, width // 4)):
         tables = [draw.normal(length, rotary) for _ in found.tables]
@@ -235,7 +238,7 @@ def _cases(
 
 
 def cast_call(given: dict[str, Any], found: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
-    """Complex angles stay unchanged."""
+    """Cast the arguments of a call, except complex tables."""
     changed = {name: given[name].to(dtype) for name in found.rotated}
     return {**given, **changed, **{name: given[name].to(tables) for name in found.tables if not given[name].is_complex()}}
 
