@@ -18,9 +18,9 @@ PATCH = "_liger_tied_patch"
 
 
 def tie(model: Any) -> str:
-    """Have the embedding write to the gradient that its weight has from the head; returns a sentence, or nothing.
+    """Make the embedding add to the gradient that its weight has from the head; return a sentence, or an empty string.
 
-    For runs in which nothing but the optimizer sees gradients, and only after the whole backward pass.
+    This is for runs in which only the optimizer reads gradients, after the whole backward pass.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or type(embedding) is not nn.Embedding or getattr(head, "weight", None) is not embedding.weight:
@@ -55,7 +55,11 @@ def _forward(self: nn.Embedding, input: Tensor) -> Tensor:
 
 
 class _Rows(torch.autograd.Function):
-    """`anchor` requires the gradient. Autograd does not see the weight: the gradient from the head would wait for this one."""
+    """Look up rows, and add their gradients to `weight.grad` directly.
+
+    `anchor` requires the gradient instead of the weight, because otherwise autograd would hold the gradient from the
+    head until this one is computed.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, embedding: nn.Embedding, index: Tensor) -> Tensor:
@@ -76,7 +80,7 @@ class _Rows(torch.autograd.Function):
 
 
 def add_rows(total: Tensor, index: Tensor, rows: Tensor, padding: int | None) -> None:
-    """total[index[i]] += rows[i], summed in float32 in the same order in every run, and rounded once."""
+    """Compute total[index[i]] += rows[i], summed in float32 in the same order in every run, and rounded once."""
     if not index.numel():
         return
     if padding is not None:
