@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches on which a wrong reduction shows: every sequence has another number of tokens that count, and some have none."""
+"""Batches that reveal a wrong reduction: sequences differ in the number of tokens in the loss, and some have none."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ IGNORED = -100
 class Batch:
     """One micro-batch; all tensors are (rows, length).
 
-    labels     the token after each one, -100 where it does not count: prompts, padding, the end of a document
-    positions  within the document
-    documents  the number of the document that a token is of, -1 for padding. Tokens see those before them in the same document
+    labels     the next token, -100 where it is not in the loss: prompts, padding, the end of a document
+    positions  the position of each token in its document
+    documents  the index of each token's document, -1 for padding; attention is causal within a document
     """
 
     ids: Tensor
@@ -26,7 +26,7 @@ class Batch:
     documents: Tensor
 
     def part(self, columns: slice) -> Batch:
-        """The same rows with these tokens only."""
+        """Return the same rows with these tokens only."""
         return Batch(*(t[:, columns].contiguous() for t in (self.ids, self.labels, self.positions, self.documents)))
 
     def valid(self) -> int:
@@ -34,7 +34,7 @@ class Batch:
 
 
 def batches(count: int, rows: int, length: int, vocabulary: int, seed: int) -> list[Batch]:
-    """Micro-batches of packed sequences; the first is full, the last but one has no token that counts, if there are three."""
+    """Return micro-batches of packed sequences. Of three or more, the second to last has no token in the loss."""
     generator = torch.Generator().manual_seed(seed)
     return [_batch(i, count, rows, length, vocabulary, generator) for i in range(count)]
 

@@ -50,7 +50,7 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Script:
-    """A step in a file of one's own."""
+    """A step that a user's file defines."""
 
     path: str
     name: str
@@ -60,7 +60,7 @@ class Script:
 
 
 def loaded_from(step: str) -> tuple[str, str]:
-    """The file and the name of a function that is there."""
+    """Split FILE.py:FUNCTION into the file and the name, and check that the function exists."""
     path, colon, name = step.rpartition(":")
     if not colon or not name:
         raise OptionError(f"verify: --step must be FILE.py:FUNCTION, got {step!r}, which names no function")
@@ -69,7 +69,7 @@ def loaded_from(step: str) -> tuple[str, str]:
 
 
 def loaded(path: str, name: str) -> Step:
-    """The function `name` of a Python file."""
+    """Load the function `name` of a Python file."""
     spec = importlib.util.spec_from_file_location("liger_verify_script", path)
     if not Path(path).is_file() or spec is None or spec.loader is None:
         raise OptionError(f"verify: --step must be FILE.py:FUNCTION, there is no Python file {path!r}")
@@ -156,7 +156,7 @@ def _not_both(matrix: bool, setups: bool, given: list[str]) -> None:
 
 
 def _single(run: Callable[[], Report], title: str, as_json: bool, all_rows: bool, start: float) -> bool:
-    """One comparison, with its gradients."""
+    """Run one comparison and print it with its gradients; return whether it passed."""
     if as_json:
         report = run()
         print(json.dumps(_finite({"setup": title, **report.as_dict()}), indent=2))
@@ -171,7 +171,7 @@ def _single(run: Callable[[], Report], title: str, as_json: bool, all_rows: bool
 
 
 def _several(found: Iterable[Outcome], count: int, as_json: bool, start: float) -> bool:
-    """Comparisons as they end, then a table of all of them and what is wrong with each that is not right."""
+    """Print comparisons as they end, then a table of all and the problems of each; return whether all passed."""
     ended: list[Outcome] = []
     for outcome in found:
         ended.append(outcome)
@@ -213,7 +213,7 @@ def _print(console: Any, report: Report, all_rows: bool) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN."""
+    """Replace infinity and NaN by None, since JSON has neither."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -38,7 +38,7 @@ LEAST = {"length": 8, "seed": 0, "ranks": 2}
 
 @dataclass(frozen=True)
 class Outcome:
-    """A comparison of a matrix: a report, or the problem because of which there is none."""
+    """The outcome of one comparison in a matrix: a report, or the problem that prevented it."""
 
     training: Training
     seconds: float
@@ -62,14 +62,14 @@ class Outcome:
         return f"failed: {self.problem}" if self.report is None else str(self.report)
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the outcome as a dictionary, for --json."""
         fields = {name: getattr(self.training, name) for name in FIELDS}
         about = {"setup": self.training.title, **fields, "seconds": self.seconds, "result": self.result, "largest_error": self.error}
         return {**about, "problem": self.problem} if self.report is None else {**about, **self.report.as_dict()}
 
 
 def setups_in(path: str) -> list[dict[str, Any]]:
-    """The setups of a TOML file, each a table [[setup]]."""
+    """Return the setups in a TOML file, each a table [[setup]]."""
     try:
         found = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -96,7 +96,7 @@ def _check(name: str, value: Any, where: str) -> None:
 
 
 def steps_of(models: Sequence[str], setups: Sequence[dict[str, Any]], ways: Sequence[bool], **common: Any) -> list[Training]:
-    """Every model in every setup, in every way (with Liger or without); what a setup says itself counts."""
+    """Return the steps of every model in every setup, with and without Liger; fields of a setup take precedence."""
     found = []
     for model, setup, liger in product(models, setups, ways):
         named: dict[str, Any] = {"model": model, "liger": liger, **common, **setup}
@@ -111,7 +111,10 @@ def steps_of(models: Sequence[str], setups: Sequence[dict[str, Any]], ways: Sequ
 
 
 def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, limit: float) -> Iterator[Outcome]:
-    """Every comparison, whatever comes of the others. What one process computes is computed once for each model and data."""
+    """Yield the outcome of every comparison, even if others fail.
+
+    The result of one process is computed once for each model and data.
+    """
     for training in matrix:
         check(training.ranks, tolerance)
     for _, alike in groupby(matrix, lambda training: training.model):
@@ -133,7 +136,7 @@ def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, l
 
 
 def _truth(training: Training, folder: str, patience: float, limit: float) -> tuple[str, str]:
-    """The folder in which one process leaves what it computes, and why it left nothing, if so."""
+    """Return the folder with the results of one process, and why it has none, or an empty string."""
     try:
         leave_truth(training, folder, patience=patience, limit=limit)
     except Exception as error:
@@ -142,5 +145,5 @@ def _truth(training: Training, folder: str, patience: float, limit: float) -> tu
 
 
 def said(error: Exception) -> str:
-    """A line about an exception: of a run, what its first process to fail says."""
+    """Return a line about an exception; for a failed run, the error of the process that failed first."""
     return next(iter(getattr(error, "__notes__", [])), f"{type(error).__name__}: {error}")
