@@ -21,7 +21,7 @@ OF_CLASSES, INSTALLED = "__liger_of_classes__", "__liger_installed__"
 
 
 class Missing:
-    """Marks an attribute that the instance did not have. The class is the marker, because copies keep its identity."""
+    """A marker for an attribute that the instance did not have: the class itself, whose identity copying preserves."""
 
 
 @dataclass(eq=False)

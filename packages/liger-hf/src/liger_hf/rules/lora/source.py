@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Children that a forward always calls with the same input, found in its source, and the forward rebuilt.
+"""Find children that a forward always calls with the same input in its source, and rebuild the forward.
 
                                        parts = together((self.q, self.k), x)
     q = self.q(x).view(shape)          q = take(parts, 0).view(shape)
     k = self.k(x).view(shape)    →     k = take(parts, 1).view(shape)
 
-The input is an argument of which the forward reads nothing else but its shape, so that it is the same in all calls.
+The input is an argument. Besides these calls, the forward only reads its shape, so it is the same in all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ SIMPLE = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
 def sharing(forward: Callable[..., Any]) -> dict[str, list[str]]:
-    """Argument of a forward → the children that it always calls with nothing but that, if all else it does with it is to read its shape."""
+    """Return argument of a forward → the children that it always calls with this argument alone.
+
+    Besides these calls, the forward may only read the shape, dtype and device of the argument.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError, SyntaxError):
@@ -40,7 +43,7 @@ def sharing(forward: Callable[..., Any]) -> dict[str, list[str]]:
 
 
 def with_shared_inputs(function: Any, chosen: Collection[str], helpers: Mapping[str, Callable[..., Any]]) -> FunctionType | None:
-    """The function with the helpers together and take in place of calls of the chosen children; None if no two share an input."""
+    """Rebuild the function with the helpers instead of calls of the chosen children; None if no two share an input."""
     if definition_of(function) is None:
         return None
     definition = copy_of(function)
@@ -76,7 +79,7 @@ def _child(call: ast.Call) -> str:
 
 
 def _groups(definition: ast.FunctionDef, chosen: Collection[str]) -> Iterator[tuple[ast.stmt, str, list[ast.Call]]]:
-    """The first statement with a call, the argument, and the calls that are rewritten."""
+    """Yield, for each group of calls to rewrite, the first statement with a call, the argument, and the calls."""
     statement_of = {id(node): s for s in definition.body if isinstance(s, SIMPLE) for node in ast.walk(s)}
     for argument, calls in _calls(definition).items():
         found = [call for call in calls if _child(call) in chosen and id(call) in statement_of]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms that a forward scales and shifts, found in its source, and the forward rebuilt with each as one call.
+"""Find norms that a forward scales and shifts in its source, and rebuild the forward with one call for each.
 
     self.norm(x) * (1 + scale) + shift      →      one_call(self.norm, x, scale, shift)
 
@@ -22,7 +22,7 @@ INDICES = (ast.Name, ast.Subscript, ast.Slice, ast.Tuple, ast.Constant, ast.Load
 
 @once
 def modulated_norms(definition: ast.FunctionDef) -> list[str]:
-    """The attributes of self whose results a forward scales and shifts."""
+    """Return the attributes of self whose results a forward scales and shifts."""
     # Of no names: nothing is put in place of anything.
     finder = _Calls(definition.args.args[0].arg, ())
     finder.visit(definition)
@@ -30,14 +30,14 @@ def modulated_norms(definition: ast.FunctionDef) -> list[str]:
 
 
 def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Callable[..., Any]) -> FunctionType:
-    """The function with `one_call(self.norm, x, scale, shift)` for the norms of these names; its globals stay its own."""
+    """Rebuild the function with `one_call(self.norm, x, scale, shift)` for the named norms; its globals stay."""
     definition = copy_of(function)
     _Calls(definition.args.args[0].arg, names).visit(definition)
     return rebuilt(function, ast.fix_missing_locations(definition), {HELPER: one_call})
 
 
 class _Calls(ast.NodeTransformer):
-    """Finds the expressions, and puts one call in place of those whose norms have one of these names."""
+    """Find the expressions, and replace those of the named norms by one call."""
 
     def __init__(self, module: str, names: tuple[str, ...]) -> None:
         self.module, self.names = module, names
@@ -62,7 +62,7 @@ class _Calls(ast.NodeTransformer):
 
 
 def _scale(factor: ast.expr) -> ast.expr | None:
-    """`scale` of `1 + scale`, with the indices that stand behind the brackets."""
+    """Return `scale` of `1 + scale`, with the indices after the brackets; None for any other expression."""
     match factor:
         case ast.BinOp(op=ast.Add(), left=ast.Constant(value=1 | 1.0), right=scale):
             return scale

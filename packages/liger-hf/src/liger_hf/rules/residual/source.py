@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums that a forward hands straight to a norm, found in its source, and the forward rebuilt with each such pair as one call.
+"""Find sums that a forward passes straight to a norm in its source, and rebuild the forward with one call for each.
 
     x = a + b                                              y, x = one_call(self.norm, a, b)
     r = x                     (or nothing)      →          r = x
@@ -26,7 +26,7 @@ HELPER = "__liger_add_norm__"
 
 @dataclass(frozen=True)
 class Step:
-    """Statements `first` to `last` of a block: the sum, the names it has, and the norm of it."""
+    """The statements `first` to `last` of a block, which compute a sum, assign it to `names`, and normalize it."""
 
     block: list[ast.stmt]
     first: int
@@ -40,12 +40,12 @@ class Step:
 
 @once
 def norms_of_sums(definition: ast.FunctionDef) -> Iterator[str]:
-    """The attributes of self that a forward calls with a sum right after it was added."""
+    """Return the attributes of self that a forward calls with a sum immediately after computing it."""
     return (step.norm.attr for step in _steps(definition))
 
 
 def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Callable[..., Any]) -> FunctionType:
-    """The function with `one_call(self.norm, a, b) -> (normed, sum)` for the norms of these names; its globals stay its own."""
+    """Rebuild the function with `one_call(self.norm, a, b) -> (normed, sum)` for the named norms; its globals stay."""
     definition = copy_of(function)
     # From the end of each block: places of the steps before stay what they are.
     for step in reversed([step for step in _steps(definition) if step.norm.attr in names]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms whose results a forward only transposes and hands to a rotary function, found in its source, and the forward rebuilt.
+"""Find norms whose results a forward only transposes and passes to a rotary function, and rebuild the forward.
 
                                                        held = may(self.q_norm, self.k_norm)
     q = self.q_norm(a).transpose(1, 2)                 q = norm(held, self.q_norm, a).transpose(1, 2)
@@ -82,7 +82,7 @@ def _sites(definition: ast.FunctionDef, prefix: str) -> list[Site]:
 
 
 def _blocks(block: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
-    """A block and its branches. Not those of loops, which a norm may be left by without its rotary call."""
+    """Yield a block and its branches, except loops, which may end between a norm and its rotary call."""
     yield block
     for statement in block:
         if isinstance(statement, ast.If):
@@ -103,7 +103,7 @@ def _sites_of(block: list[ast.stmt], module: str, prefix: str) -> Iterator[Site]
 
 
 def _rotary(statement: ast.stmt, prefix: str) -> tuple[tuple[str, ...], ast.Call] | None:
-    """The names and the call of `q, k = apply_rotary…(q, k, …)` or `q = apply_rotary…(q, …)`."""
+    """Return the names and the call of `q, k = apply_rotary…(q, k, …)` or `q = apply_rotary…(q, …)`, or None."""
     match statement:
         case ast.Assign(targets=[target], value=ast.Call(func=ast.Name(id=function), args=args) as call) if function.startswith(prefix):
             elements = target.elts if isinstance(target, ast.Tuple) else [target]
@@ -118,7 +118,7 @@ def _rotary(statement: ast.stmt, prefix: str) -> tuple[tuple[str, ...], ast.Call
 def _site(
     above: list[ast.stmt], block: list[ast.stmt], names: tuple[str, ...], rotary: ast.Call, skipped: list[ast.stmt] | None, module: str
 ) -> Iterator[Site]:
-    """The site whose norms are the last to touch these names above, in one block."""
+    """Yield the site if the last statements above that use these names are their norms, all in one block."""
     found = _norms(above, names, module)
     branch = None
     if isinstance(found, ast.If):
@@ -137,7 +137,10 @@ def _site(
 
 
 def _norms(above: list[ast.stmt], names: tuple[str, ...], module: str) -> dict[str, tuple[ast.stmt, ast.Call]] | ast.If | None:
-    """For each name the statement that norms it, and after which it is only transposed; or a branch that has to have them."""
+    """Return, for each name, the statement that normalizes it, after which it is only transposed.
+
+    If a branch must contain these statements instead, return the branch.
+    """
     found: dict[str, tuple[ast.stmt, ast.Call]] = {}
     for statement in reversed(above):
         # Above its norm, a name may be used.
@@ -153,7 +156,7 @@ def _norms(above: list[ast.stmt], names: tuple[str, ...], module: str) -> dict[s
 
 
 def _norm(statement: ast.stmt, names: Collection[str], module: str) -> tuple[str, ast.Call] | None:
-    """The name and the call of `q = self.norm(…)` or `q = self.norm(…).transpose(1, 2)`."""
+    """Return the name and the call of `q = self.norm(…)` or `q = self.norm(…).transpose(1, 2)`, or None."""
     match assignment(statement):
         case (name, value) if name in names:
             match _without_transpose(value):
