@@ -45,16 +45,16 @@ class Sharding:
                 self.first_buckets = buckets
 
     def after_a_step(self) -> Sharding:
-        """The sharding of later steps, when the order of modules is known."""
+        """Return the sharding of later steps, in which the order of modules is known."""
         return self
 
     def accumulated(self, weight: Any) -> None:
-        """Called when a gradient is complete. With several ranks it was copied into its bucket, and the bucket's view replaces it."""
+        """Record that a gradient is complete. With several ranks, a view of its bucket replaces it."""
         if self.drops_gradients or self.setup.sharing_ranks > 1:
             weight.grad = None
 
     def completed(self) -> None:
-        """Called when all gradients are complete."""
+        """Record that all gradients are complete."""
 
 
 class Zero(Sharding):
