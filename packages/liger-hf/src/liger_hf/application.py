@@ -94,10 +94,7 @@ def survey(
     device: torch.device | None = None,
     verdict: str = REPLACED,
 ) -> tuple[Report, list[Patch]]:
-    """Return the report of what `apply` would do, and the patches that do it.
-
-    device  where to check the candidates; by default the device of the weights
-    """
+    """Return the report and the patches of `apply`. Candidates are checked on `device`, by default the weights'."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
     # At the caller of `apply` or `inspect`.
