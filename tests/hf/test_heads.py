@@ -305,9 +305,9 @@ CONFIGURED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGURED)
-def test_a_head_is_replaced_whatever_else_the_config_makes_the_model_return(case: str) -> None:
+def test_a_head_is_replaced_whatever_else_the_config_makes_the_model_return(case: str, place: torch.device) -> None:
     model_type, options = CONFIGURED[case]
-    plain = build(model_type).train()
+    plain = build(model_type).to(place).train()
     for name, value in options.items():
         for config in (plain.config, plain.config.get_text_config()):
             setattr(config, name, value)

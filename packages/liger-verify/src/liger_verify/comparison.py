@@ -151,7 +151,7 @@ def _wait(started: ProcessContext, limit: float | None) -> None:
 
 
 def _cause(started: ProcessContext, run: Run, error: Exception) -> str:
-    """Why a run failed, in one line: of the process that failed first, because of which the others did."""
+    """Say in one line why a run failed: the error of the process that failed first and took the others with it."""
     for rank, process in enumerate(started.processes):
         code = process.exitcode or 0
         # 1 is an exception, and SIGTERM ends those that are left.
@@ -217,7 +217,7 @@ def _whole(gradient: Tensor) -> Tensor:
 
 
 def measure(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
-    """What distinguishes a wrong gradient from a right one: its squared norm and its product with the true one.
+    """Return the numbers that tell a wrong gradient from a right one: its squared norm and its product with the true one.
 
     Numbers are enough: the distance to any multiple k of the truth is |g|² - 2k g·t + k² |t|².
     """

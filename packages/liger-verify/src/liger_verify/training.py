@@ -89,7 +89,7 @@ class Training:
 
     @property
     def title(self) -> str:
-        """What it is, in a line."""
+        """The training step in one line."""
         sizes = f"tp {self.tp}, cp {self.cp}, dp {self.dp}, {self.shard}, {self.accumulation} micro-batches"
         return f"{self.model}{' with Liger' if self.liger else ''} on {self.ranks} ranks: {sizes}"
 
@@ -194,7 +194,7 @@ class Training:
             model.require_backward_grad_sync = last
 
     def reduce(self, model: Any, mesh: Any) -> None:
-        """Where nothing wraps the model, add up the gradients of the ranks that have other tokens."""
+        """Add up the gradients of the ranks that have other tokens, if nothing wraps the model."""
         if self.shard != "none":
             return
         for parameter in model.parameters():
@@ -213,7 +213,7 @@ class Training:
     # -- the model
 
     def config(self) -> Any:
-        """Of the model type, made tiny, or in the folder; without dropout."""
+        """Return the config in the folder, or a tiny one of the model type, without dropout."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self.model) if _is_folder(self.model) else tiny_config(self.model, self.options)
@@ -221,7 +221,7 @@ class Training:
         return config
 
     def made(self, world: World) -> Any:
-        """On one process, in its dtype; saved for the others."""
+        """Make the model on one process in float64, and save it for the others."""
         from transformers import AutoModelForCausalLM
 
         _quiet()

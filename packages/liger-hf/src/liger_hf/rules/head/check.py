@@ -41,7 +41,7 @@ def cases(model: PreTrainedModel, path: str, sizes: tuple[int, int], device: tor
 
 
 def _width(model: PreTrainedModel, path: str, sizes: tuple[int, int], layer: nn.Linear, labels: Tensor) -> int:
-    """Of the hidden states: that of the head, unless there is a projection between them."""
+    """Return the width of the hidden states: that of the head, unless there is a projection between them."""
     stated = getattr(model.config.get_text_config(), "hidden_size", sizes[0])
     if stated == sizes[0]:
         return sizes[0]

@@ -25,7 +25,7 @@ from liger_hf.rules.head.weights import weights_of
 
 
 class Cell:
-    """What all objects derived from one call of the head share.
+    """The state that all objects derived from one call of the head share.
 
     used     a loss was computed from them, so that nobody has to see the logits themselves
     forward  the model's forward that called the head; None in compiled code
@@ -123,7 +123,7 @@ class LazyLogits:
         return self.real
 
     def available(self) -> Tensor | None:
-        """What `materialize` returns if that needs no computing."""
+        """Return what `materialize` returns if that needs no computing, else None."""
         found = self.values if self.real is None and not torch.is_grad_enabled() else self.real
         if (found is None or self.cell.repeats) and _saves_elsewhere():
             self.cell.repeats = True

@@ -34,7 +34,7 @@ class Gathering:
     mesh: Any
 
     def held(self, classes: int) -> str:
-        """What a rank has, for the report."""
+        """Say for the report which classes this rank holds."""
         ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
         most = -(-classes // ranks)
         mine = max(0, min(most, classes - rank * most))

@@ -68,7 +68,7 @@ def brought(head: nn.Module) -> bool:
 
 
 def weights_of(head: nn.Module) -> Weights | None:
-    """Those of a call of the head; None where its hooks bring them again for logits that are computed later."""
+    """Return the head's weights for this call, or None if hooks reload them when the logits are computed later."""
     return None if _brought_again(head) else Weights(head)
 
 
