@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No page, source or test uses a wording that the glossary refuses."""
+"""No page, source or test uses a wording that the glossary refuses, and every docstring begins with a verb or a noun phrase."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from collections.abc import Iterator
@@ -117,6 +118,8 @@ GLOSSARY = {
 }
 WRITTEN = [term for written in GLOSSARY for term in written.split(", ")]
 RETIRED = [term for terms in GLOSSARY.values() for term in terms]
+# A docstring that begins with one of these is a clause without a subject or a verb.
+HEADLESS = re.compile(r"(What|Those|That|Of|In which|As|With|By|Where|Whose|Which|Why|Once|Afterwards|One that|On one|From)\b")
 
 pytestmark = pytest.mark.cpu
 
@@ -162,3 +165,27 @@ def test_a_retired_term_is_found(term: str) -> None:
 )
 def test_a_term_of_the_glossary_is_fine(text: str) -> None:
     assert list(retired(text)) == []
+
+
+@pytest.mark.parametrize("package", sorted(path.name for path in (ROOT / "packages").iterdir()))
+def test_no_docstring_is_a_clause_without_a_subject_or_a_verb(package: str) -> None:
+    paths = sorted((ROOT / "packages" / package / "src").rglob("*.py"))
+    assert paths
+    headless = []
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                docstring = ast.get_docstring(node) or ""
+                if HEADLESS.match(docstring):
+                    headless.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}: {docstring.splitlines()[0]}")
+    assert not headless, "\n".join(['a docstring begins with a verb ("Return …") or a noun phrase ("The …"):', *headless])
+
+
+@pytest.mark.parametrize("docstring", ["Of this thread.", "What a kernel takes.", "As in the op."])
+def test_a_docstring_without_a_subject_is_found(docstring: str) -> None:
+    assert HEADLESS.match(docstring)
+
+
+@pytest.mark.parametrize("docstring", ["Return what a kernel takes.", "The options.", "Whether it fits."])
+def test_a_docstring_with_a_verb_or_a_subject_is_fine(docstring: str) -> None:
+    assert not HEADLESS.match(docstring)
