@@ -217,7 +217,7 @@ def _whole(gradient: Tensor) -> Tensor:
 
 
 def measure(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
-    """Return the numbers that tell a wrong gradient from a right one: its squared norm and its product with the true one.
+    """Return the numbers that distinguish a wrong gradient from a right one: its squared norm and its product with the true one.
 
     Numbers are enough: the distance to any multiple k of the truth is |g|² - 2k g·t + k² |t|².
     """

@@ -221,7 +221,7 @@ class Training:
         return config
 
     def made(self, world: World) -> Any:
-        """Make the model on one process in float64, and save it for the others."""
+        """Make the model, save it in float32 for all runs, and return it in the dtype of this one."""
         from transformers import AutoModelForCausalLM
 
         _quiet()
