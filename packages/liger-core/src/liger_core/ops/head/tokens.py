@@ -105,8 +105,9 @@ class TokenLoop:
         rows, head, options = _counted(head, options, ignore_index, chunks, vocab)
         results.number.fill_(rows.number)
         chosen, counted, classes = rows.take(chosen), head.target, head.weight.shape[0]
-        if kept is not None:
-            kept[counted.shape[0] :].zero_()
+        for memory in (kept, results.derivative):
+            if memory is not None:
+                memory[counted.shape[0] :].zero_()
         inner = TokenResults._make((*map(rows.like, results[:9]), results.number, None, None))
         # A class that is out of range is in no tile.
         inner.selected.zero_()
