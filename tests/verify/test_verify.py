@@ -217,13 +217,24 @@ def test_a_type_that_cannot_be_made_tiny_is_refused_with_a_sentence(model: str) 
         verify(model=[model])
 
 
-@pytest.mark.parametrize(("model", "parts"), [("musicgen", "text_encoder, audio_encoder, decoder"), ("gemma4_assistant", "text_config")])
+@pytest.mark.parametrize(("model", "parts"), [("nougat", "encoder, decoder"), ("gemma4_assistant", "text_config")])
 def test_a_type_whose_config_has_no_parts_by_default_is_refused_with_their_names(model: str, parts: str) -> None:
     with pytest.raises(OptionError) as raised:
         check_size(model, Training(model).config())
     assert str(raised.value) == (
         f"verify: {model} could not be made tiny: its default config has no {parts}; pass a folder with a small checkpoint"
     )
+
+
+def test_a_model_of_several_texts_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ambiguous(self: Any, decoder: bool | None = None) -> Any:
+        if decoder is None:
+            raise ValueError("Multiple valid text configs were found")
+        return self
+
+    monkeypatch.setattr("transformers.LlamaConfig.get_text_config", ambiguous)
+    with pytest.raises(OptionError, match="verify: llama must have one text config, Transformers raised ValueError: Multiple valid"):
+        Training("llama").check()
 
 
 @pytest.mark.matrix

@@ -70,7 +70,11 @@ class Training:
         if self.length % self.cp:
             raise OptionError(f"verify: length must be a multiple of cp = {self.cp}, got {self.length}")
         # Raises OptionError for a model that there is not.
-        text = self.config().get_text_config()
+        config = self.config()
+        try:
+            text = config.get_text_config()
+        except ValueError as error:
+            raise OptionError(f"verify: {self.model} must have one text config, Transformers raised {one_line(error)}") from error
         if self.tp > 1:
             heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
             if heads % self.tp:
