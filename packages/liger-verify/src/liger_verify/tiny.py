@@ -32,7 +32,7 @@ def tiny_config(model: str, options: Mapping[str, Any]) -> Any:
 
     if model not in CONFIG_MAPPING:
         raise OptionError(f"verify: model must be a model type of Transformers or a folder, got {model!r}.{nearest(model, CONFIG_MAPPING)}")
-    default = CONFIG_MAPPING[model]
+    default: Any = CONFIG_MAPPING[model]
     try:
         default = AutoConfig.for_model(model)
         return AutoConfig.for_model(model, **{**_tiny(default), "use_cache": False, **options})
