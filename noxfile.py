@@ -37,6 +37,8 @@ SITE_TOOLS = ["mkdocs-material", "mkdocstrings-python", "ruff"]
 # Optional libraries of training runs, without which their tests are skipped. They build and install in seconds, on Linux.
 EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"] if sys.platform == "linux" else []
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))
+# Of each matrix of cases, for a run of minutes.
+SHARE = ["--share", "1/16"]
 PYTEST = ["-m", "pytest", "-n", WORKERS, "--device", "cpu"]
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 # What README's reader tries first, with the newest versions; CI takes the quick ones.
@@ -119,7 +121,7 @@ def tests(session: nox.Session) -> None:
 
     Arguments select tests, of which every case runs, for instance -- tests/hf -k rope.
     """
-    session.posargs[:] = session.posargs or ["--share", "1/16"]
+    session.posargs[:] = session.posargs or SHARE
     full(session)
 
 
@@ -208,7 +210,7 @@ def latest(session: nox.Session) -> None:
     Of each matrix of cases it takes a sixteenth, or with -- full all. -- sample, for CI: a few tests, with the tested version of torch.
     """
     sample, executable = session.posargs == ["sample"], new_environment(LATEST)
-    session.posargs[:] = [] if session.posargs in (["sample"], ["full"]) else ["--share", "1/16"]
+    session.posargs[:] = [] if session.posargs in (["sample"], ["full"]) else SHARE
     if not sample:
         # A configuration file of pip may hold constraints.
         session.env["PIP_CONFIG_FILE"] = os.devnull

@@ -81,11 +81,13 @@ def layers(model: nn.Module) -> list[Any]:
 
 def language_model(model: Any) -> Any:
     """Return the language model in a vision-language model, or any other model itself."""
-    config: Any = getattr(model, "config", None)
+    return model.get_decoder() if has_other_parts(getattr(model, "config", None)) else model
+
+
+def has_other_parts(config: Any) -> bool:
+    """Whether a config is of a language model with other parts, such as vision; an encoder and its decoder do not count."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if text is config or any(getattr(each, "is_encoder_decoder", False) for each in (config, text)):
-        return model
-    return model.get_decoder()
+    return text is not config and not any(getattr(each, "is_encoder_decoder", False) for each in (config, text))
 
 
 def checkpointed_layers(model: nn.Module) -> int:

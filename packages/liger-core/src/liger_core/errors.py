@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class LigerError(Exception):
@@ -51,3 +51,8 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """The sentence `Did you mean 'x'?` with a leading blank, or nothing if no name is similar enough (a likeness from 0 to 1)."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names separated by commas, and the number of those left out."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

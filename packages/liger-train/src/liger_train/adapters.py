@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from liger_core.errors import listed
 from liger_train.checkpoint import beside_text
 from liger_train.setup import ALL_LINEAR, Setup
-
-NAMED = 4
 
 
 def add_adapters(model: Any, setup: Setup) -> Any:
@@ -111,4 +110,4 @@ def _size(weight: Any) -> int:
 def _last(names: Iterable[str]) -> str:
     """The last parts of names, the first few of them."""
     parts = list(dict.fromkeys(name.replace(".base_layer", "").rpartition(".")[2] for name in names))
-    return ", ".join(parts[:NAMED]) + (f" and {len(parts) - NAMED} more" if len(parts) > NAMED else "")
+    return listed(parts, most=4)

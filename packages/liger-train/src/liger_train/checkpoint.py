@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from liger_bench.checkpointing import language_model
+from liger_core.errors import listed
 from liger_hf.private_transformers import recording_checkpoints
 from liger_train.configs import auto_class, loading_options, not_found
 from liger_train.setup import Setup
 
 # Buffers of older versions of models, which were saved with the weights.
 BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|version)$")
-NAMED = 3
 
 
 def load(setup: Setup, config: Any, notes: list[str], **options: Any) -> Any:
@@ -95,4 +95,4 @@ def _sizes(files: Iterable[str]) -> dict[str, int]:
 def _listed(names: Iterable[str]) -> str:
     """The beginnings of names, the first few of them."""
     groups = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
-    return ", ".join(groups[:NAMED]) + (f" and {len(groups) - NAMED} more" if len(groups) > NAMED else "")
+    return listed(groups)

@@ -37,11 +37,11 @@ def auto_class(config: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    from liger_bench.checkpointing import has_other_parts
     from liger_hf.private_transformers import makes
 
-    text = config.get_text_config()
-    sees = text is not config and not any(getattr(each, "is_encoder_decoder", False) for each in (config, text))
-    return AutoModelForImageTextToText if sees and makes(AutoModelForImageTextToText, config) else AutoModelForCausalLM
+    whole = has_other_parts(config) and makes(AutoModelForImageTextToText, config)
+    return AutoModelForImageTextToText if whole else AutoModelForCausalLM
 
 
 def loading_options(setup: Setup) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from liger_core.errors import listed
+
 # How close a factor must be to a size to be explained by it.
 NEAR = 1e-2
 
@@ -130,7 +132,7 @@ class Report:
             others = {self._explained(d) for d in wrong} - {self._explained(wrong[0])}
             for explanation in sorted(others):
                 alike = [d for d in wrong if self._explained(d) == explanation]
-                found.append(f"{_named([d.name for d in alike])}: {explanation}")
+                found.append(f"{listed([d.name for d in alike])}: {explanation}")
         if self.missing:
             found.append(f"no rank returns a gradient for {', '.join(self.missing[:3])}{' …' if len(self.missing) > 3 else ''}")
         return found
@@ -138,8 +140,8 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """Return sentences on parameters that do not affect the verdict."""
-        unused = f"no loss depends on {_named(self.unused)}, which {'has' if len(self.unused) == 1 else 'have'} no gradient"
-        rounded = f"{_named(self.rounded)}: within the round-off of one process in float32, more than the tolerance of so small a gradient"
+        unused = f"no loss depends on {listed(self.unused)}, which {'has' if len(self.unused) == 1 else 'have'} no gradient"
+        rounded = f"{listed(self.rounded)}: within the round-off of one process in float32, more than the tolerance of so small a gradient"
         return [note for note, names in ((unused, self.unused), (rounded, self.rounded)) if names]
 
     def __str__(self) -> str:
@@ -226,7 +228,3 @@ def _times(text: str) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _named(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

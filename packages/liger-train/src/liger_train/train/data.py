@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from liger_bench.text import library, trained_tokenizer
-from liger_core.errors import OptionError
+from liger_core.errors import OptionError, listed
 from liger_hf.presets import VOCABULARY
 from liger_train.configs import has_code_of_its_own, loading_options
 from liger_train.fields import epochs
@@ -33,7 +33,6 @@ from liger_train.train.rows import FILES_OF_ROWS, TEXT, Rows, open_rows
 CHARACTERS, CHARACTERS_OF_A_TOKEN = 4_000_000, 6
 # As git does: a file with a zero byte among the first 8000 is binary.
 HEAD = 8000
-NAMED = 3
 # Files of tokenizers, besides their configs.
 VOCABULARIES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 # Special tokens of a tokenizer that is trained here; fine-tuning the saved model needs padding.
@@ -183,13 +182,9 @@ def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
         if text is not None:
             yield text
     if skipped:
-        notes.append(f"Files in {folder} that are not text were skipped: {_names(skipped)}.")
+        notes.append(f"Files in {folder} that are not text were skipped: {listed(skipped)}.")
     if tables:
-        notes.append(f"Files in {folder} were read as text, not as rows: {_names(tables)}; give one as --data to train on its rows.")
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        notes.append(f"Files in {folder} were read as text, not as rows: {listed(tables)}; give one as --data to train on its rows.")
 
 
 def _text(path: Path) -> str | None:

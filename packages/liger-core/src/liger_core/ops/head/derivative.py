@@ -39,7 +39,7 @@ class HeadDerivative:
     def __init__(
         self, passes: TokenPasses, head: Head, options: LogitOptions, cut: Cut, kept: Tensor, local: Tensor, ranks: RowSum
     ) -> None:
-        self.passes, self.head, self.options, self.cut, self.local, self.ranks = passes, head, options, cut, local, ranks
+        self.passes, self.head, self.options, self.local, self.ranks = passes, head, options, local, ranks
         self.kept = kept[: head.hidden.shape[0]]
         wide = accumulator(kept.dtype)
         self.total = self.kept if kept.dtype == wide else torch.empty_like(self.kept[: cut.rows], dtype=wide)
